@@ -5,9 +5,9 @@ written and in no drive's memory. For a loop over cores and memory alone the fas
 since other programs slow the others; for a disk, or two things at once, the median counts.
 
 The cost of a model beside its products is measured on small models, forward and backward, in the
-terms in which facts are counted: bytes that operations touch, and calls. Interference is measured
-as it happens in a step: a product runs beside the optimizer's kernel or the store's backend, and
-the time that it loses is counted.
+terms in which facts are counted: bytes that operations touch, and calls. What I/O costs the cores
+is measured as it happens in a step: a product runs beside the store's backend, and the time that it
+loses is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +40,6 @@ from offload.planning.machine.optimizer_variants import (
 from offload.planning.machine.sample_models import measure_models
 from offload.planning.machine.speed_arrays import Arrays
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
-from offload.planning.plan.sizes import STAGING_BUFFERS
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import checksum_of
 from offload.swap.io.io_backend import IOBackend
@@ -72,8 +70,6 @@ _IN_MEMORY, _MEMORY_NBYTES = ("tmpfs", "ramfs"), 512 << 20  # what such a file t
 _FILL_S = 2.5  # files are as large as what can be written in this time
 _PART_S = 2.5  # no part of a file takes longer: a drive may become slow after its first GiB
 _BESIDE_NBYTES = 64 << 20  # of each file, in each direction, while products run
-_CHUNK_NUMEL, _CHUNK_NBYTES = 1 << 20, 12 << 20  # parameters of a chunk and its record
-_PIPELINE_CHUNKS = 12
 _LEAST_FREE = 4  # files are at most this part of what is free
 _MOST_REPEAT_S = 0.6
 _BESIDE_S = 0.4  # how long something runs beside the product
@@ -113,7 +109,6 @@ def measure_compute() -> ComputeSpeeds:
         arrays = Arrays(_OPTIMIZER_NUMEL, streams)
         steps = {name: stepper(variant, arrays, runner) for name, variant in _FORMATS.items()}
         times = {name: seconds(step, 5) for name, step in steps.items()}
-        lost = 1.0 if gpu else _lost_share(steps["fp32"], times["fp32"])
     to_device, to_host = _copy_rates(device) if gpu else (0.0, 0.0)
     products = {name: matmul_rate(dtype, device) for name, dtype in DTYPES.items()}
     operation_s, touching = measure_models(products, device)
@@ -130,7 +125,6 @@ def measure_compute() -> ComputeSpeeds:
         fresh_s_per_byte=0.0 if gpu else _fresh_s_per_byte(),
         host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
         optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
-        optimizer_lost_share=lost,
         host_to_device_bytes_per_s=to_device,
         device_to_host_bytes_per_s=to_host,
     )
@@ -255,29 +249,11 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 
 # ---------------------------------------------------------------- one beside the other
-@dataclass(frozen=True)
-class _Together:
-    """The times of two kinds of work that ran side by side."""
-
-    took_s: float
-    products_s: float  # what the products would have taken alone
-    turns: int  # of the other thing
-
-    @property
-    def lost_s(self) -> float:
-        """The seconds that the products lost per turn of the other work."""
-        return max(0.0, self.took_s - self.products_s) / max(1, self.turns)
-
-
-def _beside(product: Work, other: Work) -> list[_Together]:
-    """Run both kinds of work side by side, in rounds of `_BESIDE_S`."""
+def _lost_s(product: Work, other: Work) -> float:
+    """Seconds that products lose per turn of `other`, which runs beside them for `_BESIDE_S`."""
     alone_s = seconds(product)
-    return [_together(product, other, alone_s) for _ in range(_ROUNDS)]
-
-
-def _together(product: Work, other: Work, alone_s: float) -> _Together:
     stop = threading.Event()
-    turns = 0
+    turns = products = 0
 
     def run() -> None:
         nonlocal turns
@@ -288,7 +264,6 @@ def _together(product: Work, other: Work, alone_s: float) -> _Together:
     thread = threading.Thread(target=run)
     started = time.perf_counter()
     thread.start()
-    products = 0
     try:
         while time.perf_counter() - started < _BESIDE_S:
             product()
@@ -297,13 +272,7 @@ def _together(product: Work, other: Work, alone_s: float) -> _Together:
     finally:
         stop.set()
         thread.join()
-    return _Together(took_s, products * alone_s, turns)
-
-
-def _lost_share(step: Work, alone_s: float) -> float:
-    product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
-    lost_s = statistics.median(together.lost_s for together in _beside(product, step))
-    return lost_s / max(alone_s, 1e-9)
+    return max(0.0, took_s - products * alone_s) / max(1, turns)
 
 
 # ---------------------------------------------------------------- disk
@@ -322,18 +291,6 @@ def measure_disk(
             file.reserve(nbytes)
         backend = stack.enter_context(open_backend())
         return _Disk(files, backend, nbytes).measure(beside_compute=beside_compute)
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """The bytes moved in all directions by all files together."""
-
-    nbytes: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        return self.nbytes / self.seconds
 
 
 class _Disk:
@@ -357,17 +314,12 @@ class _Disk:
         after a while, changes during the measurement."""
         self._fill()
         part = max(_BLOCK_NBYTES, self._nbytes // _ROUNDS)
-        rounds = [self._round(part) for _ in range(_ROUNDS)]
-        write, read, mixed = (
-            statistics.median(each[how].rate for each in rounds) for how in ("w", "r", "rw")
-        )
-        lost, share = 0.0, 1.0
-        if beside_compute:
-            lost = self._lost_s_per_byte()
-            share = min(1.0, self._pipeline_rate() / mixed)
+        ways = ("w", "r", "rw")
+        rounds = [[self._move(how, part, _PART_S) for how in ways] for _ in range(_ROUNDS)]
+        write, read, mixed = map(statistics.median, zip(*rounds, strict=True))
         return DiskSpeeds(
-            nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write,
-            nvme_mixed_bytes_per_s=mixed, io_lost_s_per_byte=lost, update_disk_share=share,
+            nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write, nvme_mixed_bytes_per_s=mixed,
+            io_lost_s_per_byte=self._lost_s_per_byte() if beside_compute else 0.0,
         )  # fmt: skip
 
     def _fill(self) -> None:
@@ -375,48 +327,6 @@ class _Disk:
         self._move("w", self._nbytes, _FILL_S)
         self._nbytes = self._next["w"]
         self._next["w"] = self._nbytes // 2 // _BLOCK_NBYTES * _BLOCK_NBYTES
-
-    def _round(self, nbytes: int) -> dict[str, _Moved]:
-        ways = ("w", "r", "rw")
-        return {how: self._move(how, nbytes, _PART_S) for how in ways}
-
-    def _pipeline_rate(self) -> float:
-        """Bytes per second of read | step | write, chunk by chunk beside products, as in an update
-        behind a forward. Its threads wait for each other and for a core at every turn."""
-        product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
-        count = max(1, min(_PIPELINE_CHUNKS, self._nbytes // _ROUNDS // _CHUNK_NBYTES))
-        with ExitStack() as stack:
-            runner = ParallelRunner(available_cores())
-            stack.callback(runner.close)
-            step = stepper(PLAIN, Arrays(_CHUNK_NUMEL, PLAIN.streams), runner)
-            step()
-            rounds = _beside(product, lambda: self._pipeline(count, step))
-        turns_per_s = statistics.median(together.turns / together.took_s for together in rounds)
-        return turns_per_s * 2 * count * _CHUNK_NBYTES
-
-    def _pipeline(self, count: int, step: Work) -> None:
-        """Pass `count` chunks through as many buffers as the runtime has."""
-        parts = [
-            self._buffer[i * _CHUNK_NBYTES : (i + 1) * _CHUNK_NBYTES]
-            for i in range(STAGING_BUFFERS)
-        ]
-
-        def move(direction: str, chunk: int) -> Transfer[None]:
-            file = self._files[chunk % len(self._files)]
-            offset = self._offset(direction, _CHUNK_NBYTES)
-            return self._submit(direction, file, parts[chunk % len(parts)], offset)
-
-        reads = [move("r", chunk) for chunk in range(min(count, len(parts) - 1))]
-        writes: list[Transfer[None]] = []
-        for chunk in range(count):
-            reads[chunk].wait()
-            step()
-            writes.append(move("w", chunk))
-            if len(reads) < count:
-                if len(reads) >= len(parts):
-                    writes[len(reads) - len(parts)].wait()
-                reads.append(move("r", len(reads)))
-        all_of(writes).wait()
 
     def _lost_s_per_byte(self) -> float:
         """Seconds that a product loses per byte that is moved and checked beside it."""
@@ -427,11 +337,11 @@ class _Disk:
         def move() -> None:
             self._move("rw", part, math.inf)
 
-        return statistics.median(together.lost_s for together in _beside(product, move)) / turn
+        return statistics.median(_lost_s(product, move) for _ in range(_ROUNDS)) / turn
 
-    def _move(self, how: str, nbytes: int, most_s: float) -> _Moved:
+    def _move(self, how: str, nbytes: int, most_s: float) -> float:
         """Move the next `nbytes` of each file in each direction in `how` (r, w or rw); stop early
-        if that takes longer than `most_s`."""
+        if that takes longer than `most_s`. Return bytes per second, all files and ways together."""
         waiting: list[Transfer[None]] = []
         started = time.perf_counter()
         most = _IN_FLIGHT_NBYTES // _BLOCK_NBYTES
@@ -453,7 +363,7 @@ class _Disk:
             if not file.o_direct:  # what only the page cache has is not moved yet
                 os.fdatasync(file.fd)
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return _Moved(count * _BLOCK_NBYTES, time.perf_counter() - started)
+        return count * _BLOCK_NBYTES / (time.perf_counter() - started)
 
     def _offset(self, direction: str, nbytes: int) -> int:
         """Return the offset of the next `nbytes` to read or write."""

@@ -32,21 +32,19 @@ class ComputeSpeeds:
     host_bytes_per_s: Positive  # the optimizer's traffic over the memory bus, all cores
     optimizer_parameters_per_s: Rates = field(default_factory=dict)
     # measured rate by format of states (fp32, bf16, int8); absent: bound by the bus
-    optimizer_lost_share: Number = 1.0  # that compute loses per second of the optimizer alone
     host_to_device_bytes_per_s: Number = 0.0
     device_to_host_bytes_per_s: Number = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpeeds:
-    """The speeds of all paths of a configuration together, and what model, optimizer and I/O lose
-    by sharing cores and memory bus: no loss (0 and 1) beside a GPU, or if it was not measured."""
+    """The speeds of all paths of a configuration together, and what the model loses to I/O by
+    sharing cores and memory bus: 0 beside a GPU, or if it was not measured."""
 
     nvme_read_bytes_per_s: Positive = 0.0
     nvme_write_bytes_per_s: Positive = 0.0
     nvme_mixed_bytes_per_s: Positive = 0.0  # both directions at once, together; 0: not measured
     io_lost_s_per_byte: Number = 0.0  # that compute loses to each byte moved beside it
-    update_disk_share: Number = 1.0  # of those rates that an update gets behind a forward
 
 
 @dataclass(frozen=True)

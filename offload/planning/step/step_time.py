@@ -15,9 +15,7 @@ is computed with when it is gathered, and its gradient goes home when it is redu
 is asked for ahead runs beside the use before it.
 
 Where the model computes on a CPU, compute and optimizer are one link: both use all cores. What they
-and I/O lose to each other beyond that is measured (`Speeds.optimizer_lost_share`,
-`io_lost_s_per_byte`), and so is what an update's pipeline gets of the disk while its threads wait
-for each other and for a core (`update_disk_share`).
+lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
 """
 
 from __future__ import annotations
@@ -297,15 +295,13 @@ class _Pipeline:
         asked_s = max(self._begun_s, self._gradient_home[group])
         if self._config.optimizer.in_backward is True or group in self._tried:
             asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
-        share = self._speeds.update_disk_share
-        ready_s = self._read(asked_s, moved.read, share)
+        ready_s = self._read(asked_s, moved.read)
         ready_s = self._send(ready_s, moved.to_device, TO_DEVICE)
         seconds = self._update_s[group]
         optimizer = self._clocks[OPTIMIZER]
         if plan.gpu:
             end_s = optimizer.take(ready_s, seconds)
         else:
-            seconds *= self._speeds.optimizer_lost_share
             busy = seconds + self._lost_s(move)
             compute = self._clocks[COMPUTE]
             end_s = compute.take(ready_s, busy)
@@ -315,7 +311,7 @@ class _Pipeline:
         self._updated[group] = end_s
         for collective in self._exchanges.get(move.action, ()):  # other ranks wait for it, too
             self._whole[group] = self._exchange(end_s, collective)
-        self._write(end_s, moved.written, share)
+        self._write(end_s, moved.written)
 
     def _lost_s(self, move: Move) -> float:
         """Seconds that the cores lose to the bytes that an action moves."""
@@ -326,14 +322,14 @@ class _Pipeline:
         return bytes_s + moved.requests * _REQUEST_CALL_S
 
     # ---------------------------------------------------------------- links
-    def _read(self, asked_s: float, nbytes: int, share: float = 1.0) -> float:
-        """The time at which the bytes have been read, at a `share` of the disk's speed."""
-        return self._disk(READ, asked_s, nbytes, share)
+    def _read(self, asked_s: float, nbytes: int) -> float:
+        """The time at which the bytes have been read."""
+        return self._disk(READ, asked_s, nbytes)
 
-    def _write(self, ready_s: float, nbytes: int, share: float = 1.0) -> float:
-        return self._disk(WRITE, ready_s, nbytes, share)
+    def _write(self, ready_s: float, nbytes: int) -> float:
+        return self._disk(WRITE, ready_s, nbytes)
 
-    def _disk(self, link: str, ready_s: float, nbytes: int, share: float) -> float:
+    def _disk(self, link: str, ready_s: float, nbytes: int) -> float:
         if not nbytes:
             return ready_s
         rate = self._rates[link]
@@ -342,7 +338,7 @@ class _Pipeline:
                 f"placement: states are on nvme, and the speed of a disk of {self._speeds.name} is "
                 "not known; measure it (memest calibrate), or name an SSD"
             )
-        seconds = nbytes / (share * rate)
+        seconds = nbytes / rate
         end_s = self._clocks[link].take(ready_s, seconds)
         # a disk that does not read and write side by side does one for the other's time
         other = WRITE if link == READ else READ
