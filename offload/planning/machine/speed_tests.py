@@ -39,7 +39,7 @@ from offload.planning.machine.optimizer_variants import (
 )
 from offload.planning.machine.sample_models import measure_models
 from offload.planning.machine.speed_arrays import Arrays
-from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
+from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds, RowCost
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import checksum_of
 from offload.swap.io.io_backend import IOBackend
@@ -56,7 +56,7 @@ _PRODUCT = (512, 1024, 4096)  # tokens, inputs, outputs: a layer of some hundred
 _PRODUCT_GPU = (4096, 4096, 16384)
 _TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a fast kernel
 _MOST_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
-_FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # sequences, in a pass that decodes
+_MORE_ROWS = 256  # beside one row, as in a pass that decodes one sequence
 _OUT_OF_CACHE = 8  # such weights are used in turn: 64 MiB in 16 bits
 _FRESH_NBYTES = 2 * HEAP_LIMIT_NBYTES
 _OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
@@ -117,10 +117,7 @@ def measure_compute() -> ComputeSpeeds:
         matmul_flops_per_s=products,
         compute_bytes_per_s=touching["fp32"],
         compute_bytes_per_s_in=touching,
-        forward_flops_per_s={
-            **dict(_forward_rates(products, device)),
-            **({} if gpu else dict(_coded_rates())),
-        },
+        row_costs=dict(_row_costs(products, device)) | ({} if gpu else dict(_coded_row_costs())),
         operation_s=operation_s,
         fresh_s_per_byte=0.0 if gpu else _fresh_s_per_byte(),
         host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
@@ -154,25 +151,25 @@ def matmul_rate(
     return _product_rate(dtype, device, wanted)
 
 
-def _forward_rates(
+def _row_costs(
     products: Mapping[str, float], device: torch.device
-) -> Iterator[tuple[str, float]]:
-    """FLOP/s of a layer's forward product by format and rows, for formats with a fast kernel."""
+) -> Iterator[tuple[str, RowCost]]:
+    """The cost of a layer's forward product by format, for formats with a fast kernel."""
     gpu = accelerator.is_accelerator(device)
     _, inputs, outputs = _PRODUCT_GPU if gpu else _PRODUCT
     for name, dtype in DTYPES.items():
         if not gpu and is_slow(products[name], _PRODUCT):
             continue
         weights = [_random(device, outputs, inputs).to(dtype) for _ in range(_OUT_OF_CACHE)]
-        for rows in _FEW_ROWS:
+        took_s = []
+        for rows in (1, _MORE_ROWS):
             x = _random(device, rows, inputs).to(dtype)
-            work = partial(_products, x, weights)
-            took_s = seconds(work, device=device)
-            yield f"{name} x {rows}", 2 * rows * inputs * outputs * len(weights) / took_s
+            took_s.append(seconds(partial(_products, x, weights), device=device))
+        yield name, _row_cost(took_s, _MORE_ROWS, inputs * outputs * len(weights))
 
 
-def _coded_rates() -> Iterator[tuple[str, float]]:
-    """FLOP/s of products straight from weights in codes, which exist for few rows only."""
+def _coded_row_costs() -> Iterator[tuple[str, RowCost]]:
+    """The cost of products straight from weights in codes, which exist for few rows only."""
     _, inputs, outputs = _PRODUCT
     numel = inputs * outputs
     noise = np.random.default_rng(0)
@@ -188,6 +185,7 @@ def _coded_rates() -> Iterator[tuple[str, float]]:
                 )
                 for _ in range(2 * _OUT_OF_CACHE)
             ]
+            took_s = []
             for rows in (1, MOST_ROWS):
                 x = in_lane_order(np.ones((rows, inputs), np.float32), weights)
                 out = np.empty((rows, outputs), np.float32)
@@ -196,8 +194,14 @@ def _coded_rates() -> Iterator[tuple[str, float]]:
                     for words, codes in stored:
                         multiply(x, words, codes, out, weights, Float.BF16, runner)
 
-                took_s = seconds(work)
-                yield f"{weights.name} x {rows}", 2 * rows * numel * len(stored) / took_s
+                took_s.append(seconds(work))
+            yield weights.name, _row_cost(took_s, MOST_ROWS, numel * len(stored))
+
+
+def _row_cost(took_s: Sequence[float], rows: int, numel: int) -> RowCost:
+    """The cost of products with `numel` weights from the seconds with one row and with `rows`."""
+    first_s, all_s = took_s
+    return first_s / numel, max(0.0, all_s - first_s) / (rows - 1) / numel
 
 
 def _products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
