@@ -128,12 +128,6 @@ def free_swap_nbytes(root: Path = _ROOT) -> int:
     return _meminfo("SwapFree", root) or 0
 
 
-def memlock_limit_nbytes() -> int | None:
-    """Return the most bytes this process may lock in RAM; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def aio_room(root: Path = _ROOT) -> int | None:
     """Return how many requests of Linux AIO can still be had, of all processes; None if unknown."""
     most = read_setting("/proc/sys/fs/aio-max-nr", root)

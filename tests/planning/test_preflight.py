@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import offload
-import offload.planning.machine.preflight as module
 from offload.config import OffloadConfig
 from offload.errors import BudgetError, PathError
 from offload.planning.choice.planner import lay_out_plan
@@ -83,18 +82,8 @@ def test_a_demand_for_direct_io_is_tried(tmp_path, monkeypatch):
         found.refuse()
 
 
-def test_a_limit_of_locked_memory_is_said_where_memory_is_pinned(tmp_path, monkeypatch):
-    monkeypatch.setattr(module.machine, "memlock_limit_nbytes", lambda: 8 * MIB)
-    keys = {"placement": HOST, "budget": {"host": "256MiB"}}
-    root = made_up(tmp_path, available=GIB)
-    assert fly(tmp_path, keys, root).warnings == ()
-    (warning,) = fly(tmp_path, keys, root, gpu=True).warnings
-    assert "memlock limit: 8.0 MiB, 248.0 MiB less than budget.host" in warning
-
-
 @pytest.mark.parametrize("gpu", [False, True])
-def test_a_budget_that_others_have_taken_is_said(tmp_path, gpu, monkeypatch):
-    monkeypatch.setattr(module.machine, "memlock_limit_nbytes", lambda: None)
+def test_a_budget_that_others_have_taken_is_said(tmp_path, gpu):
     keys = {"placement": NVME, "budget": {"host": "1GiB"}}
     (warning,) = fly(tmp_path, keys, made_up(tmp_path, available=512 * MIB), gpu=gpu).warnings
     assert "budget.host: 1.0 GiB, but 0.5 GiB of RAM are available now" in warning

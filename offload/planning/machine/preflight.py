@@ -1,8 +1,8 @@
 """Checks that find later failures before the first byte is allocated.
 
 `shortfalls` checks a plan against its budgets, the usable memory and free disk. This module checks
-the machine's present state: RAM that other processes leave, files that lie in RAM, locked memory,
-O_DIRECT, and the kind of file system that each folder is on.
+the machine's present state: RAM that other processes leave, files that lie in RAM, O_DIRECT, and
+the kind of file system that each folder is on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def preflight(
     if folders:
         refusals += _direct(nvme, folders)
     warnings = [
-        *_file_systems(plan, folders, root), *_locked(plan), *_budget_beyond(plan, root),
+        *_file_systems(plan, folders, root), *_budget_beyond(plan, root),
         *activations_beyond(plan, passing_nbytes, root), *_disk_beyond(plan, disk_nbytes),
     ]  # fmt: skip
     return Preflight(tuple(refusals), tuple(warnings))
@@ -117,16 +117,6 @@ def _file_systems(plan: Plan, folders: Sequence[Path], root: Path) -> Iterator[s
             nbytes = needed_nbytes(plan, Tier.NVME) // len(folders)
             text += f"; its {format_bytes(nbytes)} come on top of budget.host"
         yield text
-
-
-def _locked(plan: Plan) -> Iterator[str]:
-    limit, budget = machine.memlock_limit_nbytes(), plan.budgets[Tier.HOST]
-    if plan.gpu and limit is not None and limit < budget:
-        yield (
-            f"memlock limit: {format_bytes(limit)}, {format_bytes(budget - limit)} less than "
-            "budget.host, which is pinned as it is used; CUDA's driver does not usually count it, "
-            "and where it does copies get slower: raise it with `ulimit -l`"
-        )
 
 
 def _budget_beyond(plan: Plan, root: Path) -> Iterator[str]:
