@@ -16,7 +16,7 @@ from offload.gpt import build_meta_model
 from offload.process.machine import peak_rss_nbytes
 
 
-def peak_nbytes(precision: str, *, micro_batches: int = 1, checkpoint: bool = False) -> int:
+def peak_nbytes(precision: str, *, checkpoint: bool = False) -> int:
     """Peak RAM of this process after three steps, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         config = offload.OffloadConfig.load({
@@ -28,7 +28,6 @@ def peak_nbytes(precision: str, *, micro_batches: int = 1, checkpoint: bool = Fa
                 "parameters": "nvme", "gradients": "host", "optimizer": "nvme",
                 "activations": {"checkpoint": checkpoint},
             },
-            "micro_batches": micro_batches,
             "optimizer": {"chunk": 1 << 14},
             "train": {"model": {"layers": 2, "hidden": 64, "heads": 2}, "batch": 2, "sequence": 64},
         })  # fmt: skip
@@ -43,10 +42,9 @@ def peak_nbytes(precision: str, *, micro_batches: int = 1, checkpoint: bool = Fa
 
 
 def main(precision: str) -> None:
-    """Print the peak of a plain run, and what micro-batches and checkpoints each add."""
+    """Print the peak of a plain run, and what checkpoints add."""
     plain = peak_nbytes(precision)
-    micro_batches = peak_nbytes(precision, micro_batches=2) - plain
-    print(plain, micro_batches, peak_nbytes(precision, checkpoint=True) - plain)
+    print(plain, peak_nbytes(precision, checkpoint=True) - plain)
 
 
 if __name__ == "__main__":

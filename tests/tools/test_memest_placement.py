@@ -56,7 +56,7 @@ def known_of(shape: ModelShape, profile: HardwareProfile, layers: int, hidden: i
         first, second = (PassCost(n, n // 200, 20 * layers) for n in (forward, backward))
         return ActivationFacts(kept, kept + 256 * MIB, 256 * MIB, "forward of head", first, second)
 
-    libraries = Baseline(1536 * MIB, 768 * MIB, symbols_nbytes=0, compiler_nbytes=0)
+    libraries = Baseline(1536 * MIB, 768 * MIB, compiler_nbytes=0)
     return RunFacts(Workload(1, tokens), speeds, facts_of, libraries)
 
 

@@ -42,7 +42,7 @@ _FAR = 2.0  # times the best one's time of the slowest link: not worth timing
 _WORTH = 5  # per cent of a class: less is no reason for a split
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
 _Key = tuple[Placement | None, ...]
-NO_LIBRARIES = Baseline(0, symbols_nbytes=0, compiler_nbytes=0)
+NO_LIBRARIES = Baseline(0, compiler_nbytes=0)
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,12 @@ from offload.tiers.units import format_bytes
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-FORMAT = 5  # raised whenever what is measured, or how, changes
+FORMAT = 6  # raised whenever what is measured, or how, changes
 _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
 
 # Measured by `measure_baseline` on 2 cores (Intel Xeon with AMX), Python 3.11, torch 2.13 for
 # CPUs, numba 0.68, kernels from numba's cache.
 _DEFAULT_RAM_NBYTES = {"fp32": 410 << 20, "bf16": 422 << 20, "fp16": 422 << 20}
-_DEFAULT_SYMBOLS_NBYTES = 12 << 20
 _DEFAULT_COMPILER_NBYTES = 107 << 20
 # transformers with a tokenizer and `generate`, beside what training takes: 141 MiB in two runs of
 # `offload generate` on the same machine, transformers 5.17.
@@ -68,18 +67,14 @@ class Baseline:
     ram_nbytes: Annotated[Nbytes, Field(gt=0)]
     gpu_nbytes: Nbytes = 0
     measured: bool = False
-    # What torch imports at their first use, whether or not anything is compiled: symbolic shapes
-    # for micro-batches; its whole compiler, these included, for checkpoints.
-    symbols_nbytes: Nbytes = _DEFAULT_SYMBOLS_NBYTES
+    # that torch imports for checkpoints, whether or not anything is compiled
     compiler_nbytes: Nbytes = _DEFAULT_COMPILER_NBYTES
 
     def ram_of(self, config: OffloadConfig, parameters: int) -> int:
         """Bytes of RAM of a process with a model of so many parameters (tensors): its objects, and
-        further imports of torch for the features that `config` uses."""
-        taken = self.ram_nbytes + parameters * OBJECTS_NBYTES
-        if config.placement.activations.checkpoint:
-            return taken + self.compiler_nbytes
-        return taken + (self.symbols_nbytes if config.micro_batches != 1 else 0)
+        torch's compiler for checkpoints."""
+        compiler = self.compiler_nbytes if config.placement.activations.checkpoint else 0
+        return self.ram_nbytes + parameters * OBJECTS_NBYTES + compiler
 
     def with_transformers(self) -> Baseline:
         """The baseline of the same process when it generates text."""
@@ -137,8 +132,7 @@ def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
 
 
 def measure_baseline(precision: str) -> Baseline:
-    """Measure the peak RAM of a process that trains a tiny model, and the additional memory of
-    micro-batches and checkpoints.
+    """Measure the peak RAM of a process that trains a tiny model, and what checkpoints add.
 
     Raises OffloadError if the measurement fails.
     """
@@ -147,8 +141,8 @@ def measure_baseline(precision: str) -> Baseline:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
         )
-        ram, symbols, compiler = map(int, done.stdout.split()[-3:])
-        return Baseline(ram, 0, True, symbols, compiler)
+        ram, compiler = map(int, done.stdout.split()[-2:])
+        return Baseline(ram, 0, True, compiler)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise OffloadError(
