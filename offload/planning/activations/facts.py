@@ -25,8 +25,16 @@ class PassCost:
     flops: int  # of matrix products, convolutions and attention: 2 per multiply-add
     touched_nbytes: int  # read and written by all operations
     operations: int  # calls of kernels
-    # of storages that a CPU's C library takes from the system and gives back each time
-    fresh_nbytes: int = 0
+
+    def __add__(self, other: PassCost) -> PassCost:
+        return PassCost(
+            self.flops + other.flops,
+            self.touched_nbytes + other.touched_nbytes,
+            self.operations + other.operations,
+        )
+
+    def __mul__(self, times: int) -> PassCost:
+        return PassCost(self.flops * times, self.touched_nbytes * times, self.operations * times)
 
 
 @dataclass(frozen=True, slots=True)

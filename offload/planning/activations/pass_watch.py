@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload.planning.activations.facts import PassCost
+from offload.planning.activations.facts import NO_WORK, PassCost
 from offload.planning.activations.live_bytes import Alive, LiveBytes
 from offload.planning.activations.op_costs import flops, is_kernel, scratch_nbytes, touched_nbytes
 from offload.planning.activations.valueless import tensors_of
@@ -21,20 +21,12 @@ _DETACH = torch.ops.aten.detach.default
 
 
 @dataclass(slots=True)
-class _Cost:
-    flops: int = 0
-    touched_nbytes: int = 0
-    operations: int = 0
-    fresh_nbytes: int = 0
-
-
-@dataclass(slots=True)
 class CountedOps:
     """The costs of operations that count `times` times."""
 
     times: int = 1
-    forward: _Cost = field(default_factory=_Cost)
-    backward: _Cost = field(default_factory=_Cost)
+    forward: PassCost = NO_WORK
+    backward: PassCost = NO_WORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +57,6 @@ class PassWatch(TorchDispatchMode):
         self._last_node = 0
         self._now = _Mark(0, "the model", self.rest, Alive())
         self._marks = [self._now]
-        self._block: _Mark | None = None  # that the forward is in
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -84,10 +75,7 @@ class PassWatch(TorchDispatchMode):
         result = func(*args, **kwargs)
         given = list(tensors_of((args, tuple(kwargs.values()))))
         results = list(tensors_of((result,)))
-        before = self.live.now
         self.live.made(results, given)
-        made = self.live.now - before
-        self._cost.fresh_nbytes += made.nbytes - made.heap_nbytes
         scratch = scratch_nbytes(func, args) if self._backward else 0
         if scratch:
             self._grown(Alive.of(scratch))
@@ -101,16 +89,13 @@ class PassWatch(TorchDispatchMode):
         runs = self._is_kernel.get(func)
         if runs is None:
             runs = self._is_kernel[func] = is_kernel(func)
-        if runs:
-            cost = self._cost
-            cost.operations += 1
-            cost.touched_nbytes += touched_nbytes(func, given, results)
-            cost.flops += flops(func, args, result)
-
-    @property
-    def _cost(self) -> _Cost:
-        """The cost counter of the current direction and part."""
-        return self._now.part.backward if self._backward else self._now.part.forward
+        if not runs:
+            return
+        cost = PassCost(flops(func, args, result), touched_nbytes(func, given, results), 1)
+        if self._backward:
+            self._now.part.backward += cost
+        else:
+            self._now.part.forward += cost
 
     def _find_node(self) -> None:
         node = torch._C._current_autograd_node()
@@ -138,28 +123,10 @@ class PassWatch(TorchDispatchMode):
         """Enter a block, or a module outside of all blocks."""
         if not self._backward:
             self._mark(where, part or self.rest, self._now.more)
-            self._block = self._now
 
     def leave(self, where: str) -> None:
         if not self._backward:
             self._mark(f"what follows {where}", self.rest, self._now.more)
-            self._block = None
-
-    def enter_inside(self, place: str) -> None:
-        """Enter a module of the current block, named by the block's name followed by `place`; its
-        operations count as the block's."""
-        if not self._backward and self._block is not None:
-            self._mark(self._block.where + place, self._block.part, self._now.more)
-
-    def leave_inside(self, place: str) -> None:
-        if not self._backward and self._block is not None:
-            where = f"what follows {self._block.where}{place}"
-            self._mark(where, self._block.part, self._now.more)
-
-    @property
-    def more(self) -> Alive:
-        """The bytes that blocks that are not run would have left alive by now."""
-        return self._now.more
 
     def add_more(self, more: Alive) -> None:
         self._mark(self._now.where, self._now.part, self._now.more + more)
@@ -193,13 +160,8 @@ class PassWatch(TorchDispatchMode):
         )
 
     def cost(self, *, backward: bool) -> PassCost:
-        pairs = [(p.times, p.backward if backward else p.forward) for p in self._parts]
-        return PassCost(
-            flops=sum(times * cost.flops for times, cost in pairs),
-            touched_nbytes=sum(times * cost.touched_nbytes for times, cost in pairs),
-            operations=sum(times * cost.operations for times, cost in pairs),
-            fresh_nbytes=sum(times * cost.fresh_nbytes for times, cost in pairs),
-        )
+        costs = ((p.backward if backward else p.forward) * p.times for p in self._parts)
+        return sum(costs, start=NO_WORK)
 
 
 def _next_node() -> int:

@@ -120,8 +120,9 @@ def watched_blocks(
                 stack.enter_context(_without(_list_of(model, run[0]), left_out))
                 forwards.update(_CountedStretch(stretch, run, left_out, watch).forwards())
         for unit in units:
-            if not unit.repeated and unit.module is not model:
-                for hook in _told_by_hooks(unit, blocks, watch):
+            in_block = any(unit.name.startswith(f"{block.name}.") for block in blocks)
+            if not (unit.repeated or in_block or unit.module is model):
+                for hook in _told_by_hooks(unit, watch):
                     stack.callback(hook.remove)
         for unit in blocks:
             forward = forwards.get(unit.name) or _watched(unit, watch)
@@ -177,16 +178,7 @@ def _without(modules: nn.Module, left_out: Sequence[Unit]) -> Iterator[None]:
         modules._modules.update(before)
 
 
-def _told_by_hooks(unit: Unit, blocks: Sequence[Unit], watch: PassWatch) -> list[RemovableHandle]:
-    block = next((each for each in blocks if unit.name.startswith(f"{each.name}.")), None)
-    if block is not None:  # a table of experts
-        place = unit.name.removeprefix(block.name)
-        return [
-            unit.module.register_forward_pre_hook(lambda module, args: watch.enter_inside(place)),
-            unit.module.register_forward_hook(
-                lambda module, args, output: watch.leave_inside(place)
-            ),
-        ]
+def _told_by_hooks(unit: Unit, watch: PassWatch) -> list[RemovableHandle]:
     return [
         unit.module.register_forward_pre_hook(lambda module, args: watch.enter(unit.name)),
         unit.module.register_forward_hook(lambda module, args, output: watch.leave(unit.name)),

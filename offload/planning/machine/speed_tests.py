@@ -29,7 +29,6 @@ from torch.nn import functional as F  # noqa: N812
 from offload.kernels.cpu.weight_products import MOST_ROWS, in_lane_order, multiply
 from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.planning.activations.live_bytes import HEAP_LIMIT_NBYTES
 from offload.planning.activations.trace import DTYPES
 from offload.planning.machine.optimizer_variants import (
     PLAIN,
@@ -58,7 +57,6 @@ _TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a 
 _MOST_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
 _MORE_ROWS = 256  # beside one row, as in a pass that decodes one sequence
 _OUT_OF_CACHE = 8  # such weights are used in turn: 64 MiB in 16 bits
-_FRESH_NBYTES = 2 * HEAP_LIMIT_NBYTES
 _OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
 _BLOCK_NBYTES = 8 << 20
 _IN_FLIGHT_NBYTES = 64 << 20
@@ -119,21 +117,11 @@ def measure_compute() -> ComputeSpeeds:
         compute_bytes_per_s_in=touching,
         row_costs=dict(_row_costs(products, device)) | ({} if gpu else dict(_coded_row_costs())),
         operation_s=operation_s,
-        fresh_s_per_byte=0.0 if gpu else _fresh_s_per_byte(),
         host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
         optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
         host_to_device_bytes_per_s=to_device,
         device_to_host_bytes_per_s=to_host,
     )
-
-
-def _fresh_s_per_byte() -> float:
-    """Seconds per byte of first writes, when the system clears the memory: gradients of weights and
-    logits of a large model are always in new storages, since the C library keeps none so large."""
-    again = torch.empty(_FRESH_NBYTES, dtype=torch.uint8)
-    again_s = seconds(lambda: again.fill_(1))
-    fresh_s = seconds(lambda: torch.empty_like(again).fill_(1))
-    return max(0.0, fresh_s - again_s) / _FRESH_NBYTES
 
 
 def matmul_rate(

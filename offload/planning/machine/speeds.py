@@ -27,9 +27,6 @@ class ComputeSpeeds:
     # them is most of the work
     row_costs: Mapping[str, RowCost] = field(default_factory=dict)
     operation_s: Number  # what one call of a kernel costs beside its work
-    # what a byte costs that is written for the first time in memory that the system has just given;
-    # of small storages it is in `compute_bytes_per_s`
-    fresh_s_per_byte: Number = 0.0
     host_bytes_per_s: Positive  # the optimizer's traffic over the memory bus, all cores
     optimizer_parameters_per_s: Rates = field(default_factory=dict)
     # measured rate by format of states (fp32, bf16, int8); absent: bound by the bus

@@ -22,7 +22,7 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
     longer of the two counts; on a CPU each call comes before its work."""
     work_s = cost.flops / _matmul_rate(precision, speeds)
     rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
-    work_s += cost.touched_nbytes / rate + cost.fresh_nbytes * speeds.fresh_s_per_byte
+    work_s += cost.touched_nbytes / rate
     calls_s = cost.operations * speeds.operation_s
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
@@ -37,7 +37,7 @@ def forward_s(
     rows = cost.flops / (2 * numel) if numel else 0.0
     touched = max(0.0, cost.touched_nbytes - numel * ITEMSIZE[precision])
     rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
-    work_s = touched / rate + cost.fresh_nbytes * speeds.fresh_s_per_byte
+    work_s = touched / rate
     for name, each in weights.items():
         work_s += pieces * each * _weight_s(rows, name, precision, speeds)
     calls_s = cost.operations * speeds.operation_s

@@ -94,8 +94,7 @@ def _micro_batches(case: Case, peak_at: str) -> Knob:
     """Return splits of the batch, if the peak is in a repeated block: the batch is whole
     outside."""
     names = {unit.name for unit in case.source.shape.units if unit.repeated}
-    place = peak_at.rpartition(" ")[2]
-    if not any(place == name or place.startswith(f"{name}.") for name in names):
+    if peak_at.rpartition(" ")[2] not in names:
         return ()
     now, batch = case.config.micro_batches, case.workload.batch
     if not isinstance(now, int) or now < 1:
