@@ -14,7 +14,7 @@ from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.pass_watch import PassWatch
 from offload.planning.activations.saved_elsewhere import SavedElsewhere
-from offload.planning.activations.trace import Run, as_the_engine, default_run, facts_of
+from offload.planning.activations.trace import as_the_engine, facts_of, training_run
 from offload.planning.activations.traced_blocks import watched_blocks
 from offload.planning.plan.workload import Workload
 from offload.zero.groups.discovery import discover
@@ -37,20 +37,17 @@ def config_of(
     )
 
 
-def real_facts(
-    model: nn.Module, config: OffloadConfig, workload: Workload, run: Run | None = None
-) -> ActivationFacts:
+def real_facts(model: nn.Module, config: OffloadConfig, workload: Workload) -> ActivationFacts:
     """What really was alive and run; every block is."""
     for param in model.parameters():
         param.data = param.data.to(DTYPES[config.precision])
-    call = run or default_run(model)
-    here = _watched(model, config, workload, call, elsewhere=False)
-    elsewhere = _watched(model, config, workload, call, elsewhere=True)
+    here = _watched(model, config, workload, elsewhere=False)
+    elsewhere = _watched(model, config, workload, elsewhere=True)
     return facts_of(here, elsewhere)
 
 
 def _watched(
-    model: nn.Module, config: OffloadConfig, workload: Workload, run: Run, *, elsewhere: bool
+    model: nn.Module, config: OffloadConfig, workload: Workload, *, elsewhere: bool
 ) -> PassWatch:
     units = discover(model, config.groups.blocks).units
     watch = PassWatch()
@@ -62,7 +59,7 @@ def _watched(
             stack.enter_context(as_the_engine(model, units, config, away))
             stack.enter_context(watched_blocks(model, units, watch, skip=False))
             stack.enter_context(watch)
-            loss = run(model, workload)
+            loss = training_run(model)(model, workload)
             watch.end_forward(loss)
             loss.backward()
     finally:
@@ -87,7 +84,7 @@ def packed_nbytes(model: nn.Module, workload: Workload) -> int:
 
     hook = model.register_forward_pre_hook(before, with_kwargs=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = default_run(model)(model, workload)
+        loss = training_run(model)(model, workload)
     hook.remove()
     given = {storage._cdata for storage in others.values()}
     given |= {tensor.untyped_storage()._cdata for tensor in inputs}

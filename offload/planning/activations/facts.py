@@ -22,7 +22,7 @@ from offload.swap.activations.activation_rules import TRIM_NBYTES
 class PassCost:
     """The work of one direction of one pass."""
 
-    flops: int  # of matrix products, convolutions and attention: 2 per multiply-add
+    flops: int  # of matrix products and attention: 2 per multiply-add
     touched_nbytes: int  # read and written by all operations
     operations: int  # calls of kernels
 
@@ -38,16 +38,6 @@ class PassCost:
 
 
 @dataclass(frozen=True, slots=True)
-class HeapFacts:
-    """The share of the bytes in `ActivationFacts` that lies in storages of less than 32 MiB. On a
-    CPU these are on the C library's heap, which keeps freed memory."""
-
-    saved_nbytes: int = 0
-    peak_nbytes: int = 0
-    peak_elsewhere_nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class ActivationFacts:
     """One forward and backward pass at a given batch size and sequence length. Parameters,
     gradients of parameters at home and the inputs are not counted."""
@@ -58,7 +48,10 @@ class ActivationFacts:
     peak_at: str  # where: `forward of layers.3`, `backward of head`
     forward: PassCost
     backward: PassCost  # recomputation included
-    heap: HeapFacts = HeapFacts()
+    # Of the two peaks, bytes in storages of less than 32 MiB: on a CPU these are on the C library's
+    # heap, which keeps freed memory.
+    heap_peak_nbytes: int = 0
+    heap_peak_elsewhere_nbytes: int = 0
     cache_nbytes: int = 0  # of the peak, what a cache of keys and values holds
     kv: KVHeld | None = None  # what one holds in tiers, which is not in the peak
 
@@ -80,10 +73,10 @@ _LEAST_HEAP_SHARE = 1 / 6
 def fragmentation_nbytes(facts: ActivationFacts, *, leaves: bool) -> int:
     """The bytes of holes at the peak of a pass. `leaves`: saved tensors go to another tier."""
     if leaves:
-        peak, in_heap = facts.peak_elsewhere_nbytes, facts.heap.peak_elsewhere_nbytes
+        peak, in_heap = facts.peak_elsewhere_nbytes, facts.heap_peak_elsewhere_nbytes
         holes = _OF_LEFT * min(facts.saved_nbytes, TRIM_NBYTES) + _OF_PEAK * peak
     else:
-        peak, in_heap = facts.peak_nbytes - facts.cache_nbytes, facts.heap.peak_nbytes
+        peak, in_heap = facts.peak_nbytes - facts.cache_nbytes, facts.heap_peak_nbytes
         holes = _OF_SAVED * facts.saved_nbytes + _OF_PASSING * (peak - facts.saved_nbytes)
     if not peak:
         return 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload.planning.activations.facts import ActivationFacts, HeapFacts
+from offload.planning.activations.facts import ActivationFacts
 from offload.planning.plan.kv_plan import CacheShape, KVHeld, kv_held
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.workload import Generation, Workload
@@ -84,11 +84,11 @@ def generation_facts(
         before = after = copied = 0
     prefill_nbytes, decode_nbytes = prefill.peak_nbytes + before, decode.peak_nbytes + copied
     peak = max(prefill_nbytes, decode_nbytes + after)
-    heap = max(prefill.heap.peak_nbytes, decode.heap.peak_nbytes)
+    heap = max(prefill.heap_peak_nbytes, decode.heap_peak_nbytes)
     both = replace(
         decode, peak_nbytes=peak, peak_elsewhere_nbytes=peak,
         peak_at=prefill.peak_at if peak == prefill_nbytes else decode.peak_at,
-        heap=HeapFacts(0, heap, heap), kv=held,
+        heap_peak_nbytes=heap, heap_peak_elsewhere_nbytes=heap, kv=held,
         cache_nbytes=before if peak == prefill_nbytes else after,
     )  # fmt: skip
     first_pass = replace(prefill, kv=held.of_prefill if held is not None else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ _GATHERS = frozenset({"embedding", "index_select", "gather", "index"})  # read w
 
 
 def flops(op: Any, args: Sequence[Any], result: Any) -> int:
-    """Return 2 per multiply-add of matrix products, convolutions and attention, otherwise 0.
+    """Return 2 per multiply-add of matrix products and attention, otherwise 0.
 
     Causal attention counts half, since kernels skip what the mask hides.
     """
@@ -80,20 +79,6 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> int:
     return 2 * a.numel() * (int(b.shape[-1]) if b.dim() > 1 else 1)
 
 
-def _convolution(args: Sequence[Any], result: torch.Tensor) -> int:
-    transposed = bool(args[6])
-    output, weight = (args[0], args[1]) if transposed else (result, args[1])
-    return int(2 * output.numel() * math.prod(weight.shape[1:]))
-
-
-def _convolution_backward(args: Sequence[Any], result: Any) -> int:
-    gradient, source, weight = args[:3]
-    transposed, mask = bool(args[7]), args[10]
-    output = source if transposed else gradient
-    products = int(mask[0]) + int(mask[1])
-    return int(2 * output.numel() * math.prod(weight.shape[1:])) * products
-
-
 _FLOPS: dict[str, Flops] = {
     **dict.fromkeys(
         ("mm", "bmm", "mv", "dot", "_grouped_mm"), lambda args, _: _product(args[0], args[1])
@@ -102,8 +87,6 @@ _FLOPS: dict[str, Flops] = {
         ("addmm", "_addmm_activation", "baddbmm", "addmv"),
         lambda args, _: _product(args[1], args[2]),
     ),
-    "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
 }
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from offload.config import OffloadConfig
 from offload.planning.activations.compiler_free import without_compiler
 from offload.planning.activations.cuda_choices import choosing_for_cuda
-from offload.planning.activations.facts import NO_WORK, ActivationFacts, HeapFacts
+from offload.planning.activations.facts import NO_WORK, ActivationFacts
 from offload.planning.activations.pass_watch import PassWatch
 from offload.planning.activations.saved_elsewhere import SavedElsewhere
 from offload.planning.activations.traced_blocks import CannotSkipError, watched_blocks
@@ -40,7 +40,7 @@ from offload.zero.hooks.handles import HandleTable
 from offload.zero.recompute.micro_batches import MicroBatching
 from offload.zero.recompute.recompute import Recomputation
 
-# Calls the model on inputs of its own making; gives the loss.
+# Calls the model on inputs of its own making; gives the loss, or the logits.
 Run = Callable[[nn.Module, Workload], Tensor]
 
 
@@ -48,39 +48,34 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def trace_activations(
-    model: nn.Module, config: OffloadConfig, workload: Workload, *, run: Run | None = None,
-    device: str | None = None, skip: bool = True,
+    model: nn.Module, config: OffloadConfig, workload: Workload, *, device: str | None = None,
+    skip: bool = True,
 ) -> ActivationFacts:  # fmt: skip
     """Count one forward and backward pass of `model` under `config`.
 
-    `run(model, workload)` calls the model on inputs of its own making and returns the loss; by
-    default, models that take `input_ids` and `labels`, or `tokens` and `targets`, are supported.
-    `device` (cpu or cuda) selects the kernels, by default `config.device`. The model, on any
-    device, is left unchanged. `skip=False` runs every block.
+    Models that take `input_ids` and `labels`, or `tokens` and `targets`, are supported. `device`
+    (cpu or cuda) selects the kernels, by default `config.device`. The model, on any device, is left
+    unchanged. `skip=False` runs every block.
 
-    Raises UnsupportedError if the model cannot be run with this information.
+    Raises UnsupportedError if it is not known how to call the model.
     """
-    config = config.settled()
-    call = run or default_run(model)
-    return _traced(model, config, workload, call, device, _both, skip=skip)
+    call = training_run(model)
+    return _traced(model, config.settled(), workload, call, device, _both, skip=skip)
 
 
 def trace_forward(
-    model: nn.Module, config: OffloadConfig, workload: Workload, *, run: Run | None = None,
-    device: str | None = None, skip: bool = True,
+    model: nn.Module, config: OffloadConfig, workload: Workload, *, device: str | None = None,
+    skip: bool = True,
 ) -> ActivationFacts:  # fmt: skip
     """Like `trace_activations`, for one forward pass without gradients in eval mode: nothing is
     saved, and there is no backward. The cache of keys and values is left out: `generation_facts`
-    adds it.
-
-    `run` returns the logits; by default, models that take `input_ids` or `tokens` are supported.
+    adds it. Models that take `input_ids` or `tokens` are supported.
     """
-    config = config.settled()
-    call = run or forward_run(model)
+    call = forward_run(model)
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        return _traced(model, config, workload, call, device, _forward_alone, skip=skip)
+        return _traced(model, config.settled(), workload, call, device, _forward_alone, skip=skip)
     finally:
         for module, was in training.items():
             module.training = was
@@ -105,10 +100,11 @@ def _traced(
 def _forward_alone(passes: Callable[..., PassWatch]) -> ActivationFacts:
     watch = passes(elsewhere=False, gradients=False)
     peak = watch.peak
-    heap = HeapFacts(0, peak.heap_nbytes, peak.heap_nbytes)
+    cost = watch.cost(backward=False)
     return ActivationFacts(
-        0, peak.nbytes, peak.nbytes, watch.peak_at, watch.cost(backward=False), NO_WORK, heap
-    )
+        0, peak.nbytes, peak.nbytes, watch.peak_at, cost, NO_WORK, peak.heap_nbytes,
+        peak.heap_nbytes,
+    )  # fmt: skip
 
 
 def _device_of(config: OffloadConfig) -> str:
@@ -128,7 +124,8 @@ def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
         peak_at=here.peak_at,
         forward=here.cost(backward=False),
         backward=here.cost(backward=True),
-        heap=HeapFacts(here.saved.heap_nbytes, here.peak.heap_nbytes, elsewhere.peak.heap_nbytes),
+        heap_peak_nbytes=here.peak.heap_nbytes,
+        heap_peak_elsewhere_nbytes=elsewhere.peak.heap_nbytes,
     )
 
 
@@ -160,7 +157,7 @@ def _passes(
     return watch
 
 
-def default_run(model: nn.Module) -> Run:
+def training_run(model: nn.Module) -> Run:
     """Choose inputs by the names of forward's parameters, or raise UnsupportedError."""
     names = inspect.signature(model.forward).parameters.keys()
     if {"tokens", "targets"} <= names:
@@ -171,14 +168,13 @@ def default_run(model: nn.Module) -> Run:
             model(input_ids=_tokens(workload), labels=_tokens(workload), **more)
         )
     raise UnsupportedError(
-        f"{_takes(model)}, which take input_ids and labels (or tokens and targets); give a "
-        "function run(model, workload) that calls it and returns the loss"
+        f"{_takes(model)}, which take input_ids and labels (or tokens and targets)"
     )
 
 
 def forward_run(model: nn.Module) -> Run:
-    """Like `default_run`, for a generating pass. The run returns the logits of each sequence's last
-    token, or of all tokens if the model cannot omit the others. Nothing is cached."""
+    """Like `training_run`, for a generating pass: returns the logits of each sequence's last token,
+    or of all tokens if the model cannot omit the others. Nothing is cached."""
     names = inspect.signature(model.forward).parameters.keys()
     if "decoder_input_ids" in names:
         raise UnsupportedError(

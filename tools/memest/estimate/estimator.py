@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from offload.config import OffloadConfig
-from offload.planning.activations.facts import NOTHING, ActivationFacts, HeapFacts, PassCost
+from offload.planning.activations.facts import NOTHING, ActivationFacts, PassCost
 from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.choice.inference import estimate_inference
 from offload.planning.choice.planner import resolved_config
@@ -19,7 +19,7 @@ from offload.planning.plan.estimate import Estimate, InferenceEstimate, StepEsti
 from offload.planning.plan.experts import estimate_experts
 from offload.tools.memest.estimate.case import Case
 
-Facts = TypeVar("Facts", ActivationFacts, HeapFacts, PassCost)
+Facts = TypeVar("Facts", ActivationFacts, PassCost)
 
 
 @dataclass
