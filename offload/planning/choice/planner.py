@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from offload.planning.choice.solver import solve
 from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.plan.shortfalls import shortfalls as shortfalls
-from offload.planning.plan.sizes import ITEMSIZE, class_of, least_nbytes
+from offload.planning.plan.sizes import class_of
 from offload.swap.threads.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.tiers.ledger import StateClass
-from offload.tiers.units import in_one_unit
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -55,7 +54,6 @@ def _threads(config: OffloadConfig, cores: int, *, gpu: bool) -> ThreadsConfig:
 
 def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
     """Make the plan of a model on some hardware. Raise BudgetError if a budget cannot work."""
-    _check_least(config, model, hardware)
     plan = lay_out_plan(config, model, hardware)
     check_plan(plan, hardware)
     _tell_of_formats(plan, config)
@@ -86,17 +84,3 @@ def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
                 "chunks of %d; name both, or another machine keeps other states in other formats",
                 placed, placement.describe(), plan.chunk_numel,
             )  # fmt: skip
-
-
-def _check_least(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> None:
-    """Refuse a model that no placement could hold, before counting it chunk by chunk."""
-    numel = model.numel
-    least = sum(least_nbytes(group, ITEMSIZE[config.precision]) for group in model.groups)
-    there = hardware.device_nbytes + hardware.host_nbytes + hardware.nvme_free_nbytes
-    if least > there:
-        needed, has = in_one_unit(least, there)
-        raise BudgetError(
-            f"{numel:,} parameters take {needed} without gradients and optimizer states; this "
-            f"machine has {has} of memory and free disk together: "
-            "make the model smaller, or add a path to nvme.paths"
-        )
