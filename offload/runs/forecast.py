@@ -19,7 +19,7 @@ from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.inference import estimate_inference
 from offload.planning.choice.planner import chosen_config
-from offload.planning.choice.run_check import LinkPrediction, Prediction
+from offload.planning.choice.run_check import Prediction
 from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.machine.baseline import known_baseline
@@ -71,10 +71,7 @@ class Forecast:
         rss = memory.places[Tier.HOST].peak_nbytes
         bounds = tuple(sorted(map(str, memory.bounds)))
         step = self.planned.best.step if self.timed else None
-        if step is None:
-            return Prediction(tiers, rss, None, None, {}, bounds)
-        links = {link.name: LinkPrediction(link.seconds, link.nbytes) for link in step.links}
-        return Prediction(tiers, rss, step.seconds, step.bottleneck, links, bounds)
+        return Prediction(tiers, rss, step.seconds if step is not None else None, bounds)
 
 
 def forecast(

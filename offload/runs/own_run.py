@@ -149,7 +149,7 @@ def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
 
 
 def _nothing(why: str) -> Prediction:
-    return Prediction({}, None, None, None, {}, missing=(why,))
+    return Prediction({}, None, None, missing=(why,))
 
 
 _RANKS = "nothing is predicted for one of several ranks in a loop of one's own"

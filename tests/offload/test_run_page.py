@@ -47,7 +47,7 @@ def write(folder: Path, lines: Any, **files: str) -> Path:
 SETTINGS = "budget: {host: 4194304, nvme: 8388608}\ntrain: {steps: 40, model: {shape: gpt}}\n"
 PREDICTED = json.dumps(
     {"format": 1, "tiers": {"host": 2 << 20}, "rss_nbytes": 400 << 20, "seconds": 0.4,
-     "bottleneck": "compute", "links": {}, "bounds": ["host"], "missing": []}
+     "bounds": ["host"], "missing": []}
 )  # fmt: skip
 MEASURED = json.dumps(
     {"format": 1, "tiers": {"host": 3 << 20}, "rss_nbytes": 600 << 20, "seconds": 0.5, "steps": 40}

@@ -17,7 +17,6 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.gpt import build_meta_model
 from offload.planning.choice.run_check import (
-    LinkPrediction,
     Measured,
     Prediction,
     check_run,
@@ -31,10 +30,7 @@ from offload.tiers.tier import Tier
 from offload.train.loop import Trainer, run
 from tests.offload.test_background_saves import Held
 
-PREDICTION = Prediction(
-    {"device": 0, "host": 110, "nvme": 200}, 330, 2.0, "nvme read",
-    {"nvme read": LinkPrediction(1.5, 4096)},
-)  # fmt: skip
+PREDICTION = Prediction({"device": 0, "host": 110, "nvme": 200}, 330, 2.0)
 MEASURED = Measured({"device": 0, "host": 100, "nvme": 200}, 300, 2.5, 20)
 
 

@@ -220,7 +220,7 @@ def test_check_prints_predicted_and_measured(tmp_path: Path, capsys: Any) -> Non
     from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
 
     tiers = {"host": 1 << 20, "nvme": 1 << 30}
-    (tmp_path / PREDICTION).write_text(Prediction(tiers, 110, 2.0, "compute", {}).to_json())
+    (tmp_path / PREDICTION).write_text(Prediction(tiers, 110, 2.0).to_json())
     (tmp_path / MEASURED).write_text(Measured(tiers, 100, 1.0, 7).to_json())
     assert run("check", str(tmp_path)) == 0
     text = capsys.readouterr().out

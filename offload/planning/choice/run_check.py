@@ -43,22 +43,12 @@ class _Kept:
 
 
 @dataclass(frozen=True)
-class LinkPrediction:
-    """The predicted load of one link in a step."""
-
-    seconds: float
-    nbytes: Nbytes
-
-
-@dataclass(frozen=True)
 class Prediction(_Kept):
     """The predicted peaks in bytes, and one step of a long run."""
 
     tiers: Mapping[str, Nbytes]  # the ledgers' peaks
     rss_nbytes: Nbytes | None  # None: what a pass takes is not known
     seconds: Positive | None  # None: the speeds of the machine are not known
-    bottleneck: str | None
-    links: Mapping[str, LinkPrediction]
     bounds: tuple[str, ...] = ()  # tiers of which the most is predicted that can come
     missing: tuple[str, ...] = ()  # what is not predicted, and why
 
