@@ -151,24 +151,10 @@ class PlanBuilder:
         return dict(itertools.chain.from_iterable(pairs))
 
     def _device_demand(self) -> int:
-        """Bytes that explicit placements need in the device tier, with room for uneven pieces."""
-        demand = 0
-        for placed, placement in self.explicit.items():
-            share = dict(placement.shares).get(Tier.DEVICE, 0.0)
-            if not share:
-                continue
-            name = class_of(placed)
-            if isinstance(placed, ExpertClass):
-                homes = self._assign_experts(placement).items()
-                demand += sum(
-                    getattr(self.groups[index], name) for index, tier in homes
-                    if tier is Tier.DEVICE
-                )  # fmt: skip
-                continue
-            apart = EXPERTS_OF[name] in placed_classes(self.config)
-            pieces = [getattr(group, name) for group in self.groups if not (apart and group.table)]
-            demand += int(sum(pieces) * share) + (max(pieces, default=0) if share < 1 else 0)
-        return demand
+        """The most bytes that explicit placements put into the device tier."""
+        named = {class_of(placed) for placed in self.explicit}
+        there = [name for name in named if Tier.DEVICE in tiers_of(self.explicit, name)]
+        return sum(getattr(group, name) for name in there for group in self.groups)
 
     def _assign_gradients(self, placements: Placements) -> list[Tier]:
         assigned = self._assign(placements, StateClass.GRADIENTS)
