@@ -8,7 +8,7 @@ host          two pages on their way to or from nvme
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -77,10 +77,9 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
     placement = config.placement.kv
     if placement is None or not model.cached:
         return None
-    tokens, int8 = config.kv.tokens or 1, config.kv.dtype == "int8"
-    stored = [layer.token_nbytes(itemsize, int8=int8) for layer in model.cached]
+    tokens = config.kv.tokens or 1
+    stored, page = _stored(config, model.cached, tokens, itemsize)
     computed = [layer.token_nbytes(itemsize) for layer in model.cached]
-    page = max(_page_nbytes(token_nbytes, tokens) for token_nbytes in stored)
     computing = Tier.DEVICE if gpu else Tier.HOST
     expected: dict[Tier, int] = defaultdict(int)
     expected[computing] += page * len(stored) + _whole(tokens * max(computed))
@@ -122,9 +121,8 @@ def kv_held(
     layers = [layer for layer in cache.layers if layer.token_numel]
     if placement is None or not layers:
         return None
-    planned, int8 = config.kv.tokens or batch * tokens, config.kv.dtype == "int8"
-    stored = [layer.token_nbytes(itemsize, int8=int8) for layer in layers]
-    page = max(_page_nbytes(nbytes, planned) for nbytes in stored)
+    planned = config.kv.tokens or batch * tokens
+    stored, page = _stored(config, layers, planned, itemsize)
     shares = dict(placement.shares)
     full, computing, buffers = [], 0, []
     for layer, nbytes in zip(layers, stored, strict=True):
@@ -164,9 +162,15 @@ def kv_in_tiers(
     return config, replace(model, cached=layers)
 
 
-def _page_nbytes(token_nbytes: int, tokens: int) -> int:
-    most = max(token_nbytes, token_nbytes * tokens // _OPEN_SHARE)
-    return _whole(max(token_nbytes, min(KV_PAGE_NBYTES, most)))
+def _stored(
+    config: OffloadConfig, layers: Sequence[CachedLayer], tokens: int, itemsize: int
+) -> tuple[list[int], int]:
+    """The bytes of a stored token in each layer, and of a page, for caches of so many `tokens`."""
+    int8 = config.kv.dtype == "int8"
+    stored = [layer.token_nbytes(itemsize, int8=int8) for layer in layers]
+    largest = max(stored)
+    most = max(largest, largest * tokens // _OPEN_SHARE)
+    return stored, _whole(max(largest, min(KV_PAGE_NBYTES, most)))
 
 
 def _whole(nbytes: int) -> int:
