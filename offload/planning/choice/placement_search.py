@@ -6,8 +6,8 @@
               without nvme, which costs buffers and windows in memory as soon as anything is there
 
 If experts have homes of their own, their classes go where those of the other parameters do, or all
-to the slowest tier (corners), and are raised after all of the others, which every token uses, or
-each after its class (filled).
+to the slowest tier (corners), and are raised after all of the others, which every token uses
+(filled).
 
 Shares are whole per cents. The search is deterministic, in the order of classes and tiers.
 """
@@ -108,14 +108,11 @@ def _raised(
 
 
 def _orders(open_tiers: OpenTiers) -> Iterable[tuple[PlacedClass, ...]]:
-    """Orders of the classes: experts' classes after all others, or each after its counterpart."""
+    """The different orders of the open classes, experts' classes after all others."""
     found: dict[tuple[PlacedClass, ...], None] = {}
     for order in itertools.permutations(CLASSES):
-        experts = [EXPERTS_OF[each] for each in order]
-        alternating = [each for pair in zip(order, experts, strict=True) for each in pair]
-        both: tuple[list[PlacedClass], ...] = [*order, *experts], [*alternating]
-        for some in both:
-            found[tuple(each for each in some if each in open_tiers)] = None
+        both: list[PlacedClass] = [*order, *(EXPERTS_OF[each] for each in order)]
+        found[tuple(each for each in both if each in open_tiers)] = None
     return found
 
 
