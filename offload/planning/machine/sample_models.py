@@ -22,9 +22,7 @@ _SAMPLES_GPU = ((2, 1024, 4096, 16, 8, 1024), (2, 4096, 16384, 32, 2, 1024))
 _VOCABULARY = 512
 _REPEAT = 4
 _MOST_REPEAT_S = 0.8
-_LEAST_RATE_SHARE = (
-    0.05  # of products in fp32: slower formats take minutes, and fp32 stands for them
-)
+_LEAST_RATE_SHARE = 0.05  # of products in fp32, which stands for slower formats: they take minutes
 _LEAST_LEFT = 0.02  # of a pass: what is left of it beside products is no less than that
 
 
@@ -63,9 +61,9 @@ def _operations(facts: ActivationFacts) -> int:
 def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[ActivationFacts, float]:
     """The facts of a forward and backward pass, and the seconds that both take together."""
     batch, sequence = sample[4:]
-    config = config_of(precision, sample, device)
+    config = _config_of(precision, sample, device)
     facts = trace_activations(build_meta_model(config), config, Workload(batch, sequence))
-    model = made(config, device)
+    model = _made(config, device)
     tokens = torch.zeros(batch, sequence, dtype=torch.int64, device=device)  # BS
     times: list[float] = []
     while len(times) < 2 or (len(times) <= _REPEAT and sum(times) < _MOST_REPEAT_S):
@@ -78,9 +76,7 @@ def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[Activ
     return facts, min(times[1:])
 
 
-def config_of(
-    precision: str, sample: Sample, device: torch.device, **more: Mapping[str, str]
-) -> OffloadConfig:
+def _config_of(precision: str, sample: Sample, device: torch.device) -> OffloadConfig:
     layers, hidden, mlp, heads, batch, sequence = sample
     shape = {
         "shape": "llama", "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp,
@@ -88,11 +84,11 @@ def config_of(
     }  # fmt: skip
     return OffloadConfig.load(
         {"precision": precision, "device": device.type,
-         "train": {"model": shape, "batch": batch, "sequence": sequence}, **more}
+         "train": {"model": shape, "batch": batch, "sequence": sequence}}
     )  # fmt: skip
 
 
-def made(config: OffloadConfig, device: torch.device) -> LanguageModel:
+def _made(config: OffloadConfig, device: torch.device) -> LanguageModel:
     """Return a model with small weights from a generator of its own."""
     with torch.device("meta"):
         model = LanguageModel(config.train.model)
