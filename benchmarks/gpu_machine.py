@@ -16,7 +16,7 @@ import torch
 
 from offload.bench.limits import BusLimit
 from offload.bench.record import this_machine
-from offload.planning.machine.calibration import measure_speeds
+from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.process import machine
 from offload.process.child import Parent
@@ -65,7 +65,7 @@ def probe(options: Mapping[str, Any], parent: Parent) -> None:
         disk_nbytes=free_space(folder),
         touch_bytes_per_s=_touch_speed(),  # first: what others touched and left is quick to get
         bus_bytes_per_s=_bus_speed(),
-        speeds=measure_speeds([folder]),
+        speeds=machine_speeds([folder], remeasure=True),
     )
     parent.answer({"machine": asdict(found), "hardware": describe(device)})
 

@@ -6,7 +6,7 @@
 Each case is a model, a placement and a batch, trained in a process of its own; the cases step in
 turn, as in `offload bench step`. The machine's speeds are measured anew in every round, just before
 its steps, because a shared machine's drift: a prediction is made of them and compared with that
-round's steps. `memest` and the planner use the same measurement, kept from when it was made first.
+round's steps. `memest` and the planner use the same measurement, kept from when it was made last.
 Nothing of a case is fitted: the facts come from a run of the model without values.
 """
 
@@ -30,7 +30,7 @@ from offload.memory.tier_manager import compute_device, this_machine
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import make_plan, resolved_config
-from offload.planning.machine.calibration import measure_speeds
+from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.plan import Plan
@@ -173,7 +173,7 @@ def measure(
             print(f"starting {case.name}", flush=True)
             runs.append(start(case, folder, stack))
         for number, order in in_turn(runs, rounds):
-            speeds.append(measure_speeds([folder]))
+            speeds.append(machine_speeds([folder], remeasure=True))
             for run in order:
                 run.turn(speeds[-1])
                 print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,22 +98,17 @@ class _Mixed(nn.Module):
 
     def __init__(self, widths: list[int], drops: list[float]) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 64)
+        self.first = nn.Embedding(8, 64)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(64, w), nn.ReLU(), nn.Dropout(p), nn.Linear(w, 64))
             for w, p in zip(widths, drops, strict=True)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+        x = self.first(tokens)
         for layer in self.layers:
             x = x + layer(x)
-        return x.square().mean()
-
-
-def _run_mixed(model: nn.Module, workload: Workload) -> Tensor:
-    loss: Tensor = model(torch.ones(workload.batch, workload.sequence, 8))
-    return loss
+        return SimpleNamespace(loss=x.square().mean())
 
 
 @pytest.mark.sample(3)
@@ -133,33 +129,8 @@ def test_blocks_that_differ_count_by_their_own(
     config, workload = config_of(micro_batches=micro_batches), Workload(4, 64)
     with torch.device("meta"):
         meta = _Mixed(widths, drops)
-    traced = trace_activations(meta, config, workload, run=_run_mixed)
-    assert traced == real_facts(_Mixed(widths, drops), config, workload, _run_mixed)
-
-
-class _Picture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.GELU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(inplace=True),
-        )  # fmt: skip
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.body(x).mean((2, 3))), labels)
-
-
-def _run_picture(model: nn.Module, workload: Workload) -> Tensor:
-    labels = torch.zeros(workload.batch, dtype=torch.long)
-    loss: Tensor = model(torch.ones(workload.batch, 3, 32, 32), labels)
-    return loss
-
-
-def test_any_model_is_traced_with_a_run_of_its_own() -> None:
-    config, workload = config_of(), Workload(4, 1)
-    traced = trace_activations(_Picture(), config, workload, run=_run_picture)
-    assert traced == real_facts(_Picture(), config, workload, _run_picture)
+    traced = trace_activations(meta, config, workload)
+    assert traced == real_facts(_Mixed(widths, drops), config, workload)
 
 
 def test_flops_are_those_of_the_products() -> None:
@@ -189,21 +160,21 @@ def test_the_model_is_as_it_was() -> None:
 
 
 def test_the_model_is_as_it_was_after_an_error() -> None:
-    def fails(model: nn.Module, workload: Workload) -> Tensor:
-        model(torch.zeros(2, 8, dtype=torch.long))
+    def fails(module: nn.Module, args: Any, output: Any) -> None:
         raise KeyError("stopped")
 
     config = _config("llama", micro_batches=2)
     model = build_meta_model(config)
+    model.register_forward_hook(fails)
     with pytest.raises(KeyError, match="stopped"):
-        trace_activations(model, config, WORKLOAD, run=fails)
+        trace_activations(model, config, WORKLOAD)
     assert all(type(p) is nn.Parameter and p.is_meta for p in model.parameters())
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_model_of_unknown_input_says_what_to_give() -> None:
-    with pytest.raises(UnsupportedError, match=r"forward takes x: .* give a function run\("):
-        trace_activations(_Mixed([8], [0.0]), config_of(), WORKLOAD)
+def test_a_model_of_unknown_input_says_what_is_known() -> None:
+    with pytest.raises(UnsupportedError, match=r"forward takes input: .* input_ids and labels"):
+        trace_activations(nn.Linear(8, 8), config_of(), WORKLOAD)
 
 
 def test_code_that_depends_on_values_is_refused() -> None:

@@ -54,18 +54,10 @@ def test_a_measurement_is_made_once_per_precision_and_kept(measurements: list[st
     assert machine_baseline("bf16", remeasure=True).ram_nbytes == 3000
 
 
-@pytest.mark.parametrize(
-    ("setting", "each_kib"),
-    [(None, 32 << 10), (":4096:8", 32 << 10), (":4096:2:16:8", 8320), (":0:0", 0), ("?", 32 << 10)],
-)
-def test_a_gpu_adds_its_context_and_a_workspace_of_cublas_per_thread(
-    monkeypatch: pytest.MonkeyPatch, setting: str | None, each_kib: int
-) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    if setting is not None:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
+def test_what_a_gpu_holds_beside_the_budget_is_said_with_its_source() -> None:
     found = known_baseline("bf16", gpu=True)
-    assert found.gpu_nbytes == GPU_CONTEXT_NBYTES + 2 * each_kib * 1024
+    assert found.gpu_nbytes == GPU_CONTEXT_NBYTES + (64 << 20)
+    assert "cuBLAS's workspaces (Hopper's default)" in found.note
 
 
 def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -48,10 +47,9 @@ GPU_RAM_NBYTES = 1536 << 20
 GPU_CONTEXT_NBYTES = 612 << 20
 # 2. cuBLAS's workspaces, of PyTorch's allocator: one for each thread and stream that multiplies
 # (aten/src/ATen/cuda/CublasHandlePool.cpp; cuBLASLt shares it). Forward and backward have a thread
-# each, and one stream. 32 MiB is Hopper's default, 8.1 MiB that of NVIDIA's others.
-_MULTIPLYING_THREADS = 2
-_WORKSPACE_SETTING = "CUBLAS_WORKSPACE_CONFIG"
-_WORKSPACE_NBYTES = 32 << 20
+# each, and one stream. 32 MiB is Hopper's default, and that of deterministic runs (`:4096:8`), 8.1
+# MiB that of NVIDIA's others.
+GPU_WORKSPACES_NBYTES = 2 * (32 << 20)
 
 # Python's objects and PyTorch's for each parameter: the tensor, its module, hooks, states, extents.
 # By the growth of thousands of small layers on nvme, each a group of its own: 17.4 KiB.
@@ -84,7 +82,7 @@ class Baseline:
         """The baseline of the same process with CUDA, from constants rather than measurements."""
         return replace(
             self, ram_nbytes=max(self.ram_nbytes, GPU_RAM_NBYTES),
-            gpu_nbytes=GPU_CONTEXT_NBYTES + workspaces_nbytes(),
+            gpu_nbytes=GPU_CONTEXT_NBYTES + GPU_WORKSPACES_NBYTES,
         )  # fmt: skip
 
     @property
@@ -96,7 +94,7 @@ class Baseline:
                 f"Python, PyTorch with CUDA and kernels are assumed to take {ram} of RAM; beside "
                 f"budget.device and tensors, {format_bytes(self.gpu_nbytes)} of GPU memory are for "
                 f"the context ({format_bytes(GPU_CONTEXT_NBYTES)}, as measured on an H100 with "
-                f"torch 2.11) and cuBLAS's workspaces ({_WORKSPACE_SETTING}, or Hopper's default)"
+                f"torch 2.11) and cuBLAS's workspaces (Hopper's default)"
             )
         if self.measured:
             return f"Python, PyTorch and kernels take {ram} of RAM, as measured on this machine"
@@ -104,13 +102,6 @@ class Baseline:
             f"Python, PyTorch and kernels take {ram} of RAM: a default, measured on another "
             "machine (2 cores, torch 2.13)"
         )
-
-
-def workspaces_nbytes() -> int:
-    """GPU bytes of cuBLAS workspaces by PyTorch's setting: `:KiB:COUNT`, once or several times."""
-    found = re.findall(r":(\d+):(\d+)", os.environ.get(_WORKSPACE_SETTING, ""))
-    each = sum(int(size) * int(count) << 10 for size, count in found)
-    return _MULTIPLYING_THREADS * (each if found else _WORKSPACE_NBYTES)
 
 
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:

@@ -47,17 +47,10 @@ def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = Fals
     folders = _folders(nvme_paths)
     key = _compute_key()
     compute = None if remeasure else _kept(ComputeSpeeds, key)
-    if compute is None:
-        compute = _measured(key, _measure_compute)
+    compute = compute or _measured(key, _measure_compute)
     key, gpu = _disk_key(folders), compute.gpu
     disk = None if remeasure else _kept(DiskSpeeds, key)
     return _speeds(compute, disk or _measured(key, lambda: _measure_disk(folders, gpu)))
-
-
-def measure_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds:
-    """Like `machine_speeds`, but measure now and keep nothing."""
-    compute = _measure_compute()
-    return _speeds(compute, _measure_disk(_folders(nvme_paths), compute.gpu))
 
 
 def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
