@@ -84,7 +84,7 @@ class DeviceCodedState(CodedState):
     def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Encode the slot on the CPU: users write to it outside of passes."""
         with self._lock:
-            if self._slot is None:
+            if self._slot is None or not self._has_values:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             view = self._slot.tensor[: self.nbytes]
         self._changing().copy_(view)
@@ -124,7 +124,8 @@ class DeviceCodedState(CodedState):
     def _refresh(self) -> None:
         """Decode the home's codes into the slot, if there is one."""
         with self._lock:
-            view = None if self._slot is None else self._slot.tensor[: self.nbytes]
+            held = self._slot if self._has_values else None
+            view = None if held is None else held.tensor[: self.nbytes]
         if view is not None:
             self._decode(0, self._home.tensor(), view)
 

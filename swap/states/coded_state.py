@@ -11,7 +11,9 @@ What is written with the values that it had keeps its codes.
 
 Nothing is decoded ahead of use: reads of what comes next go on meanwhile, and what computes and
 what decodes share the same processors. A slot is given up before any codes are: to decode takes a
-fraction of the time of a read, and a slot a multiple of the memory.
+fraction of the time of a read, and a slot a multiple of the memory. Where the last use decoded, the
+slot is taken when the buffer is needed, before codes of what comes next fill its place: they would
+have to go again, and be read again.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class CodedState(SlotState):
         self._codec = codec
         self._step = step  # from the codes of one piece to those of the next
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
+        self._is_reserved = False  # the slot is empty, and taken for values that are needed now
+        self._was_decoded: bool | None = None  # at its last use
         self._is_stored = False  # the home has codes
         self._decoding = threading.Lock()  # one thread fills the slot, others wait for it
 
@@ -61,10 +65,12 @@ class CodedState(SlotState):
         return use + MADE_HERE if use >= 0 else use
 
     def can_evict(self) -> bool:
-        return self._slot is not None and not self._is_blank and not self._slot.in_use()
+        if self._slot is None or self._is_blank or self._pool.is_kept(self):
+            return False
+        return not self._slot.in_use()
 
     def _forget_arrival(self) -> None:
-        self._is_blank = False
+        self._is_blank = self._is_reserved = False
 
     def write_back(self) -> None:
         """Do nothing: a slot is never dirty, since what is written to it is stored at once."""
@@ -75,15 +81,35 @@ class CodedState(SlotState):
     # ---------------------------------------------------------------- compute side
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         """Bring the codes of the home; they are decoded when the buffer is used."""
-        if self._slot is not None:  # without the lock: no less true than just after it
-            return True
+        with self._lock:
+            if self._has_values:
+                return True
+            if next_use is not None and next_use < 0:  # it is used now
+                if self._was_decoded is False:
+                    self._pool.keep_no_values(round_up(self.nbytes, PAGE_NBYTES))
+                elif self._slot is None and (self._was_decoded or self._pool.makes_values):
+                    self._reserve()
+                self._was_decoded = False
         return self._home.prefetch(next_use=next_use, priority=priority)
+
+    @property
+    def _has_values(self) -> bool:
+        """Whether a slot is held that is not merely reserved for values."""
+        return self._slot is not None and not self._is_reserved
+
+    def _reserve(self) -> None:
+        size = round_up(self.nbytes, PAGE_NBYTES)
+        lease = self._pool.offer_for_values(size, self.name, StateClass.PARAMETERS)
+        if lease is not None:
+            self._slot, self._is_reserved = lease, True
+            self._pool.register(self)
+            self._pool.keep_for_values(self)
 
     @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
         with self._decoding:
             with self._lock:
-                if self._slot is not None:
+                if self._slot is not None and self._has_values:
                     return self._slot.tensor[: self.nbytes]
             # before its codes are held: these fit into smaller holes
             view = self._take_slot()
@@ -95,7 +121,9 @@ class CodedState(SlotState):
                 with self._lock:
                     self.evict()  # the next caller must not take what is half there for values
                 raise
-            self._is_blank = False
+            self._is_blank, self._was_decoded = False, True
+            with self._lock:
+                self._pool.keep_for_values(self)
             return view
 
     def codes(self) -> tuple[Codec, torch.Tensor] | None:
@@ -115,7 +143,7 @@ class CodedState(SlotState):
         lease = self._pool.demand(size, self.name, StateClass.PARAMETERS)
         with self._lock:
             view = self._blank_slot()
-            if view is not None:  # another thread has taken one meanwhile
+            if view is not None:  # another thread has taken or reserved one meanwhile
                 lease.free()
                 return view
             self._slot, self._is_blank = lease, True
@@ -126,7 +154,7 @@ class CodedState(SlotState):
         """The slot's memory, marked as blank; None if no slot is held."""
         if self._slot is None:
             return None
-        self._is_blank = True
+        self._is_blank, self._is_reserved = True, False
         return self._slot.tensor[: self.nbytes]
 
     def _decode(self, piece: int, stored: torch.Tensor, view: torch.Tensor) -> None:
@@ -140,7 +168,7 @@ class CodedState(SlotState):
     def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Store what was written at once, and round the slot to what is stored."""
         with self._lock:
-            if self._slot is None:
+            if self._slot is None or not self._has_values:
                 raise StateError(f"{self.name} holds no memory that could have been written")
             view = self._slot.tensor[: self.nbytes]
         self._home.settle()  # what goes home must not be half of what is written now
@@ -163,20 +191,20 @@ class CodedState(SlotState):
 
     def residency(self) -> Residency:
         with self._lock:
-            if self._slot is not None:
+            if self._has_values:
                 return Residency.DIRTY if self._is_blank else Residency.CLEAN
         return self._home.residency()
 
     # ---------------------------------------------------------------- pieces in host memory
     def host_piece(self, piece: int) -> HostPiece | None:
         with self._lock:
-            if self._slot is None:
+            if self._slot is None or not self._has_values:
                 return None
             return HostPiece(self._slot.tensor[self.span(piece)])
 
     def mark_piece_dirty(self, piece: int) -> None:
         with self._lock:
-            if self._slot is None:
+            if self._slot is None or not self._has_values:
                 raise StateError(f"{self.name} is staged: use write_piece")
             view = self._slot.tensor[self.span(piece)]
         self.write_piece(piece, view)
@@ -194,7 +222,8 @@ class CodedState(SlotState):
         self._codec.update(source[: span.stop - span.start], self._stored(piece, stored))
         self._home.mark_dirty()
         with self._lock:
-            view = None if self._slot is None else self._slot.tensor[: self.nbytes]
+            held = self._slot if self._has_values else None
+            view = None if held is None else held.tensor[: self.nbytes]
         if view is not None:
             self._decode(piece, stored, view)
         return Transfer.completed(None)

@@ -12,6 +12,10 @@ of the memory. A prefetch that finds none starts taking those home that are need
 
 Where the machine is short of memory copies take less than the tier has: up to a limit, beyond which
 only what is needed now gets a lease.
+
+Values that are made in memory, from codes there, need a slot that is a multiple of the codes. The
+largest such slot is left for the next values: prefetches of codes that took its place would have to
+go again, and be read again.
 """
 
 from __future__ import annotations
@@ -97,7 +101,10 @@ class SlotPool:
         self._may_write_back: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
         self._held_nbytes = self._staying_nbytes = 0  # of all copies, and of those
         self._sent: CachedPiece | None = None  # the last one that was sent home for that
+        self._values: CachedPiece | None = None  # the largest slot of values that are made here
         self._limit: int | None = None  # bytes of the tier beyond which nothing is fetched ahead
+        self.makes_values = False  # the last ones that were used were made
+        self._is_ahead = False  # room is looked for that is not needed now
         # Waits until another user releases copies; False if none will. Set by the owner of the work
         # that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
@@ -149,6 +156,8 @@ class SlotPool:
         """Record that `piece` is about to give its copy up (under the lock)."""
         del self._held[id(piece)]
         self._held_nbytes -= piece.held_nbytes
+        if self._values is piece:
+            self._values = None
         self._stays_no_more(piece, piece.held_nbytes)
 
     def may_write_back(self, piece: CachedPiece) -> None:
@@ -174,6 +183,32 @@ class SlotPool:
     def _stays_no_more(self, piece: CachedPiece, nbytes: int) -> None:
         if self._may_write_back.pop(id(piece), None) is not None:
             self._staying_nbytes -= nbytes
+
+    def keep_for_values(self, piece: CachedPiece) -> None:
+        """Record that `piece` holds values that were decoded here (under the lock)."""
+        self.makes_values = True
+        if self._values is None or self._values.held_nbytes <= piece.held_nbytes:
+            self._values = piece
+
+    def keep_no_values(self, nbytes: int) -> None:
+        """Record that values of `nbytes` were not decoded when they were used (under the lock)."""
+        self.makes_values = False
+        if self._values is not None and self._values.held_nbytes <= nbytes:
+            self._values = None
+
+    def is_kept(self, piece: CachedPiece) -> bool:
+        """Whether its slot is left for the next values (under the lock)."""
+        return self._is_ahead and piece is self._values
+
+    def offer_for_values(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
+        """A lease like that of `offer`, for values that are needed now: if there is no room, it
+        takes the place of the largest values before them."""
+        with self.lock:
+            lease = self._lease(nbytes, owner, state_class)
+            if lease is None and self._values is not None and self._values.can_evict():
+                self._values.evict()
+                self.evictions += 1
+            return lease or self._try(nbytes, owner, state_class, before=-1.0)
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
         """A lease, evicting any copy that can go; may wait for copies to reach their home.
@@ -205,10 +240,14 @@ class SlotPool:
     ) -> Lease | None:
         """A lease if there is room, or copies used later than `next_use` to take the place of."""
         with self.lock:
-            lease = self._try(nbytes, owner, state_class, before=next_use)
-            while lease is None and self._send_away(state_class, next_use):
+            self._is_ahead = next_use >= 0
+            try:
                 lease = self._try(nbytes, owner, state_class, before=next_use)
-            return lease
+                while lease is None and self._send_away(state_class, next_use):
+                    lease = self._try(nbytes, owner, state_class, before=next_use)
+                return lease
+            finally:
+                self._is_ahead = False
 
     def _send_away(self, state_class: StateClass, before: float) -> bool:
         """Start taking home the piece that is needed last, after `before`, to make room for what

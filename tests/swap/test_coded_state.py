@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.errors import StateError
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
@@ -205,3 +206,52 @@ def test_threads_that_want_values_at_once_decode_them_once(
     assert torch.equal(found[0], found[1])
     monkeypatch.undo()
     assert torch.equal(found[0], rounded(codec, values()))
+
+
+def test_a_slot_reserved_while_another_thread_waits_for_one_is_not_lost(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = filled(make)
+    expected = held(state).clone()
+    state.evict()
+    pool = state._pool
+    used, demand = pool.tier.account.used_nbytes, pool.demand
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def late(nbytes: int, owner: str, state_class: StateClass) -> Any:
+        waits.set()
+        assert goes_on.wait(10)
+        return demand(nbytes, owner, state_class)
+
+    monkeypatch.setattr(pool, "demand", late)
+    found: list[Tensor] = []
+    other = threading.Thread(target=lambda: found.append(held(state).clone()))
+    other.start()
+    assert waits.wait(10)
+    monkeypatch.undo()
+    state._was_decoded = True
+    state.prefetch(next_use=-1.0)  # the model's thread
+    goes_on.set()
+    other.join()
+    assert torch.equal(found[0], expected)
+    state.evict()
+    assert pool.tier.account.used_nbytes == used
+
+
+def test_a_reserved_slot_is_never_taken_for_values(make: Make, codec: Codec) -> None:
+    state = filled(make)
+    state.evict()
+    state._pool.makes_values = True
+    state.prefetch(next_use=-1.0)  # another state's last use decoded
+    assert state.held_nbytes
+    assert state.residency() is state._home.residency()
+    assert state.host_piece(0) is None
+    with pytest.raises(StateError, match="no memory that could have been written"):
+        state.mark_dirty()
+    with pytest.raises(StateError, match="write_piece"):
+        state.mark_piece_dirty(0)
+    piece = torch.empty(PIECE, dtype=torch.uint8)
+    state.read_piece(1, piece).wait()
+    expected = rounded(codec, values())
+    assert torch.equal(piece.view(torch.float32), expected[PIECE // 4 : PIECE // 2])
+    assert torch.equal(held(state), expected)
