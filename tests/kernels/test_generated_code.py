@@ -4,7 +4,6 @@ import platform
 import re
 from functools import cache
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
@@ -52,14 +51,6 @@ def compiled_step(code: int) -> jit.Kernel:
     return kernel
 
 
-def assembly(kernel: jit.Kernel, cpu: str) -> str:
-    """The kernel's code for another CPU than this one."""
-    (ir,) = kernel.inspect_llvm().values()
-    target = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, opt=3)
-    text: str = target.emit_assembly(llvm.parse_assembly(ir))
-    return text
-
-
 def count(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text))
 
@@ -105,20 +96,3 @@ def test_the_vectors_of_another_cpu_give_the_same_bits(
         expected.reference_step(grad, RULES["adamw"])
         stored.step(grad, RULES["adamw"])
         stored.assert_same(expected)
-
-
-PROGRAM = """
-import numpy as np
-from offload.kernels.floats import Array, Float
-from offload.kernels.cpu.optimizer import optimizer_step
-from offload.kernels.rules import AdamScalars, Rule, StateFormat
-from offload.kernels.cpu.step_loop import step_loop
-from offload.kernels.variants import Master, variant_code
-grad, weight, *moments = np.ones((4, 9), np.float32)
-scalars = AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, 1)
-optimizer_step(grad, weight, moments, scalars, grad_float=Float.FP32, weight_float=Float.FP32)
-fp32 = Float.FP32
-code = variant_code(Rule.ADAM, fp32, fp32, Master.NONE, StateFormat.FP32, 2, flag=True)
-stats = step_loop(code).stats
-print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
-"""

@@ -85,15 +85,6 @@ def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWor
 Loop = Callable[[offload.Engine, list[Tensor], int], object]
 
 
-def half_first(engine: offload.Engine, data: list[Tensor], accumulate: int) -> None:
-    """The first pass of a step leaves gradients out, so that accumulators stay open."""
-    for number, tokens in enumerate(data):
-        engine.module.whole = bool(number % accumulate)
-        engine.backward(engine.module.loss(tokens))
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
-
-
 def dropping(engine: offload.Engine, data: list[Tensor], accumulate: int) -> None:
     """Gradients are dropped as soon as they are made, whole and in part."""
     for whole in (True, False):

@@ -17,7 +17,6 @@ from offload.swap.io import timeout_thread
 from offload.swap.io.timeout_thread import TimeoutThread
 from tests.offload.interrupt_points import at_point, counted_points
 
-REPOSITORY = Path(__file__).parents[2]
 SOON_S = 10.0  # at most, for what another thread does at once
 
 
