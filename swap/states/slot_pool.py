@@ -321,6 +321,8 @@ class SlotPool:
         for piece in pieces:
             if piece.transit() is None:
                 piece.write_back()
+            if piece.can_evict():  # it has arrived already
+                return lambda: None
             wait = piece.transit()
             if wait is not None:
                 return wait

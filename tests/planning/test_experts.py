@@ -24,7 +24,7 @@ from offload.tiers.tier import Tier
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.ranks.sharding import Sharding
-from tests.planning.test_step_time import let_all_be_done_at_once
+from tests.planning.test_step_time import OneAfterTheOther
 
 transformers = pytest.importorskip("transformers")
 
@@ -186,7 +186,7 @@ def assert_a_step_moves_what_is_predicted(
     monkeypatch: pytest.MonkeyPatch, config: OffloadConfig
 ) -> None:
     """In training three blocks of experts, of which all get tokens."""
-    let_all_be_done_at_once(monkeypatch)
+    in_turn = OneAfterTheOther(monkeypatch)
     torch.manual_seed(0)
     net = nn.Sequential(*(_Block() for _ in range(3)))
     shape = discover(net).shape()
@@ -197,8 +197,8 @@ def assert_a_step_moves_what_is_predicted(
             engine.module(torch.randn(256, 64)).square().mean().backward()
             engine.optimizer.step()
             engine.optimizer.zero_grad()
-            engine.settle()
             moved.append(engine.report().bytes_moved)
+        in_turn.end(engine)
         said = step_traffic(engine.plan, engine.config, shape, None, Workload(1, 256)).total
     read, written = (moved[-1][link] - moved[-2][link] for link in ("nvme read", "nvme write"))
     assert said.written == pytest.approx(written, rel=0.03)

@@ -40,7 +40,7 @@ from offload.zero.ranks.rank_weights import RankWeights
 from offload.zero.ranks.sharding import ALONE, Part, Sharding
 from offload.zero.tensors.released import ReleasedParameters, Values
 
-_REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
+REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 NextUse = Callable[[], float]
 _log = logging.getLogger("offload")
 
@@ -274,7 +274,7 @@ class WeightStore:
             return False
         self._repeats += 1
         # several ranks count their uses
-        return not self.ranks.has_others and self._repeats % _REPEATS != 0
+        return not self.ranks.has_others and self._repeats % REPEATS != 0
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
         """Begin to bring what a module that is being called has chosen to need next, in this order

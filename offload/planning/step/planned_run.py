@@ -43,6 +43,7 @@ from offload.planning.step.program import (
 from offload.planning.step.representatives import Representatives
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
+from offload.zero.groups.store import REPEATS
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -87,6 +88,11 @@ class PlannedRun:
             seat.pages.filled = partial(self._read, read, -(-read // KV_PAGE_NBYTES))
         self._announced = ""  # the table whose experts the forward chose last
         self._straight = straight
+        blocks = {g for unit in experts.model.units if unit.repeated for g in unit.groups}
+        self._summed = blocks if config.micro_batches > 1 else set()  # gradients come behind these
+        recomputes = config.placement.activations.checkpoint is True
+        self._recomputed = blocks - self._summed if recomputes else set()
+        self.steps: list[Bytes] = []  # what each simulated one moves
         self._moved = Bytes()  # by the current action
         self._fetches: list[Fetch] = []
         self._locked: list[PlannedState] = []
@@ -94,6 +100,7 @@ class PlannedRun:
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
         self._has_gradients: set[int] = set()  # groups, since the first step
         self._pending: set[int] = set()
+        self._deferred: set[int] = set()  # groups that found no memory for an old version
         self._old: list[Lease] = []  # of what that would go back to
         self._updates = False  # whether the current action is an update
         self._staged = False  # a record had no copy
@@ -116,7 +123,7 @@ class PlannedRun:
             self._run(write_program(config, model, self._passes, self._tried, begins=True))
         moves, before = self._run(self._program), -1
         for _ in range(_MOST_STEPS):
-            moved = sum(m.nbytes.read + m.nbytes.to_device for m in moves)
+            moved = self.steps[-1].read + self.steps[-1].to_device
             if abs(moved - before) <= _ALIKE * moved:
                 break
             before, moves = moved, self._run(self._program)
@@ -144,7 +151,8 @@ class PlannedRun:
         self._working, self._pass = None, -1
         forward = takewhile(lambda action: action.verb is not Verb.GRADIENT, program.actions)
         behind = {action.group for action in forward if action.verb is Verb.UPDATE}
-        self._pending = behind & self._has_gradients
+        self._pending = (behind & self._has_gradients) | self._deferred
+        self._deferred = set()
         moves = [self._move(action) for action in program.actions]
         self._lock()
         for group in self.states.used_up:
@@ -154,6 +162,9 @@ class PlannedRun:
             self._old.pop().free()
         if self._plan.trains:
             self._trace.end_cycle()
+        self.steps.append(Bytes())
+        for move in moves:
+            self.steps[-1].add(move.nbytes)
         return moves
 
     def _move(self, action: Action) -> Move:
@@ -193,6 +204,8 @@ class PlannedRun:
         if forward and table and table != self._announced:  # its router has chosen
             self._announced = table
             self._fetcher.announce(self.states.tables[table])
+        if group in self._pending:
+            self._update(group)
         self._lock(*(each[group] for each in (self._weights, self._mirrors) if group in each))
         self._fetcher.need(item, backward=not forward)
         self._fetcher.fetch_ahead()
@@ -281,17 +294,20 @@ class PlannedRun:
         gradients = self._gradients[group]
         if action.number > 0 and not gradients.is_held:
             self._moved.from_nvme(used * sizes.gradients, used * len(sizes.records))
-        self._lock(gradients)
+        # a block that was computed again holds its weights until its gradients are there
+        self._lock(gradients, *([self._weights[group]] if group in self._recomputed else ()))
         were_held = self._weights[group].is_held
         gradients.take(None, fill=False)  # for its first part, while no operation has a view
-        # operations that follow need the weights; those of a bundle are used one after the other
-        if were_held and group == self._working and self._experts.alike[group] == 1:
-            self._bring(group, None)
+        count = len(self._experts.model.groups[group].params)
+        if count > REPEATS and group not in self._summed:  # operations follow in the unit
+            # those of a bundle are used one after the other
+            if were_held and group == self._working and self._experts.alike[group] == 1:
+                self._bring(group, None)
+            self._fetcher.fetch_ahead()
         if gradients.is_held:
             gradients.write()
         else:
             self._write_gradients(group)
-        self._fetcher.fetch_ahead()  # before the unit lets go of its parameters
 
     def _write_gradients(self, group: int) -> None:
         chunks = self._experts.updated[group] * len(self._plan.groups[group].records)
@@ -302,38 +318,38 @@ class PlannedRun:
         plan = self._plan
         if group not in self._has_gradients:
             return  # behind the step before the first one
-        busy = {group}
-        if self._working is not None and group in self._pending:
-            busy.add(self._working)
         gradients, weights = self._gradients[group], self._weights[group]
-        self._lock(gradients, *(self._weights[other] for other in busy))
+        is_tried = group in self._tried and group not in self._pending
+        self._lock(gradients, weights)
+        if is_tried and not self._keep_old(self._tried[group].memory):
+            self._deferred.add(group)
+            return
         by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
         if plan.parameters[group] is Tier.NVME:
             weights.prefetch(next_use=weights.next_use())
         for record in self.states.records[group]:
             self._record(group, record)
-        for kind in self.states.kinds[
-            group
-        ]:  # of states that are locked: records do not displace them
+        for kind in self.states.kinds[group]:  # records displace no states that are locked
             self._update_kind(group, kind, self._moved)
-        self._lock(*(self._weights[other] for other in busy))
-        if group in self._pending or group not in self._tried:
-            gradients.evict()
-        else:  # they stay for a step that has to be redone
+        self._lock(weights)
+        if is_tried:  # gradients stay for a step that has to be redone
             self.states.used_up.add(group)
-            self._keep_old(self._tried[group].memory)
+        else:
+            gradients.evict()
         self._pending.discard(group)
         if not by_device:
             self._current.discard(group)
 
-    def _keep_old(self, nbytes: int) -> None:
-        """Keep the old version of an updated state at home in this memory until the step ends."""
-        lease = None
-        if nbytes:
-            left = self._trace.uses_left
-            lease = self.host.offer(nbytes, "", StateClass.STAGING, next_use=left)
+    def _keep_old(self, nbytes: int) -> bool:
+        """Keep the old version of a state at home in host memory until the step ends. Returns False
+        if there is no memory for it."""
+        if not nbytes:
+            return True
+        left = self._trace.uses_left
+        lease = self.host.offer(nbytes, "", StateClass.STAGING, next_use=left)
         if lease is not None:
             self._old.append(lease)
+        return lease is not None
 
     def _record(self, group: int, record: PlannedState) -> None:
         updated = self._experts.updated[group]

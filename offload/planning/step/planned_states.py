@@ -103,7 +103,7 @@ class PlannedState:
         self.sent: Callable[[], None] = lambda: None  # called when a dirty copy goes home
         self._pool = pool
         self._lease: PlannedLease | None = None
-        self._is_dirty = self._is_leaving = False
+        self._is_dirty = False
 
     @property
     def is_held(self) -> bool:
@@ -127,13 +127,11 @@ class PlannedState:
 
     def write_back(self) -> None:
         if self._is_dirty and not self.is_locked:
-            self._is_dirty, self._is_leaving = False, True
+            self._is_dirty = False
             self.sent()
 
     def transit(self) -> Callable[[], None] | None:
-        """A wait that is over at once, after a copy has left."""
-        leaving, self._is_leaving = self._is_leaving, False
-        return (lambda: None) if leaving else None
+        return None
 
     # ---------------------------------------------------------------- what uses it
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
