@@ -49,10 +49,8 @@ def test_a_file_that_is_no_table_of_steps_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_line_that_cannot_be_written_is_an_error() -> None:
-    with (
-        pytest.raises(OSError, match="No space left on device"),
-        closing_all([logger := JSONLinesLogger("/dev/full")]),
-    ):
+    logger = JSONLinesLogger("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
         logger.log(row(1), 1)
 
 
