@@ -10,17 +10,22 @@ called at the end, if there is one. The libraries behind these are imported when
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import importlib.util
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+import aiofiles
+
 from offload.config.paths import StrPath, path_of
+from offload.swap.threads.shield import Executor, is_done, result_of
 from offload.tiers.errors import ConfigError, PathError
 
 Values = Mapping[str, Any]
@@ -83,28 +88,59 @@ def closing_all(loggers: Iterable[Logger]) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- files
-class _FileLogger:
-    """A text file that the first step opens. An existing file is continued."""
+class JSONLinesLogger:
+    """Writes a line of JSON per step, while the next steps run. An existing file is continued."""
 
     def __init__(self, path: StrPath) -> None:
         """Nothing is written before `log`."""
         self.path = path_of(path, "path")
-        self._file: TextIO | None = None
+        self._lines: list[str] | None = None  # not written yet
+        self._writing: Future[None] | None = None
+        self._thread: Executor
 
-    def _open(self, mode: str) -> TextIO:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PathError(f"cannot create {self.path.parent}: {error.strerror}") from None
-        try:
-            return self.path.open(mode, newline="", encoding="utf-8")  # type: ignore[return-value]
-        except OSError as error:
-            raise PathError(f"cannot open {self.path}: {error.strerror}") from None
+    def log(self, values: Values, step: int) -> None:
+        """Write a line. Values that are not finite become null, since JSON has no NaN; unknown ones
+        are left out. OSError if an earlier line could not be written."""
+        if self._lines is None:
+            _make_parent(self.path)
+            # the beginning of a line stays one of its own
+            self._lines = [""] if _ends_amid_a_line(self.path) else []
+            self._thread = Executor(1, "offload-lines")
+        finite = {name: _finite(value) for name, value in values.items() if value is not None}
+        self._lines.append(json.dumps({"step": step, **finite}))
+        if self._writing is None or is_done(self._writing):  # else they wait for the next call
+            self._write()
+
+    def _write(self) -> None:
+        """Wait for the lines that are being written, and begin to write those that have come since.
+        OSError if they could not be written."""
+        written, self._writing = self._writing, None
+        if written is not None:
+            result_of(written)
+        if self._lines:
+            text = "".join(f"{line}\n" for line in self._lines)
+            self._writing = self._thread.submit(asyncio.run, _append(self.path, text))
+            self._lines.clear()
+
+    def flush(self) -> None:
+        """Wait until all steps are in the file. OSError if one could not be written."""
+        while self._writing is not None or self._lines:
+            self._write()
 
     def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        """Flush, and end the thread that writes."""
+        if self._lines is None:
+            return
+        try:
+            self.flush()
+        finally:
+            self._lines = None
+            self._thread.shutdown()
+
+
+async def _append(path: Path, text: str) -> None:
+    async with aiofiles.open(path, "a", encoding="utf-8") as file:
+        await file.write(text)
 
 
 def _ends_amid_a_line(path: Path) -> bool:
@@ -116,28 +152,14 @@ def _ends_amid_a_line(path: Path) -> bool:
         return file.read() != b"\n"
 
 
-class JSONLinesLogger(_FileLogger):
-    """Writes a line of JSON per step. An existing file is continued."""
-
-    def log(self, values: Values, step: int) -> None:
-        """Write a line. Values that are not finite become null, since JSON has no NaN; unknown ones
-        are left out. OSError if the line cannot be written."""
-        if self._file is None:
-            is_cut = _ends_amid_a_line(self.path)
-            self._file = self._open("a")
-            self._file.write("\n" if is_cut else "")  # what is cut stays a line of its own
-        finite = {name: _finite(value) for name, value in values.items() if value is not None}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
-
-
-class CSVLogger(_FileLogger):
+class CSVLogger:
     """Writes a table with a row per step. An existing file is continued; a new figure adds a column
     to the table."""
 
     def __init__(self, path: StrPath) -> None:
         """Nothing is written before `log`."""
-        super().__init__(path)
+        self.path = path_of(path, "path")
+        self._file: TextIO | None = None
         self._columns: list[str] = []
 
     def log(self, values: Values, step: int) -> None:
@@ -183,6 +205,18 @@ class CSVLogger(_FileLogger):
     def _write(self, columns: list[str], rows: list[list[str]]) -> None:
         with self._open("w") as file:
             csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+
+    def _open(self, mode: str) -> TextIO:
+        _make_parent(self.path)
+        try:
+            return self.path.open(mode, newline="", encoding="utf-8")  # type: ignore[return-value]
+        except OSError as error:
+            raise PathError(f"cannot open {self.path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 # ---------------------------------------------------------------- programs with curves
@@ -293,6 +327,13 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _make_parent(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PathError(f"cannot create {path.parent}: {error.strerror}") from None
 
 
 def _check(who: str, package: str) -> None:

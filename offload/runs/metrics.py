@@ -94,6 +94,7 @@ class MetricsFile(JSONLinesLogger):
 
     def _steps(self) -> Iterator[tuple[str, StepMetrics]]:
         """Yield each whole line with the step that it is."""
+        self.flush()
         for line in self.path.read_text().splitlines() if self.path.exists() else ():
             with suppress(ValueError):
                 yield line, StepMetrics.from_json(line)

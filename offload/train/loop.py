@@ -300,6 +300,7 @@ class Trainer:
         if not due or done == self._saved_step:
             return
         self.watch.flush()
+        self.folder.metrics.flush()  # a run that goes on from there finds all steps before it
         self.engine.save_checkpoint(
             self.folder.checkpoint_path(done), state={"step": done},
             wait=now or last or self.world.size > 1,  # ranks would wait all the same, and say so

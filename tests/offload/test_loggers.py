@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,27 @@ def test_a_file_that_is_no_table_of_steps_is_kept(tmp_path: Path) -> None:
         CSVLogger(path / "below").log(row(1), 1)
 
 
-def test_a_line_that_cannot_be_written_is_an_error() -> None:
-    logger = JSONLinesLogger("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
-        logger.log(row(1), 1)
+def test_no_step_waits_for_a_file_that_takes_its_time(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)  # opening it waits for a reader
+    logger = JSONLinesLogger(path)
+    for step in (1, 2):
+        logger.log(row(step), step)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    logger.close()
+    assert [json.loads(line)["step"] for line in os.read(reader, 1 << 16).splitlines()] == [1, 2]
+    os.close(reader)
+
+
+def test_a_line_that_cannot_be_written_is_an_error_of_a_later_call(tmp_path: Path) -> None:
+    logger = JSONLinesLogger(tmp_path / "folder" / "lines")
+    logger.log(row(1), 1)
+    logger.flush()
+    (tmp_path / "folder").rename(tmp_path / "gone")
+    logger.log(row(2), 2)
+    with pytest.raises(FileNotFoundError, match="folder"):
+        logger.close()
+    assert len((tmp_path / "gone" / "lines").read_text().splitlines()) == 1
 
 
 def test_a_figure_that_is_not_finite_takes_no_step_with_it(tmp_path: Path) -> None:
