@@ -28,7 +28,7 @@ from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
-FORMAT = 15  # raised whenever what is measured, or how, changes
+FORMAT = 16  # raised whenever what is measured, or how, changes
 _KIND, _SYSTEMS = "speeds", "file systems"
 _MOST_BUSY = 0.3  # of the cores, by others
 _LOOK_S = 0.2

@@ -38,7 +38,7 @@ from offload.planning.machine.optimizer_variants import (
 )
 from offload.planning.machine.sample_models import measure_models
 from offload.planning.machine.speed_arrays import Arrays
-from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds, RowCost
+from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import checksum_of
 from offload.swap.io.io_backend import IOBackend
@@ -55,7 +55,7 @@ _PRODUCT = (512, 1024, 4096)  # tokens, inputs, outputs: a layer of some hundred
 _PRODUCT_GPU = (4096, 4096, 16384)
 _TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a fast kernel
 _MOST_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
-_MORE_ROWS = 256  # beside one row, as in a pass that decodes one sequence
+_FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # sequences, in a pass that decodes
 _OUT_OF_CACHE = 8  # such weights are used in turn: 64 MiB in 16 bits
 _OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
 _BLOCK_NBYTES = 8 << 20
@@ -115,7 +115,10 @@ def measure_compute() -> ComputeSpeeds:
         matmul_flops_per_s=products,
         compute_bytes_per_s=touching["fp32"],
         compute_bytes_per_s_in=touching,
-        row_costs=dict(_row_costs(products, device)) | ({} if gpu else dict(_coded_row_costs())),
+        forward_flops_per_s={
+            **dict(_forward_rates(products, device)),
+            **({} if gpu else dict(_coded_rates())),
+        },
         operation_s=operation_s,
         host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
         optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
@@ -139,25 +142,25 @@ def matmul_rate(
     return _product_rate(dtype, device, wanted)
 
 
-def _row_costs(
+def _forward_rates(
     products: Mapping[str, float], device: torch.device
-) -> Iterator[tuple[str, RowCost]]:
-    """The cost of a layer's forward product by format, for formats with a fast kernel."""
+) -> Iterator[tuple[str, float]]:
+    """FLOP/s of a layer's forward product by format and rows, for formats with a fast kernel."""
     gpu = accelerator.is_accelerator(device)
     _, inputs, outputs = _PRODUCT_GPU if gpu else _PRODUCT
     for name, dtype in DTYPES.items():
         if not gpu and is_slow(products[name], _PRODUCT):
             continue
         weights = [_random(device, outputs, inputs).to(dtype) for _ in range(_OUT_OF_CACHE)]
-        took_s = []
-        for rows in (1, _MORE_ROWS):
+        for rows in _FEW_ROWS:
             x = _random(device, rows, inputs).to(dtype)
-            took_s.append(seconds(partial(_products, x, weights), device=device))
-        yield name, _row_cost(took_s, _MORE_ROWS, inputs * outputs * len(weights))
+            work = partial(_products, x, weights)
+            took_s = seconds(work, device=device)
+            yield f"{name} x {rows}", 2 * rows * inputs * outputs * len(weights) / took_s
 
 
-def _coded_row_costs() -> Iterator[tuple[str, RowCost]]:
-    """The cost of products straight from weights in codes, which exist for few rows only."""
+def _coded_rates() -> Iterator[tuple[str, float]]:
+    """FLOP/s of products straight from weights in codes, which exist for few rows only."""
     _, inputs, outputs = _PRODUCT
     numel = inputs * outputs
     noise = np.random.default_rng(0)
@@ -173,7 +176,6 @@ def _coded_row_costs() -> Iterator[tuple[str, RowCost]]:
                 )
                 for _ in range(2 * _OUT_OF_CACHE)
             ]
-            took_s = []
             for rows in (1, MOST_ROWS):
                 x = in_lane_order(np.ones((rows, inputs), np.float32), weights)
                 out = np.empty((rows, outputs), np.float32)
@@ -182,14 +184,8 @@ def _coded_row_costs() -> Iterator[tuple[str, RowCost]]:
                     for words, codes in stored:
                         multiply(x, words, codes, out, weights, Float.BF16, runner)
 
-                took_s.append(seconds(work))
-            yield weights.name, _row_cost(took_s, MOST_ROWS, numel * len(stored))
-
-
-def _row_cost(took_s: Sequence[float], rows: int, numel: int) -> RowCost:
-    """The cost of products with `numel` weights from the seconds with one row and with `rows`."""
-    first_s, all_s = took_s
-    return first_s / numel, max(0.0, all_s - first_s) / (rows - 1) / numel
+                took_s = seconds(work)
+                yield f"{weights.name} x {rows}", 2 * rows * numel * len(stored) / took_s
 
 
 def _products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:

@@ -45,12 +45,27 @@ def forward_s(
 
 
 def _weight_s(rows: float, name: str, precision: str, speeds: Speeds) -> float:
-    """Seconds per element of weights in a product of `rows` rows."""
-    compute_s = 2 * rows / _matmul_rate(precision, speeds)
-    first_s, further_s = speeds.row_costs.get(name) or speeds.row_costs.get(
-        precision, (ITEMSIZE[precision] / speeds.compute_bytes_per_s, 0.0)
+    """Seconds per element of weights in a product of `rows` rows, interpolated linearly between the
+    measurements of their format."""
+    measured = sorted(
+        (int(key.rpartition(" ")[2]), rate)
+        for key, rate in speeds.forward_flops_per_s.items()
+        if key.partition(" ")[0] == name
     )
-    return max(compute_s, first_s + max(0.0, rows - 1) * further_s)
+    if not measured and name != precision:
+        return _weight_s(rows, precision, precision, speeds)
+    if not measured:
+        read_s = ITEMSIZE[precision] / speeds.compute_bytes_per_s
+        return max(2 * rows / _matmul_rate(precision, speeds), read_s)
+    points = [(each, 2 * each / rate) for each, rate in measured]
+    most, most_s = points[-1]
+    if rows >= most:
+        return rows / most * most_s
+    below = max((point for point in points if point[0] <= rows), default=points[0])
+    above = min(point for point in points if point[0] > rows)
+    if rows <= below[0]:
+        return below[1]
+    return below[1] + (above[1] - below[1]) * (rows - below[0]) / (above[0] - below[0])
 
 
 def _matmul_rate(precision: str, speeds: Speeds) -> float:
