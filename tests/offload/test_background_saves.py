@@ -591,7 +591,6 @@ def test_killed_while_it_is_under_way_what_was_complete_is_there(
         shutil.rmtree(tmp_path / "saved")
 
 
-@pytest.mark.slow
 def test_a_program_that_ends_completes_it_first(tmp_path: Path) -> None:
     lines = _KILLED.replace("range(2, 1000)", "range(2, 4)").splitlines()
     program = "\n".join(line for line in lines if "Timer" not in line)

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from offload.checkpoint.engine.run_state import RunState
 from offload.checkpoint.engine.saving import Saver, check_savable
@@ -41,6 +43,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload")
 Snapshots = Mapping[State, Snapshot]
+_under_way: WeakSet[BackgroundSave] = WeakSet()
+
+
+def _complete_all() -> None:
+    """Complete all saves before a program ends."""
+    for save in list(_under_way):
+        try:
+            save.wait()
+        except OffloadError as error:
+            _log.error("%s was not saved: %s", save.path, error)
+
+
+# concurrent.futures takes no more work from such a call of its own on, which was registered before
+threading._register_atexit(_complete_all)  # type: ignore[attr-defined]
 
 
 class _Cancelled(OffloadError):
@@ -74,8 +90,7 @@ class _Work:
 
 
 class BackgroundSave:
-    """A save, from when its state is fixed. Its thread keeps a program from ending before it is
-    complete."""
+    """A save, from when its state is fixed. A program does not end before it is complete."""
 
     def __init__(
         self, engine: Trained, path: Path, state: Mapping[str, Any] | None, saves: BackgroundSaves,
@@ -94,6 +109,7 @@ class BackgroundSave:
             with defer_signals:
                 self._end = submitted(thread, path, self._run, work)
                 saves.under_way = self
+                _under_way.add(self)
                 unless_begun.pop_all()
             thread.shutdown(wait=False)  # it ends with the save
 

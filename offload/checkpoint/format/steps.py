@@ -46,8 +46,7 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
     unread: StorageError | None = None
     for path in reversed(_steps(folder, before)):
         try:
-            with CheckpointReader(path) as reader:
-                reader.check(contents=False)
+            _check(path)
             return path
         except (CheckpointError, StorageError) as error:
             _log.warning("passed over %s: %s", path, error)
@@ -88,11 +87,24 @@ def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> lis
 
 def _is_whole(path: Path) -> bool:
     try:
-        with CheckpointReader(path) as reader:
-            reader.check(contents=False)
+        _check(path)
     except CheckpointError:
         return False
     return True
+
+
+def _check(path: Path) -> None:
+    """Raise CheckpointError if a checkpoint is torn. One that seems so is read twice: a single read
+    may go wrong, and what is taken for torn is passed over or removed."""
+    try:
+        _read(path)
+    except CheckpointError:
+        _read(path)
+
+
+def _read(path: Path) -> None:
+    with CheckpointReader(path) as reader:
+        reader.check(contents=False)
 
 
 def _discard(path: Path) -> bool:
