@@ -351,7 +351,7 @@ def test_a_model_that_only_fits_in_codes_is_not_refused(tmp_path: Path) -> None:
     chosen = OffloadConfig.load({**keys, "storage": {"weights": "int4", "group_size": 32}})
     there = Hardware(0, 512 << 10, 512 << 10, int(0.6 * values))
     plain = OffloadConfig.load(keys).for_inference()
-    with pytest.raises(BudgetError, match="take"):
+    with pytest.raises(BudgetError, match="short of the"):
         make_plan(plain, discover(model).shape(), there)
     shape = discover(model).stored(chosen.stored).shape()
     plan = make_plan(chosen.for_inference(), shape, there)

@@ -20,6 +20,7 @@ from typing import Protocol
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.trace import Trace
 
+REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 _NOW = -1.0  # before what is announced, and before the next use of the trace, which is at 0
 
 

@@ -25,7 +25,7 @@ from offload.tiers.errors import StateError
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.discovery import Discovery, GroupPlan, Unit
-from offload.zero.groups.fetching import Fetchable, Fetcher
+from offload.zero.groups.fetching import REPEATS, Fetchable, Fetcher
 from offload.zero.groups.group import GroupState, ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
@@ -40,7 +40,6 @@ from offload.zero.ranks.rank_weights import RankWeights
 from offload.zero.ranks.sharding import ALONE, Part, Sharding
 from offload.zero.tensors.released import ReleasedParameters, Values
 
-REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
 NextUse = Callable[[], float]
 _log = logging.getLogger("offload")
 

@@ -43,7 +43,7 @@ from offload.planning.step.program import (
 from offload.planning.step.representatives import Representatives
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.zero.groups.store import REPEATS
+from offload.zero.groups.fetching import REPEATS
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
