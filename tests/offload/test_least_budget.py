@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import offload
 from tests.offload.engine_cases import (
     DEVICE_BUDGET,
-    HOST,
     MARKS,
     NVME,
     ON,
@@ -26,7 +25,6 @@ from tests.offload.engine_cases import (
 pytestmark = MARKS
 
 WIDTH, BATCH = 48, 6
-STATES_HOST = {**HOST, "optimizer": "nvme"}
 AMPLE = {**DEVICE_BUDGET, "host": "64MiB", "nvme": "64MiB"}
 
 
@@ -49,20 +47,6 @@ class Experts(nn.Module):
         return x + y
 
 
-class Lender(nn.Module):
-    """Uses its own weight and, if there is one, that of the block before."""
-
-    def __init__(self, before: nn.Linear | None) -> None:
-        super().__init__()
-        self.own = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.before = before
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.own(x) * self.scale
-        return x + torch.tanh(hidden if self.before is None else hidden + self.before(x))
-
-
 class Stack(nn.Module):
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
@@ -78,15 +62,6 @@ class Stack(nn.Module):
 
 def experts() -> Stack:
     return Stack([Experts() for _ in range(10)])
-
-
-def lenders() -> Stack:
-    blocks: list[nn.Module] = []
-    before: nn.Linear | None = None
-    for _ in range(6):
-        blocks.append(Lender(before))
-        before = blocks[-1].own
-    return Stack(blocks)
 
 
 def train(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, Tensor]:
@@ -115,20 +90,3 @@ def test_experts_without_tokens(tmp_path: Path, passes: int) -> None:
     )  # fmt: skip
     tight = train(experts, {**keys, "budget": least_budget(experts, keys)})
     assert_same_bits(tight, train(experts, {**keys, "budget": AMPLE}))
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("placement", [NVME, STATES_HOST], ids=["nvme", "optimizer on nvme"])
-def test_blocks_that_share_a_weight_over_micro_batches(
-    tmp_path: Path, placement: dict[str, Any], precision: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each gives a gradient of it: fp32 sums, in host memory that the plan has counted."""
-    keys = config(
-        tmp_path, placement, precision=precision, micro_batches=3,
-        groups={"blocks": ["Lender"]}, optimizer={"chunk": 2048, "lr": 1e-2},
-    )  # fmt: skip
-    tight = train(lenders, {**keys, "budget": least_budget(lenders, keys)})
-    assert_same_bits(tight, train(lenders, {**keys, "budget": AMPLE}))
-    told = "fp32 sums" in caplog.text and "stay on host" in caplog.text
-    assert told == (precision == "bf16" and placement["gradients"] == "nvme")

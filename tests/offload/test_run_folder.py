@@ -79,8 +79,9 @@ def test_the_folder_of_a_loop_that_is_under_way_can_be_checked(tmp_path: Path) -
     model = build_meta_model(config)
     with offload.initialize(model, config, run_folder=tmp_path / "run") as engine:
         steps(engine, model, 2)
-        found = check_run(tmp_path / "run")
-        assert (found.steps, found.finished) == (2, False)
+        found = check_run(tmp_path / "run")  # the last row may be under way
+        assert found.steps in (1, 2)
+        assert not found.finished
         written = OffloadConfig.load(tmp_path / "run/config.resolved.yaml")
         read_by_train = {"train": written.train}  # no part of a loop of one's own
         assert written == engine.config.model_copy(update=read_by_train)

@@ -11,15 +11,33 @@ import torch
 
 import offload
 from offload.kernels.variants import Master
+from offload.memory import tier_manager
 from offload.tiered_model import TieredModel
 from offload.tiers.units import round_up
 from offload.zero.groups import discovery
 from offload.zero.step.records import RecordFormat
+from offload.zero.step.update import GroupUpdate, UpdateQueue
 from tests.offload.engine_cases import NVME, config, seeded
 from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
-from tests.planning.test_step_time import let_all_be_done_at_once
+from tests.planning.test_step_time import AtOnce
 
 LAYERS, STEPS, CHUNK, PAGE = 3, 8, 2048, 4096
+
+
+def let_all_be_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves, and updates in backward."""
+    monkeypatch.setattr(tier_manager, "open_backend", lambda name, **options: AtOnce())
+    submit = UpdateQueue.submit
+
+    def update_at_once(
+        queue: UpdateQueue, updates: Sequence[GroupUpdate], *, first: bool = False
+    ) -> None:
+        submit(queue, updates, first=first)
+        if first:
+            for update in updates:
+                update.ready.wait()
+
+    monkeypatch.setattr(UpdateQueue, "submit", update_at_once)
 
 
 @pytest.fixture(autouse=True)

@@ -50,8 +50,11 @@ def test_nothing_is_moved_to_a_disk_that_is_not_there() -> None:
 @pytest.mark.parametrize("nvme", [0, "512MiB"])
 def test_a_budget_that_is_short_names_disk_only_where_there_is_some(nvme: str | int) -> None:
     config = OffloadConfig.load(
-        {"budget": {"host": "20MiB", "nvme": nvme}, "placement": {"optimizer": "host"}}
-    )
+        {
+            "budget": {"host": "20MiB", "nvme": nvme}, "placement": {"optimizer": "host"},
+            "optimizer": {"chunk": 65536},
+        }
+    )  # fmt: skip
     hardware = Hardware(0, GIB, GIB, GIB, kernels_missing="the model computes on the CPU")
     found = shortfalls(lay_out_plan(config, MODEL.shape, hardware), hardware)
     message = next(each.message for each in found if each.tier is Tier.HOST)
