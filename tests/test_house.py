@@ -234,7 +234,7 @@ LINES = {
     "offload/moe": 758,
     "offload/optimizers": 1014,
     "offload/pages": 261,
-    "offload/planning": 8939,
+    "offload/planning": 8942,
     "offload/process": 904,
     "offload/quantised": 1194,
     "offload/runs": 1607,

@@ -89,9 +89,11 @@ class PlannedRun:
         self._announced = ""  # the table whose experts the forward chose last
         self._straight = straight
         blocks = {g for unit in experts.model.units if unit.repeated for g in unit.groups}
-        self._summed = blocks if config.micro_batches > 1 else set()  # gradients come behind these
         recomputes = config.placement.activations.checkpoint is True
-        self._recomputed = blocks - self._summed if recomputes else set()
+        in_pieces = config.micro_batches > 1  # gradients come when the block is over
+        self._recomputed = blocks if recomputes and not in_pieces else set()
+        # groups whose weights nothing fetches between their first gradient and their last
+        self._quiet = blocks if recomputes or in_pieces else set()
         self.steps: list[Bytes] = []  # what each simulated one moves
         self._moved = Bytes()  # by the current action
         self._fetches: list[Fetch] = []
@@ -299,7 +301,7 @@ class PlannedRun:
         were_held = self._weights[group].is_held
         gradients.take(None, fill=False)  # for its first part, while no operation has a view
         count = len(self._experts.model.groups[group].params)
-        if count > REPEATS and group not in self._summed:  # operations follow in the unit
+        if count > REPEATS and group not in self._quiet:  # operations follow in the unit
             # those of a bundle are used one after the other
             if were_held and group == self._working and self._experts.alike[group] == 1:
                 self._bring(group, None)
@@ -320,13 +322,14 @@ class PlannedRun:
             return  # behind the step before the first one
         gradients, weights = self._gradients[group], self._weights[group]
         is_tried = group in self._tried and group not in self._pending
-        self._lock(gradients, weights)
+        self._lock()
         if is_tried and not self._keep_old(self._tried[group].memory):
             self._deferred.add(group)
             return
         by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
         if plan.parameters[group] is Tier.NVME:
             weights.prefetch(next_use=weights.next_use())
+        self._lock(gradients, weights)  # chunk by chunk, once the weights have their place
         for record in self.states.records[group]:
             self._record(group, record)
         for kind in self.states.kinds[group]:  # records displace no states that are locked
