@@ -141,24 +141,6 @@ def _check_folder(path: Path, out: Path) -> None:
             )
 
 
-@checkpoint_app.command("import-dcp")
-def import_dcp(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", exists=True, help="A folder that dcp.save wrote.")
-    ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT.safetensors", help="A new file, for the weights.")
-    ],
-    trust: Trust = False,
-) -> None:
-    """Write the model's weights in a folder of torch.distributed.checkpoint to a safetensors
-    file."""
-    from offload.integrations.dcp_import import import_dcp as run
-
-    _check_trusted(path, trust=trust)
-    echo(f"wrote {run(path, out)}")
-
-
 def _check_trusted(path: Path, *, trust: bool) -> None:
     from offload.tiers.errors import ConfigError
 

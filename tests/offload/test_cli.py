@@ -85,7 +85,6 @@ TAKES_A_FILE = (
 TAKES_A_FOLDER = (
     "report NAMED", "doctor NAMED", "doctor --clean NAMED", "memest check NAMED",
     "checkpoint inspect NAMED", "checkpoint verify NAMED", "checkpoint export NAMED out",
-    "checkpoint import-dcp NAMED out.safetensors --trust",
     "checkpoint import-deepspeed NAMED out --trust",
 )  # fmt: skip
 WRONG = {

@@ -348,8 +348,8 @@ def _foreign(path: Path) -> str:
     advice = "name a folder that engine.save_checkpoint wrote"
     if ".metadata" in found:
         advice = (
-            "a folder of torch.distributed.checkpoint: load it into the model with dcp.load, or "
-            f"take its weights with `offload checkpoint import-dcp {path} OUT.safetensors`"
+            "a folder of torch.distributed.checkpoint: load it with dcp.load, into what torch's "
+            "get_state_dict(model, engine.optimizer) returns"
         )
     elif any(name.endswith((".pt", ".pth", ".bin", ".pkl")) for name in found):
         advice = "it seems to hold pickles (torch.save), which offload never opens; " + advice
