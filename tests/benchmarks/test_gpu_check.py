@@ -156,6 +156,7 @@ def run(
     return run_with
 
 
+@pytest.mark.slow
 def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
     check, record, page = run()
     assert [part["name"] for part in record["details"]["parts"]] == [

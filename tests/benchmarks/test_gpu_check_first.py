@@ -34,6 +34,7 @@ class Answers(list[dict[str, Any]]):
     answer = list.append
 
 
+@pytest.mark.slow
 def test_what_is_copied_there_and_back_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copied_and_back(WHERE) == ""
     copy = CopyStream.copy

@@ -118,7 +118,8 @@ def test_skipped(): pass
 """
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_every_test_is_counted_once_and_a_failure_is_named(processes: int, tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(GPU_TESTS)
@@ -130,6 +131,7 @@ def test_every_test_is_counted_once_and_a_failure_is_named(processes: int, tmp_p
     assert not tests.ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "limit_s", "fragment"),
     [

@@ -24,6 +24,7 @@ __all__ = ["solved_once"]
 # ---------------------------------------------------------------- sizes
 
 
+@pytest.mark.slow
 def test_what_ram_cannot_hold_spills_and_what_the_disk_cannot_is_made_smaller() -> None:
     spilled = chosen(MACHINES["less RAM"])
     assert spilled.shape.name == "8 B"

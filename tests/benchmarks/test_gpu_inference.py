@@ -31,6 +31,7 @@ def generation(device: torch.device, tmp_path: Path) -> Generation:
     return Generation(device, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_generated_has_the_bits_of_the_model_in_memory(
     generation: Generation, long: bool
 ) -> None:

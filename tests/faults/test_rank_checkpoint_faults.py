@@ -64,6 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("setup", "count"), cases, ids=[str(setup) for setup, _ in cases])
 
 
+@pytest.mark.slow
 def test_drawn_faults_leave_the_bits_or_an_error_on_all_ranks(
     setup: Setup, count: int, tmp_path: Path
 ) -> None:

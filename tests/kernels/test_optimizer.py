@@ -166,7 +166,7 @@ def test_vector_body_equals_scalar_tail(rule: str, formats: Formats) -> None:
         scalar.assert_same(vector)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     cuts=st.sets(st.integers(1, 11), max_size=5),
     formats=st.sampled_from(FORMATS),

@@ -58,6 +58,7 @@ def test_copying_every_kind_of_value_matches_reference(dst_float: Float, src_flo
     check_copy(finite, dst_float, src_float)
 
 
+@pytest.mark.slow
 def test_whole_blocks_have_the_sums_of_the_reference() -> None:
     check_copy(gradient(NORM_BLOCK + 1001, Float.BF16), Float.BF16, Float.BF16)
 

@@ -133,7 +133,7 @@ def trained(keys: Mapping[str, Any], accumulate: int, between: Callable[[Any], N
         return losses, states
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("0")
 @pytest.mark.parametrize("seed", range(4))
 def test_it_has_the_bytes_of_one_that_is_waited_for_and_training_its_bits(
     tmp_path: Path, seed: int, long: bool
@@ -248,7 +248,7 @@ def test_an_update_in_host_memory_waits_for_its_group_and_gets_it_next(
     assert sorted(passed) == sorted(pending)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("bf16-placement0")
 @pytest.mark.parametrize("placement", [HOST, NVME, PLACEMENTS["mixed"]])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_users_write_meanwhile_is_not_in_it(
@@ -388,7 +388,7 @@ def test_what_is_wrong_with_the_state_or_the_folder_is_raised_at_once(tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["mine", "saved"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("data-placement0")
 @pytest.mark.parametrize("placement", [HOST, NVME])
 @pytest.mark.parametrize("where", ["data", "sync", "swap"])
 def test_a_fault_of_the_thread_is_raised_where_it_is_waited_for_and_training_goes_on(

@@ -61,7 +61,7 @@ def plain_losses(values: dict[str, Any]) -> list[float]:
     return losses(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "kept"),
     [

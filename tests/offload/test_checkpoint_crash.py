@@ -88,7 +88,7 @@ def test_killed_at_any_moment_a_save_leaves_a_checkpoint_that_loads(
     path = tmp_path / "checkpoints" / "saved"
     draw = random.Random(0)
     step = 0
-    for number in range(15 if long else 4):
+    for number in range(15 if long else 2):
         found = victim.start(Request(str(path), str(tmp_path), fresh=number == 0))
         assert found in (step, step + 1), "neither the old nor the new one"
         step = found
@@ -120,7 +120,7 @@ def test_killed_before_each_system_call_of_the_end_of_a_save(
     ended = victim.end()
     step, calls = ended["saved"], ended["calls"]
     # from the fsync of the manifest to the removal of what was replaced
-    for stop_at in range(calls) if long else [0, 1, 2, calls // 3, *range(calls - 28, calls, 3)]:
+    for stop_at in range(calls) if long else [0, 1, 2, calls // 3, *range(calls - 28, calls, 6)]:
         request = Request(str(path), str(tmp_path), exchange=exchange, stop_at=stop_at)
         found = victim.start(request)
         assert found in (step, step + 1)

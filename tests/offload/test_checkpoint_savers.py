@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).parents[2]
 SAVERS, ROUNDS, KILLED = 3, 3, 2
 
 
-@pytest.mark.sample("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 def test_savers_in_one_folder_succeed_and_touch_nothing_of_anybody_else(
     tmp_path: Path, exchange: bool, long: bool

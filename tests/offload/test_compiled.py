@@ -95,7 +95,7 @@ WAYS: list[Callable[[Any, bool], Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("around_a_block")
 @pytest.mark.parametrize("way", WAYS)
 def test_one_graph_is_refused_by_name_and_parts_are_compiled(
     way: Callable[[Any, bool], Any], tmp_path: Path, long: bool

@@ -21,7 +21,7 @@ from tests.offload.engine_cases import MARKS, ON, bits, config
 
 pytestmark = MARKS
 WIDTH, BATCH = 32, 6
-FEW, MANY = 6, 1500
+FEW, MANY = 3, 1500
 
 
 # ---------------------------------------------------------------------------------------- layers

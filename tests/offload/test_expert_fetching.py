@@ -119,7 +119,7 @@ def _in_any_order(engine: offload.Engine, data: list[Tensor]) -> None:
 LOOPS = [_plain, _evaluating, _accumulating, _two_forwards, _in_any_order]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample("_plain")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_experts_that_do_not_fit_train_with_the_bits_of_those_in_memory(
     loop: Callable[..., None], tmp_path: Path, long: bool

@@ -109,7 +109,7 @@ def _drawn(draw: random.Random, *, mirrored: bool) -> Any:
     return {**rest, "experts": draw.choice([experts, home("gradients")])}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("mirrored-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("mirrored", [False, True], ids=["cpu", "mirrored"])
 def test_no_home_of_experts_changes_a_bit(
@@ -124,6 +124,7 @@ def test_no_home_of_experts_changes_a_bit(
         assert_same_bits(found[1], states)
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_experts_have_other_homes(tmp_path: Path) -> None:
     data = batches(6)
     placements: list[dict[str, Any]] = [

@@ -174,7 +174,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("numbers", list(NUMBERS))
 def test_an_optimizer_split_between_device_and_host_changes_no_bit(tmp_path, device, numbers):
     keys = {"clip_grad_norm": 0.5, **NUMBERS[numbers]}
@@ -184,7 +184,7 @@ def test_an_optimizer_split_between_device_and_host_changes_no_bit(tmp_path, dev
         assert found[2].tiers[tier].peak_by_class["optimizer"] > 0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "placement",
     [
@@ -204,7 +204,7 @@ def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
     assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(5)
 @pytest.mark.skipif(ON_GPU, reason="there the links are real")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_copies_that_take_their_time_change_no_bit(
     assert world.delayed > 10
 
 
-@pytest.mark.sample("{}-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "placement",

@@ -97,6 +97,7 @@ def test_all_that_a_killed_process_left_is_removed_and_nothing_else(
     assert leftovers(left) == clean(left) == []
 
 
+@pytest.mark.slow
 def test_the_doctor_names_them_and_removes_them_on_request(left: Path) -> None:
     before = set(left.iterdir())
     (check,) = [c for c in check_path(left) if c.name.endswith("leftovers")]

@@ -172,6 +172,7 @@ def test_no_pressure_changes_a_bit(tmp_path: Path, machine: Machine, long: bool)
     assert sum(nbytes > 0 for nbytes in given_up) > len(given_up) // 4, given_up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_updates_on_trial_keep_their_bits_under_pressure(
     tmp_path: Path, machine: Machine, seed: int
@@ -197,6 +198,7 @@ def test_updates_on_trial_keep_their_bits_under_pressure(
     assert_same_bits(ways[0][1], ways[1][1])
 
 
+@pytest.mark.slow
 def test_what_is_given_up_costs_no_ram_and_comes_back(
     tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -268,6 +270,7 @@ def test_a_dispatched_model_refuses_too_and_answers_with_the_same_bits(
         assert torch.equal(model(tokens), expected)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_dropped_while_copies_are_given_up_leaves_no_error(
     tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -261,6 +261,7 @@ class Replacing(Resizing):
     fails = False
 
 
+@pytest.mark.slow
 def test_what_modules_refuse_is_an_error_and_nothing_goes_on_from_a_part_of_it(
     tmp_path: Path,
 ) -> None:

@@ -33,6 +33,7 @@ def test_with_room_for_everything_nothing_is_read_back(tmp_path: Path) -> None:
     assert report.bytes_saved["nvme read"] >= (STEPS - 1) * records * 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"in_backward": True}], ids=["behind it", "in backward"])
 def test_gradients_that_find_room_until_they_are_used_up_are_never_written(
     keys: dict[str, Any], tmp_path: Path

@@ -51,6 +51,7 @@ def written_for(folder: Path) -> dict[str, Any]:
     return {"model": "mine", "parameters": numel, "batch": 4, "sequence": 32}
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_checked(tmp_path: Path) -> None:
     found = own_loop(tmp_path, 5, written_for=written_for(tmp_path))
     assert (found.steps, found.finished) == (5, True)

@@ -189,6 +189,7 @@ def test_another_thread_takes_a_trial_back_while_the_step_decides(
         assert_same_bits(states_of(engine), expected)
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_that_the_trials_are_its_parents(
     tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:

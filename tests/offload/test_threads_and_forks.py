@@ -163,6 +163,7 @@ def child_says(work: Callable[[], Any], timeout_s: int = 60) -> str:
     return said
 
 
+@pytest.mark.sample("host")
 @no_forks_with_a_gpu
 def test_a_forked_child_is_told_that_the_engine_is_its_parents(
     engine: offload.Engine, tmp_path: Path

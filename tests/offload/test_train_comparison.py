@@ -39,6 +39,7 @@ def trained(folder: Path, **train: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_plain_pytorch_trains_the_same_in_a_process_of_its_own(tmp_path: Path) -> None:
     output = trained(tmp_path, schedule={"type": "cosine", "warmup_steps": 2})
     folder = RunFolder(tmp_path / "run")

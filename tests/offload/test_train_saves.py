@@ -112,7 +112,8 @@ def test_steps_go_on_beside_a_save_and_its_bits_are_of_one_that_is_waited_for(
         assert bits_of(beside) == bits_of(other), name
 
 
-@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
 def test_pruning_counts_what_is_complete_alone(make: Any, tmp_path: Path, every: int) -> None:
     config = make(checkpoint_every=every, keep_last=2, steps=8)
     path, seen = tmp_path / "run/checkpoints", []

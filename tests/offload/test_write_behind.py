@@ -25,7 +25,7 @@ from tests.offload.engine_cases import NVME, TinyLM, batches, config, losses_of,
 PAGE = 4096
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False])
 def test_streams_that_grow_side_by_side_have_the_bytes_of_a_plain_write(
     tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch

@@ -66,7 +66,7 @@ WRITES: dict[str, Write] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("host-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_what_is_written_between_steps_is_what_the_next_step_begins_with(

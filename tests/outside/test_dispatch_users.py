@@ -71,6 +71,7 @@ WAYS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_way_to_generate(model: Any) -> None:
     plain = build()
     for name, way in WAYS.items():
@@ -97,6 +98,7 @@ def test_a_pipeline(model: Any) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_ctrl_c_in_the_middle_leaves_the_model_usable(model: Any) -> None:
     calls = []
 

@@ -110,6 +110,7 @@ def test_two_ranks_learn_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "runs/ranks/checkpoint/manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_rank_alone_is_told_to_use_torchrun(tmp_path: Path) -> None:
     done = run(tmp_path, str(EXAMPLES / "ranks.py"))
     assert done.returncode == 1

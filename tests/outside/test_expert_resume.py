@@ -94,7 +94,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample("packed-fp16")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "list"])
 def test_runs_that_are_cut_have_the_bits_of_one(

@@ -67,6 +67,7 @@ def test_dispatched_experts_compute_with_decoded_values(
         assert len([g for g in coded if g.table]) == (0 if keys else 16)
 
 
+@pytest.mark.sample("nvme")
 @pytest.mark.parametrize("home", [NVME, HOST], ids=["nvme", "host"])
 def test_attention_is_trained_on_experts_in_4_bits(home: dict[str, Any], tmp_path: Path) -> None:
     def train(model: Any, **storage: Any) -> tuple[list[float], dict[str, bytes]]:

@@ -143,8 +143,8 @@ WAYS = {
 }
 # With the flags of the decorator, a gate of its own, latent experts, one expert, lists, own code
 SAMPLE = (
-    "shares-gpt_oss", "host-deepseek_v4", "engine recomputes-nemotron_h",
-    "transformers recomputes-qwen3_moe", "bf16-zaya", "nvme-nllb_moe", "nvme-llama4",
+    "shares-gpt_oss", "engine recomputes-nemotron_h", "transformers recomputes-qwen3_moe",
+    "nvme-llama4",
 )  # fmt: skip
 # Its encoder makes a cache, whatever it is asked for
 REFUSED = {("diffusion_gemma", "engine recomputes"): "layers.0 is given a DynamicCache"}

@@ -117,6 +117,7 @@ def differences(case: Case) -> list[str]:
     return [name for name in expected if not equal_or_no_tokens(found[name], expected[name])]
 
 
+@pytest.mark.slow
 def test_drawn_modules_have_the_bits_of_the_default(long: bool) -> None:
     for seed in range(ALL if long else FAST):
         case = draw(seed)

@@ -100,7 +100,7 @@ def test_the_text_is_transformers_own(
         assert part in said.err
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["150KiB", "250KiB", "8MiB"])
 def test_a_plan_is_what_dispatch_makes_of_it(
     host: str, folder: Path, tmp_path: Path, capsys: Any

@@ -120,7 +120,7 @@ def test_logs_and_weights_are_plain_trainers_and_a_resumed_run_has_the_same_bits
     again.engine.close()
 
 
-@pytest.mark.sample("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("only_model", [False, True])
 def test_the_best_model_comes_back_and_old_checkpoints_go(
     only_model: bool, tmp_path: Path, open_engines: list[Any]
@@ -193,7 +193,7 @@ def test_a_model_in_an_engine_is_taken_over_and_the_engine_itself_is_refused(
 
 
 # --------------------------------------------------------------------------- plain Trainer
-@pytest.mark.sample("nvme")
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_plain_trainer_trains_with_an_engines_optimizer_and_resumes(
     placement: str, plain: Any, tmp_path: Path

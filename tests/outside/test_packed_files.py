@@ -92,7 +92,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------ checkpoints
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("homes", "precision"), [(HOST, "fp32"), (NVME, "bf16")])
 def test_checkpoints_do_not_tell_and_are_loaded_either_way(
     made: Any, tmp_path: Path, homes: dict[str, Any], precision: str

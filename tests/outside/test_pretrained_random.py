@@ -45,7 +45,7 @@ def opened(folder: Path) -> bool:
     return True
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("config.json")
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])
 def test_json_at_random(name: str, folder: Path, long: bool) -> None:
     original = json.loads((folder / name).read_text())

@@ -185,8 +185,7 @@ def assert_saved(model: Any, plain: Any, shape: Shape, folder: Path, **keys: Any
 
 
 @pytest.mark.sample(
-    "a part-opened-nvme-shards", "a part-opened-dispatched-whole", "two parts-opened-host-whole",
-    "a reward model-opened-dispatched-shards", "experts-opened-nvme-shards",
+    "a part-opened-dispatched-whole", "experts-opened-nvme-shards",
 )  # fmt: skip
 @pytest.mark.parametrize("keys", [{}, {"max_shard_size": "20KB"}], ids=["whole", "shards"])
 @pytest.mark.parametrize("how", ["host", "nvme", "dispatched"])

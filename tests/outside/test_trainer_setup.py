@@ -253,6 +253,7 @@ def recording(base: Any, called: set[str], *but: str) -> Any:
     return kind
 
 
+@pytest.mark.slow
 def test_every_method_that_a_trainer_overrides_is_called_as_without_an_engine(
     tmp_path: Path,
 ) -> None:

@@ -34,7 +34,7 @@ def _config(shape: str, **more: Any) -> Any:
 PASSES = ((False, 1), (False, 2), (True, 1), (True, 2), ("selective", 2))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("gpt-bf16")
 @pytest.mark.parametrize(
     ("shape", "precision"),
     [("llama", "fp32"), ("grouped heads", "bf16"), ("gpt", "bf16")],

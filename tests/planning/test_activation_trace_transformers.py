@@ -47,7 +47,7 @@ def _built(kind: str, device: str) -> nn.Module:
     return model
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample("llama")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trace_equals_a_real_pass(kind: str, long: bool) -> None:
     workload = Workload(4, 40)

@@ -161,7 +161,7 @@ def test_a_resumed_run_keeps_states_where_they_were_if_tiers_keep_them_different
     check_same_run(config("int8", optimizer="nvme").to_dict(), config("int8", optimizer="host"))
 
 
-@pytest.mark.sample("nvme")
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", ["host", "nvme"])
 def test_nvme_never_holds_more_than_at_most(
     parameters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -214,6 +214,7 @@ def test_states_stay_off_a_gpu_whose_kernels_are_missing():
 
 
 # ---------------------------------------------------------------- being quick
+@pytest.mark.slow
 def test_planning_needs_no_torch():
     program = (
         "import sys, offload.planning.choice.planner\n"

@@ -201,7 +201,7 @@ def drawn(seed: int) -> tuple[OffloadConfig, bool]:
     return OffloadConfig.load(given, [*keys, f"budget.host={most}"]), clips
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("seed", range(100))
 def test_a_step_moves_the_predicted_bytes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first step on, until they repeat."""
@@ -222,6 +222,7 @@ def test_a_step_moves_the_predicted_bytes(seed: int, monkeypatch: pytest.MonkeyP
     ]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_moves_the_predicted_bytes_behind_compute(case: str) -> None:
     """With threads, moves end when they end: what is kept may differ."""

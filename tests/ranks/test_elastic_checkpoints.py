@@ -104,7 +104,7 @@ def test_a_checkpoint_fits_any_number_of_ranks_at_any_stage(
 ) -> None:
     if precision != "bf16" and not long:
         pytest.skip("another precision: --long")
-    folder, stages = str(tmp_path), tuple(range(4)) if long else (0, 2)
+    folder, stages = str(tmp_path), tuple(range(4)) if long else (3,)
     saved: dict[Kind, Digests] = {}
     for ranks in (1, 2, 3, 4) if long else (1, 3):
         args = folder, precision, stages

@@ -31,6 +31,7 @@ def test_a_pipeline_trains_as_one_rank_with_as_many_passes(tmp_path: Path) -> No
         assert_same_bits({**first.weights, **last.weights}, expected.weights)
 
 
+@pytest.mark.slow
 def test_stages_with_replicas_shard_their_states(tmp_path: Path) -> None:
     cases = [Pipeline("Schedule1F1B", Case(stage, NVME, keys=NO_CLIP)) for stage in (1, 3)]
     by_rank = run_ranks(4, tmp_path / "4", pipelines.run_all, cases, 2, str(tmp_path))

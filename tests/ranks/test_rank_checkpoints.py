@@ -146,6 +146,7 @@ def load_damaged(folder: str, damaged: list[str]) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_no_rank_trains_with_what_another_rank_found_damaged(tmp_path: Path) -> None:
     run_ranks(2, tmp_path, train_and_save, str(tmp_path), 3, "whole", {})
     files = [Path("parameters/000.safetensors"), Path("optimizer/001.safetensors")]
@@ -226,7 +227,7 @@ def fail_to_read(folder: str, placement: dict[str, Any]) -> list[str]:
     return told
 
 
-@pytest.mark.sample("nvme")
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_a_part_that_cannot_be_read_is_an_error_of_the_save_on_all_ranks(
     tmp_path: Path, placement: dict[str, Any]

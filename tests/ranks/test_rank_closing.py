@@ -58,6 +58,7 @@ def lives(folder: str, stage: int, keep: str, more: dict[str, Any]) -> list[Valu
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "keep", "more"),
     [

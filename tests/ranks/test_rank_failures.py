@@ -37,7 +37,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample("killed-3-2", "raised-1-2", "elsewhere-3-3", "saves alone-1-3")
+@pytest.mark.sample("killed-3-2", "elsewhere-3-3")
 @pytest.mark.parametrize(("fault", "stage", "world_size"), CASES)
 def test_the_others_leave_in_time_and_name_it(
     fault: str, stage: int, world_size: int, tmp_path: Path
@@ -124,6 +124,7 @@ def _is_of(process: psutil.Process, folder: Path) -> bool:
         return False  # has ended meanwhile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["stopped", "raised"])
 def test_a_rank_that_hosts_the_store_is_named(fault: str, tmp_path: Path, long: bool) -> None:
     """Without a launcher, the store is in the process of rank 0."""

@@ -66,7 +66,7 @@ def train(folder: str, placement: dict[str, Any], stage: int, how: str) -> dict[
         return states_of(engine)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "stage"), [(NVME, 3), (MIXED, 2), (HOST, 1)])
 def test_bits_are_those_of_ranks_with_enough_memory(
     tmp_path: Path, placement: dict[str, Any], stage: int

@@ -95,6 +95,7 @@ def everybody(folder: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     return found
 
 
+@pytest.mark.slow
 def test_ddp_and_fsdp2_have_the_same_losses(tmp_path: Path) -> None:
     for outcomes in run_ranks(3, tmp_path, everybody, str(tmp_path)):  # with uneven shards
         losses, params = outcomes["ddp"]

@@ -54,6 +54,7 @@ def train(folder: str) -> tuple[Found, str]:
     return found, said
 
 
+@pytest.mark.slow
 def test_ranks_train_adapters_on_codes_as_on_decoded_values(tmp_path: Path) -> None:
     for found, said in run_ranks(2, tmp_path, train, str(tmp_path)):
         losses, values = found[0]

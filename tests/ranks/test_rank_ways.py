@@ -130,6 +130,7 @@ def drop_a_pass(folder: str, stage: int, dropped: bool) -> Values:
         return parameters_of(engine)
 
 
+@pytest.mark.slow
 def test_a_dropped_pass_leaves_nothing_behind_on_any_rank(tmp_path: Path) -> None:
     calls = [(str(tmp_path), stage, dropped) for stage in (0, 1, 3) for dropped in (False, True)]
     found = run_in_turn(2, tmp_path, drop_a_pass, calls)
@@ -265,6 +266,7 @@ def one_after_another(folder: str) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_engines_leave_no_process_groups_behind(tmp_path: Path) -> None:
     """But those of the last one, until ranks meet again."""
     for found in run_ranks(2, tmp_path, one_after_another, str(tmp_path), timeout_s=100):

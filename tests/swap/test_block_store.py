@@ -240,6 +240,7 @@ def test_eio_from_the_kernel_is_a_typed_error_and_the_next_request_works(tmp_pat
     assert "same" in outcomes
 
 
+@pytest.mark.slow
 def test_a_write_that_the_kernel_only_claims_to_have_made_is_found(tmp_path: Path) -> None:
     outcomes = run_with_fault(tmp_path, "threads", WRITES, "retval=1048576:when=12+6")
     assert "ChecksumError None" in outcomes

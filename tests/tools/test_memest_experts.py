@@ -86,7 +86,7 @@ def test_a_function_of_ones_own_with_listed_experts(
 
 
 # ---------------------------------------------------------------- over ranks
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_of_many_blocks_with_experts_four_are_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool

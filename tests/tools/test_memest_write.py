@@ -63,6 +63,7 @@ def test_a_written_configuration_says_the_same_when_asked_about(
     assert second["model"]["parameters"] == first["model"]["parameters"]
 
 
+@pytest.mark.slow
 def test_a_built_in_model_trains_from_what_was_written(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -97,6 +98,7 @@ def test_any_model_takes_it_through_initialize(tmp_path: Path) -> None:
             engine.optimizer.step()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_so_in_its_first_line(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "a.yaml"
     assert run(*TINY, *WORK, "--gpu", "none", "-o", "budget.host=1MiB", "--write", str(path)) == 1

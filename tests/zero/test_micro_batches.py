@@ -104,6 +104,7 @@ def test_sixteen_bit_sums_are_rounded_once(tmp_path: Path) -> None:
     assert found.item() == torch.tensor(1 + 3 * 2**-8).bfloat16().item() != 1.0
 
 
+@pytest.mark.slow
 def test_bytes_moved_fall_with_the_number_of_micro_batches(tmp_path: Path) -> None:
     """Weights cross once per step and not once per pass, and so do gradients."""
 

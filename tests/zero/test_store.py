@@ -163,6 +163,7 @@ def test_a_model_generates_from_the_store_alone_with_the_same_bits(
     store.close()
 
 
+@pytest.mark.slow
 def test_the_store_imports_nothing_of_a_trainer() -> None:
     code = (
         "import sys, offload.zero.groups.store, offload.zero.groups.weight_values;"
