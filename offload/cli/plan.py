@@ -144,10 +144,8 @@ def _planned(
     solution = solve(config, shape, hardware) if found is None else found.solution
     best = solution.best
     check_plan(best.plan, hardware)
-    looked = preflight(
-        best.plan, config.nvme, nvme_paths(config.nvme), passing_nbytes=best.passing_nbytes,
-        disk_nbytes=hardware.nvme_free_nbytes,
-    )  # fmt: skip
+    paths = nvme_paths(config.nvme)
+    looked = preflight(best.plan, config.nvme, paths, passing_nbytes=best.passing_nbytes)
     looked.refuse()
     experts = estimate_experts(best.plan, shape, workload)
     timed = found is not None and found.timed

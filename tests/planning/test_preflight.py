@@ -29,8 +29,8 @@ def model(blocks: int = 8) -> ModelShape:
     return ModelShape(groups, units)
 
 
-def plan_of(keys: dict[str, Any], *, gpu: bool = False) -> Plan:
-    hardware = Hardware(GIB if gpu else 0, 64 * GIB, 64 * GIB, 64 * GIB)
+def plan_of(keys: dict[str, Any]) -> Plan:
+    hardware = Hardware(0, 64 * GIB, 64 * GIB, 64 * GIB)
     return lay_out_plan(OffloadConfig.load(keys), model(), hardware)
 
 
@@ -47,11 +47,8 @@ def made_up(root: Path, *, available: int, kind: str = "ext4") -> Path:
     return root / "machine"
 
 
-def fly(
-    tmp_path: Path, keys: dict[str, Any], root: Path, *, gpu: bool = False, freed: int = 0
-) -> Preflight:
-    nvme = OffloadConfig.load(keys).nvme
-    return preflight(plan_of(keys, gpu=gpu), nvme, [tmp_path], freed_nbytes=freed, root=root)
+def fly(tmp_path: Path, keys: dict[str, Any], root: Path) -> Preflight:
+    return preflight(plan_of(keys), OffloadConfig.load(keys).nvme, [tmp_path], root=root)
 
 
 def test_ram_that_others_have_taken_is_refused_with_the_missing_bytes(tmp_path):
@@ -82,10 +79,9 @@ def test_a_demand_for_direct_io_is_tried(tmp_path, monkeypatch):
         found.refuse()
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_a_budget_that_others_have_taken_is_said(tmp_path, gpu):
+def test_a_budget_that_others_have_taken_is_said(tmp_path):
     keys = {"placement": NVME, "budget": {"host": "1GiB"}}
-    (warning,) = fly(tmp_path, keys, made_up(tmp_path, available=512 * MIB), gpu=gpu).warnings
+    (warning,) = fly(tmp_path, keys, made_up(tmp_path, available=512 * MIB)).warnings
     assert "budget.host: 1.0 GiB, but 0.5 GiB of RAM are available now" in warning
 
 
@@ -108,12 +104,3 @@ def test_the_engine_asks_before_it_allocates(tmp_path, monkeypatch, caplog):
     )
     with caplog.at_level(logging.WARNING), offload.initialize(seeded(TinyLM), config(tmp_path)):
         assert "slow disk" in caplog.text
-
-
-def test_a_disk_that_is_smaller_than_its_budget_is_said(tmp_path):
-    keys = {"budget": {"host": "100MiB", "nvme": "2GiB"}}
-    plan, nvme = plan_of(keys), OffloadConfig.load(keys).nvme
-    root = made_up(tmp_path, available=GIB)
-    found = preflight(plan, nvme, [tmp_path], disk_nbytes=GIB, root=root)
-    assert any("budget.nvme: 2.0 GiB, but 1.0 GiB are free" in said for said in found.warnings)
-    assert not preflight(plan, nvme, [tmp_path], disk_nbytes=4 * GIB, root=root).warnings

@@ -40,14 +40,13 @@ class Preflight:
 
 def preflight(
     plan: Plan, nvme: NvmeConfig, paths: Sequence[StrPath], *,
-    freed_nbytes: int = 0, passing_nbytes: int = 0, disk_nbytes: int | None = None,
-    root: Path = _ROOT,
+    freed_nbytes: int = 0, passing_nbytes: int = 0, root: Path = _ROOT,
 ) -> Preflight:  # fmt: skip
     """Check `plan` against the present state of the machine.
 
     `freed_nbytes` is the RAM of existing parameters that will move into the tiers, `passing_nbytes`
-    the RAM of activations and `disk_nbytes` the free bytes under `paths`, where they are known.
-    `/proc` and `/sys` are read below `root`. Makes two page-sized transfers if `nvme.direct: true`.
+    the RAM of activations, where it is known. `/proc` and `/sys` are read below `root`. Makes two
+    page-sized transfers if `nvme.direct: true`.
     """
     folders = [Path(path).expanduser().absolute() for path in paths] if plan.opens_files else []
     refusals: list[OffloadError] = []
@@ -56,7 +55,7 @@ def preflight(
         refusals += _direct(nvme, folders)
     warnings = [
         *_file_systems(plan, folders, root), *_budget_beyond(plan, root),
-        *activations_beyond(plan, passing_nbytes, root), *_disk_beyond(plan, disk_nbytes),
+        *activations_beyond(plan, passing_nbytes, root),
     ]  # fmt: skip
     return Preflight(tuple(refusals), tuple(warnings))
 
@@ -144,11 +143,3 @@ def activations_beyond(plan: Plan, passing: int, root: Path = _ROOT) -> Iterator
         f"{there} that are available now; set placement.activations.checkpoint: true, lower the "
         "batch, or close other programs"
     )
-
-
-def _disk_beyond(plan: Plan, free: int | None) -> Iterator[str]:
-    budget = plan.budgets[Tier.NVME]
-    if free is None or not plan.opens_files or budget <= free:
-        return
-    wanted, there = in_one_unit(budget, free)
-    yield (f"budget.nvme: {wanted}, but {there} are free under nvme.paths; lower it, or free space")
