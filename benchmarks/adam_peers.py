@@ -31,9 +31,9 @@ from offload.planning.machine.optimizer_variants import (
     SPLIT,
     WEIGHT16,
     WEIGHT32,
-    filled,
+    Arrays,
+    Stream,
 )
-from offload.planning.machine.speed_arrays import Arrays, Stream, tensor_of
 
 TORCH, TORCH_WHOLE = "torch fused, fp32", "torch fused, whole path"
 DEEPSPEED, DEEPSPEED_WHOLE = "DeepSpeedCPUAdam, fp32", "DeepSpeedCPUAdam, whole path"
@@ -107,13 +107,13 @@ def alone(
 
     `first_step` is 0 as this optimizer keeps its step count: a tensor, or a number.
     """
-    param = torch.nn.Parameter(tensor_of(filled(arrays, WEIGHT32), torch.float32))
-    param.grad = tensor_of(filled(arrays, GRAD32), torch.float32)
+    param = torch.nn.Parameter(_fp32(arrays, WEIGHT32))
+    param.grad = _fp32(arrays, GRAD32)
     optimizer = make(param)
     optimizer.state[param] = {
         "step": first_step,
-        "exp_avg": tensor_of(filled(arrays, EXP_AVG), torch.float32),
-        "exp_avg_sq": tensor_of(filled(arrays, EXP_AVG_SQ), torch.float32),
+        "exp_avg": _fp32(arrays, EXP_AVG),
+        "exp_avg_sq": _fp32(arrays, EXP_AVG_SQ),
     }
     step: Step = optimizer.step
     return step
@@ -141,11 +141,11 @@ def whole(update: Step, arrays: Arrays, *, multiplications: int) -> Step:
 
 
 def _fp32(arrays: Arrays, stream: Stream) -> torch.Tensor:
-    return tensor_of(filled(arrays, stream), torch.float32)
+    return torch.from_numpy(arrays[stream])
 
 
 def _bf16(arrays: Arrays, stream: Stream) -> torch.Tensor:
-    return tensor_of(filled(arrays, stream), torch.bfloat16)
+    return torch.from_numpy(arrays[stream]).view(torch.bfloat16)
 
 
 # Libraries print while they load or compile: that is kept, and its end shown if they fail.

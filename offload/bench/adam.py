@@ -18,10 +18,10 @@ from offload.planning.machine.optimizer_variants import (
     SPLIT_BF16,
     SPLIT_INT8,
     VARIANTS,
-    filled,
+    Arrays,
+    Stream,
     stepper,
 )
-from offload.planning.machine.speed_arrays import Arrays, Stream
 from offload.process import machine
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import BudgetError
@@ -56,9 +56,9 @@ def run_adam(options: AdamOptions, say: Say, peers: Peers | None = None) -> Reco
     numel = _numel(options, streams)
     record = Record("adam", {**asdict(options), "numel": numel, "threads": threads})
     record.note_rounds(options.rounds)
+    say("filling the arrays")
     arrays = Arrays(numel, streams)
     with sharing(threads) as runner:
-        say("filling the arrays")
         systems = _systems(arrays, runner)
         others, missing = ([], []) if peers is None else peers(arrays, say)
         measure(record, [*systems, *others], options.rounds, say)
@@ -103,7 +103,7 @@ def _systems(arrays: Arrays, runner: ParallelRunner) -> list[Timed]:
     limits: dict[str, Timed] = {}
     ours: list[Timed] = []
     for variant in VARIANTS:
-        held = [filled(arrays, stream) for stream in variant.streams]
+        held = [arrays[stream] for stream in variant.streams]
         bus = BusLoop(variant.streams, held, runner)
         name = _limit(variant.streams)
         limits.setdefault(name, passing(name, Kind.LIMIT, bus.traffic, arrays, bus, "C"))

@@ -20,8 +20,7 @@ from offload.bench.io import best, fill, noise
 from offload.bench.io_raw import GRID, ThreadsLoop, try_grid
 from offload.bench.rounds import Say, seconds_of
 from offload.bench.stream import BusLoop
-from offload.planning.machine.optimizer_variants import PLAIN, SPLIT, filled
-from offload.planning.machine.speed_arrays import Arrays
+from offload.planning.machine.optimizer_variants import PLAIN, SPLIT, Arrays
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.worker import ParallelRunner
 
@@ -86,7 +85,7 @@ class BusLimit:
         arrays = Arrays(numel, streams)
         runner = ParallelRunner(threads, min_share=1)
         opened.callback(runner.close)
-        self._loop = BusLoop(streams, [filled(arrays, stream) for stream in streams], runner)
+        self._loop = BusLoop(streams, [arrays[stream] for stream in streams], runner)
         self.traffic = self._loop.traffic
 
     def measure(self) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offload.planning.machine.speed_arrays import Array, Stream
+from offload.planning.machine.optimizer_variants import Array, Stream
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import UnsupportedError
 

@@ -12,13 +12,13 @@ import os
 import platform
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from offload.planning.machine.disk_cache import Nbytes, key_of, load, remembered, save
+from offload.planning.machine.disk_cache import Nbytes, key_of, load, remembered
 from offload.process import machine
 from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
@@ -113,13 +113,8 @@ def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
 
 def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
     """Like `known_baseline` without a GPU, but measure unknown ones, which takes some seconds."""
-    key = _key(precision)
-    if not remeasure:
-        return remembered(_KIND, key, Baseline, lambda: measure_baseline(precision))
-    found = measure_baseline(precision)
-    with suppress(OSError):
-        save(_KIND, key, Baseline, found)
-    return found
+    find = partial(measure_baseline, precision)
+    return remembered(_KIND, _key(precision), Baseline, find, anew=remeasure)
 
 
 def measure_baseline(precision: str) -> Baseline:

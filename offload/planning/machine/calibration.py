@@ -4,24 +4,24 @@
         compute-<digest>.json              by CPU, cores, torch version, GPUs
         nvme-<digest>.json                 by that and the file systems of the configured folders
 
-A file that is damaged, of another machine or of another version counts as not there. Where the
-folder cannot be written the measurement is used, not kept, and a warning says so.
+A file that is damaged, of another machine or of another version counts as not there.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
 from offload.config.paths import StrPath
-from offload.planning.machine.disk_cache import cache_folder, key_of, load, save
+from offload.planning.machine.disk_cache import cache_folder, key_of, load, remembered
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds, Speeds
 from offload.process import machine
 from offload.tiers.errors import PathError
@@ -29,13 +29,10 @@ from offload.tiers.errors import PathError
 _log = logging.getLogger("offload")
 
 FORMAT = 16  # raised whenever what is measured, or how, changes
-_KIND, _SYSTEMS = "speeds", "file systems"
+_KIND = "speeds"
 _MOST_BUSY = 0.3  # of the cores, by others
 _LOOK_S = 0.2
 _GPUS = Path("/proc/driver/nvidia/gpus")
-
-Key = Mapping[str, Any]
-_Part = TypeVar("_Part", ComputeSpeeds, DiskSpeeds)
 
 
 def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = False) -> Speeds:
@@ -45,12 +42,10 @@ def machine_speeds(nvme_paths: Sequence[StrPath] = (), *, remeasure: bool = Fals
     GiB of each folder's disk, and kept. Raises PathError if a folder cannot be used.
     """
     folders = _folders(nvme_paths)
-    key = _compute_key()
-    compute = None if remeasure else _kept(ComputeSpeeds, key)
-    compute = compute or _measured(key, _measure_compute)
-    key, gpu = _disk_key(folders), compute.gpu
-    disk = None if remeasure else _kept(DiskSpeeds, key)
-    return _speeds(compute, disk or _measured(key, lambda: _measure_disk(folders, gpu)))
+    compute = remembered(*_compute_file(), ComputeSpeeds, _measure_compute, anew=remeasure)
+    measure = partial(_measure_disk, folders, compute.gpu)
+    disk = remembered(*_disk_file(folders), DiskSpeeds, measure, anew=remeasure)
+    return _speeds(compute, disk)
 
 
 def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
@@ -59,9 +54,9 @@ def known_speeds(nvme_paths: Sequence[StrPath] = ()) -> Speeds | None:
         folders = _folders(nvme_paths)
     except PathError:
         return None
-    compute = _kept(ComputeSpeeds, _compute_key())
-    disk = _kept(DiskSpeeds, _disk_key(folders))
-    return None if compute is None or disk is None else _speeds(compute, disk)
+    compute = load(*_compute_file(), ComputeSpeeds)
+    disk = load(*_disk_file(folders), DiskSpeeds)
+    return None if compute is None or disk is None else _speeds(compute[0], disk[0])
 
 
 def _speeds(compute: ComputeSpeeds, disk: DiskSpeeds) -> Speeds:
@@ -82,6 +77,21 @@ def _folders(paths: Sequence[StrPath]) -> list[Path]:
     return folders
 
 
+def _compute_file() -> tuple[str, str]:
+    """The folder and the name of the cache entry."""
+    return _KIND, f"compute-{key_of(_compute_key())}"
+
+
+def _disk_file(folders: Sequence[Path]) -> tuple[str, str]:
+    systems = []
+    for folder in folders:
+        there = folder if folder.is_dir() else folder.parent
+        mount = machine.mount_of(there)
+        kind, point = ("unknown", str(there)) if mount is None else (mount.kind, str(mount.point))
+        systems.append([kind, point, there.stat().st_dev])
+    return _KIND, f"nvme-{key_of({**_compute_key(), 'file systems': sorted(systems)})}"
+
+
 def _compute_key() -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -93,16 +103,6 @@ def _compute_key() -> dict[str, Any]:
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "threads": os.environ.get("OMP_NUM_THREADS"),
     }
-
-
-def _disk_key(folders: Sequence[Path]) -> dict[str, Any]:
-    systems = []
-    for folder in folders:
-        there = folder if folder.is_dir() else folder.parent
-        mount = machine.mount_of(there)
-        kind, point = ("unknown", str(there)) if mount is None else (mount.kind, str(mount.point))
-        systems.append([kind, point, there.stat().st_dev])
-    return {**_compute_key(), _SYSTEMS: sorted(systems)}
 
 
 def _gpus() -> list[str]:
@@ -119,6 +119,7 @@ def _gpus() -> list[str]:
 def _measure_compute() -> ComputeSpeeds:
     from offload.planning.machine.speed_tests import measure_compute
 
+    _tell_of_measuring("speed of computing")
     return measure_compute()
 
 
@@ -126,38 +127,18 @@ def _measure_disk(folders: Sequence[Path], gpu: bool) -> DiskSpeeds:
     from offload.planning.machine.speed_tests import measure_disk
     from offload.swap.io.swap_file import check_directory
 
+    _tell_of_measuring("speed of nvme.paths")
     used = [check_directory(folder).path for folder in folders]
     return measure_disk(used, beside_compute=not gpu)
 
 
-def _measured(key: Key, measure: Callable[[], _Part]) -> _Part:
-    what = "speed of nvme.paths" if _SYSTEMS in key else "speed of computing"
-    where = cache_folder() / _KIND
-    _log.info("measuring this machine's %s, once; the result is kept in %s", what, where)
+def _tell_of_measuring(what: str) -> None:
+    _log.info(
+        "measuring this machine's %s, once; the result is kept in %s", what, cache_folder() / _KIND
+    )
     busy = psutil.cpu_percent(_LOOK_S) / 100  # used by others before the measurement
     if busy > _MOST_BUSY:
         _log.warning(
             "other programs take %.0f %% of this machine's cores: its %s is measured as they leave "
             "it; measure again with memest calibrate when they are gone", 100 * busy, what,
         )  # fmt: skip
-    found = measure()
-    try:
-        save(*_file(key), type(found), found)
-    except OSError as error:
-        _log.warning(
-            "this machine's %s was measured and cannot be kept: %s (%s); set XDG_CACHE_HOME to a "
-            "folder that can be written", what, error.strerror or error, where,
-        )  # fmt: skip
-    return found
-
-
-# ---------------------------------------------------------------- the cache
-def _file(key: Key) -> tuple[str, str]:
-    """The folder and the name of a cache entry."""
-    return _KIND, f"{'nvme' if _SYSTEMS in key else 'compute'}-{key_of(key)}"
-
-
-def _kept(part: type[_Part], key: Key) -> _Part | None:
-    """Return the measurement for `key`; None if there is no valid one."""
-    found = load(*_file(key), part)
-    return None if found is None else found[0]

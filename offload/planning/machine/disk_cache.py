@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter
+
+_log = logging.getLogger("offload")
 
 # Of dataclasses that pydantic reads back.
 Nbytes = Annotated[int, Field(strict=True, ge=0)]
@@ -40,14 +42,25 @@ def key_of(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def remembered(kind: str, key: str, answer: Any, find: Callable[[], _T]) -> _T:
-    """Return the answer kept under `key`, else that of `find()`, which is kept if possible."""
-    known: tuple[_T] | None = load(kind, key, answer)
+def remembered(
+    kind: str, key: str, answer: Any, find: Callable[[], _T], *, anew: bool = False
+) -> _T:
+    """Return the answer kept under `key`, unless `anew`; else that of `find()`, which is kept.
+
+    Where it cannot be kept (a full disk, a read-only home) a warning says so.
+    """
+    known: tuple[_T] | None = None if anew else load(kind, key, answer)
     if known is not None:
         return known[0]
     found = find()
-    with suppress(OSError):
-        save(kind, key, answer, found)
+    try:
+        _save(kind, key, answer, found)
+    except OSError as error:
+        _log.warning(
+            "%s cannot be kept in %s (%s), and takes its time again when it is needed; set "
+            "XDG_CACHE_HOME to a folder that can be written",
+            kind, cache_folder(), error.strerror or error,
+        )  # fmt: skip
     return found
 
 
@@ -68,9 +81,8 @@ def load(kind: str, key: str, answer: Any) -> tuple[Any] | None:
         return None
 
 
-def save(kind: str, key: str, answer: Any, found: Any) -> None:
-    """Keep `found` under `key`, atomically for readers. Raise OSError if that is not possible (a
-    full disk, a read-only home); the next answer is then computed again."""
+def _save(kind: str, key: str, answer: Any, found: Any) -> None:
+    """Keep `found` under `key`, atomically for readers."""
     values = TypeAdapter(answer).dump_python(found, mode="json")
     path = _path(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

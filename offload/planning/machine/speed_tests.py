@@ -34,10 +34,10 @@ from offload.planning.machine.optimizer_variants import (
     PLAIN,
     SPLIT_BF16,
     SPLIT_INT8,
+    Arrays,
     stepper,
 )
 from offload.planning.machine.sample_models import measure_models
-from offload.planning.machine.speed_arrays import Arrays
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import checksum_of
@@ -236,33 +236,6 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
     return pinned.numel() / to_device, pinned.numel() / to_host
 
 
-# ---------------------------------------------------------------- one beside the other
-def _lost_s(product: Work, other: Work) -> float:
-    """Seconds that products lose per turn of `other`, which runs beside them for `_BESIDE_S`."""
-    alone_s = seconds(product)
-    stop = threading.Event()
-    turns = products = 0
-
-    def run() -> None:
-        nonlocal turns
-        while not stop.is_set():
-            other()
-            turns += 1
-
-    thread = threading.Thread(target=run)
-    started = time.perf_counter()
-    thread.start()
-    try:
-        while time.perf_counter() - started < _BESIDE_S:
-            product()
-            products += 1
-        took_s = time.perf_counter() - started
-    finally:
-        stop.set()
-        thread.join()
-    return max(0.0, took_s - products * alone_s) / max(1, turns)
-
-
 # ---------------------------------------------------------------- disk
 def measure_disk(
     paths: Sequence[Path], *, beside_compute: bool, file_nbytes: int = _FILE_NBYTES
@@ -318,14 +291,35 @@ class _Disk:
 
     def _lost_s_per_byte(self) -> float:
         """Seconds that a product loses per byte that is moved and checked beside it."""
-        product = _layer(torch.float32, torch.device("cpu"), _PRODUCT)
+        product = _layer(torch.float32, _CPU, _PRODUCT)
         part = max(_BLOCK_NBYTES, min(_BESIDE_NBYTES, self._nbytes // _ROUNDS))
         turn = 2 * part * len(self._files)
+        return statistics.median(self._lost_s(product, part) for _ in range(_ROUNDS)) / turn
+
+    def _lost_s(self, product: Work, part: int) -> float:
+        """Seconds that products lose per `part` bytes moved in each direction beside them."""
+        alone_s = seconds(product)
+        stop = threading.Event()
+        turns = products = 0
 
         def move() -> None:
-            self._move("rw", part, math.inf)
+            nonlocal turns
+            while not stop.is_set():
+                self._move("rw", part, math.inf)
+                turns += 1
 
-        return statistics.median(_lost_s(product, move) for _ in range(_ROUNDS)) / turn
+        thread = threading.Thread(target=move)
+        started = time.perf_counter()
+        thread.start()
+        try:
+            while time.perf_counter() - started < _BESIDE_S:
+                product()
+                products += 1
+            took_s = time.perf_counter() - started
+        finally:
+            stop.set()
+            thread.join()
+        return max(0.0, took_s - products * alone_s) / max(1, turns)
 
     def _move(self, how: str, nbytes: int, most_s: float) -> float:
         """Move the next `nbytes` of each file in each direction in `how` (r, w or rw); stop early
@@ -338,7 +332,10 @@ class _Disk:
             if count and time.perf_counter() - started > most_s:
                 break
             for direction in how:
-                offset = self._offset(direction, _BLOCK_NBYTES)
+                offset = self._next[direction]
+                if offset + _BLOCK_NBYTES > self._nbytes:
+                    offset = 0
+                self._next[direction] = offset + _BLOCK_NBYTES
                 for file in self._files:
                     slot = count % most
                     count += 1
@@ -353,26 +350,16 @@ class _Disk:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return count * _BLOCK_NBYTES / (time.perf_counter() - started)
 
-    def _offset(self, direction: str, nbytes: int) -> int:
-        """Return the offset of the next `nbytes` to read or write."""
-        at = self._next[direction]
-        if at + nbytes > self._nbytes:
-            at = 0
-        self._next[direction] = at + nbytes
-        return at
-
     def _submit(
         self, direction: str, file: SwapFile, part: memoryview, offset_bytes: int
     ) -> Transfer[None]:
         """Submit a transfer with a checksum, like those of the block store."""
+
+        def check() -> None:
+            checksum_of(part)
+
         if direction == "r":
             return self._backend.submit_read(
-                file.fd, part, offset_bytes, path=file.path, after=lambda: _sum(part)
+                file.fd, part, offset_bytes, path=file.path, after=check
             )
-        return self._backend.submit_write(
-            file.fd, part, offset_bytes, path=file.path, before=lambda: _sum(part)
-        )
-
-
-def _sum(part: memoryview) -> None:
-    checksum_of(part)
+        return self._backend.submit_write(file.fd, part, offset_bytes, path=file.path, before=check)
