@@ -72,10 +72,6 @@ class DeviceCodedState(CodedState):
             self._reads.note(self)
         return view
 
-    def codes(self) -> tuple[Codec, torch.Tensor] | None:
-        """Return None: the device decodes the codes itself."""
-        return None
-
     def note_use(self) -> None:
         with self._lock:
             self._reads.mark()

@@ -126,10 +126,6 @@ class CodedState(SlotState):
                 self._pool.keep_for_values(self)
             return view
 
-    def codes(self) -> tuple[Codec, torch.Tensor] | None:
-        """The codec and the codes of a buffer in one piece; None for a buffer in several pieces."""
-        return (self._codec, self._stored(0, self._home.tensor())) if self.pieces == 1 else None
-
     def blank(self) -> torch.Tensor:
         return self._take_slot()
 

@@ -188,11 +188,6 @@ class State(abc.ABC):
         something else. `to_edge`: nothing was changed behind the edge.
         """
 
-    def codes(self) -> tuple[Codec, torch.Tensor] | None:
-        """The codec and the stored codes of the buffer, 1D uint8 in host memory; waits for their
-        arrival, and any view keeps them there. None where the model cannot compute with codes."""
-        return None
-
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
         """Count a use of the buffer by the compute side, to tell how much was still in memory."""
 

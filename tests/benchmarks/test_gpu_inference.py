@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks.gpu_bits import Generation
-from offload.zero.groups.group import ParamGroup
 from tests.offload.order_cases import on_a_checked_device
 
 SAMPLE = ("weights on device", "weights on {", "int4 on device", "in bf16 on nvme", "in int8")
@@ -19,10 +18,8 @@ SAMPLE = ("weights on device", "weights on {", "int4 on device", "in bf16 on nvm
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Host memory in the GPU's place. A GPU multiplies nothing straight from codes."""
+    """Host memory in the GPU's place."""
     on_a_checked_device(monkeypatch)
-    never = property(lambda group: False, lambda group, value: None)
-    monkeypatch.setattr(ParamGroup, "is_lazy", never, raising=False)
     return torch.device("cpu")
 
 

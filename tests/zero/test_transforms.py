@@ -32,6 +32,19 @@ class Blocks(nn.Module):
         return x
 
 
+class Differentiated(nn.Module):
+    """Differentiates a layer in its forward, which it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        found: Tensor = torch.func.jvp(lambda z: nn.functional.linear(z, weight), (x,), (x,))[1]
+        return found
+
+
 def dual(model: Model, x: Tensor) -> Any:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
@@ -90,3 +103,12 @@ def test_what_goes_through_autograds_graph_is_right(model: Any, name: str) -> No
     found, expected = RIGHT[name](model, some_input()), RIGHT[name](plain, some_input())
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_transform_within_a_forward_is_refused(tmp_path: Path) -> None:
+    model = Differentiated().requires_grad_(False).to(ON)
+    offload.dispatch(model, config(tmp_path, NVME))
+    with torch.no_grad(), offload.dispatched(model):
+        with pytest.raises(UnsupportedError, match=r"torch\.func\.jvp"):
+            model(some_input())
+        assert model.layer(some_input()).isfinite().all()

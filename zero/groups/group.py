@@ -130,7 +130,7 @@ class ParamGroup:
     __slots__ = (
         "__weakref__", "_any_dtensor", "_catch_up", "_classes", "_flat", "_home", "_placeholders",
         "_places", "_shown", "_users", "_uses", "_views", "_watched", "_written", "check_assigned",
-        "copies", "device", "dtype", "ep_size", "has_masters", "index", "is_lazy", "layout", "name",
+        "copies", "device", "dtype", "ep_size", "has_masters", "index", "layout", "name",
         "on_trial", "params", "pending", "permanent", "residing", "state", "updated_at", "version",
         "written_at",
     )  # fmt: skip
@@ -154,9 +154,6 @@ class ParamGroup:
         self.device = device
         self.permanent = False  # True: every state is at home in the memory where it is used
         self.has_masters = False  # True: a write to a parameter has to reach its master, too
-        # True: a module that is called gathers its values only when an operation needs them; until
-        # then they are used as they are stored (coded_uses.py)
-        self.is_lazy = False
         # of the parameters' values, as they were gathered last
         self._shown: list[tuple[int, tuple[int, ...]]] = []
         self._uses = 0  # tensors over the buffer's memory then
@@ -316,12 +313,11 @@ class ParamGroup:
         if self.residing is GroupState.RELEASED:
             param.__class__ = kind
 
-    def enter(self, user: object, *, calls: bool = False) -> None:
+    def enter(self, user: object) -> None:
         """Note that `user` (a module's call, a `gathered`) needs the parameters; it must call
-        `leave`, also if this raises. `calls`: it is a module's call."""
+        `leave`, also if this raises."""
         self._users.add(user)
-        if not (calls and self.is_lazy) or torch.is_grad_enabled():
-            self.gather()
+        self.gather()
 
     def leave(self, user: object) -> None:
         """Note that `user` is done; the last one to leave releases. Idempotent."""

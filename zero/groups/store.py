@@ -35,7 +35,7 @@ from offload.zero.hooks.handles import HandleTable, Keeper
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import in_backward
 from offload.zero.hooks.transforms import refuse_capture
-from offload.zero.hooks.unit_hooks import ASK_FOR_CLASSES, UnitHooks
+from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.ranks.rank_weights import RankWeights
 from offload.zero.ranks.sharding import ALONE, Part, Sharding
 from offload.zero.tensors.released import ReleasedParameters, Values
@@ -62,15 +62,12 @@ class WeightStore:
     def __init__(
         self, discovery: Discovery, homes: WeightHomes, dtype: torch.dtype, device: torch.device,
         *, prefetch: int = 4, ranks: RankWeights | None = None, keeper: Keeper | None = None,
-        straight_from_codes: bool = False,
     ) -> None:  # fmt: skip
         """The model computes in `dtype` on `device`; `prefetch` groups are fetched ahead.
-        `ranks` are those that share the weights, `keeper` takes saved activations.
-        `straight_from_codes`: without gradients few tokens are multiplied so."""
+        `ranks` are those that share the weights, `keeper` takes saved activations."""
         self.dtype = dtype
         self.device = device
         self.own = FLOAT_OF[dtype]
-        self._straight_from_codes = straight_from_codes
         self.units = [unit for unit in discovery.units if not unit.is_packed]
         self.packed = discovery.packed
         self.tables: list[ExpertTable] = []
@@ -114,8 +111,6 @@ class WeightStore:
             index, plan.name, layout, ordered, self.dtype, state, self.device,
             self._released.classes_of, plan.shape.ep_size,
         )  # fmt: skip
-        on_cpu = self.device.type == "cpu"
-        group.is_lazy = self._straight_from_codes and layout.is_stored and on_cpu
         this = weakref.proxy(self)
         group.check_assigned = lambda param, value: this._check_assigned(param, value)
         self.groups.append(group)
@@ -198,12 +193,6 @@ class WeightStore:
         """Install the hooks: from here on `model` computes with this store's weights, and keeps
         their `owner`. `begin_forward` is called in place of the store's own."""
         self._values = values
-        for module in model.modules():
-            if isinstance(module, ASK_FOR_CLASSES):
-                for param in module.parameters():
-                    found = self.group_of(param)
-                    if found is not None:
-                        found[0].is_lazy = False
         self.hooks = UnitHooks(
             model, self.units, self.groups, self._handles, self.use, values.adopt_written,
             begin_forward or self.begin_forward, owner, self.one_thread,

@@ -26,7 +26,7 @@ from torch.nn.modules import module as _of_all
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import Unit
-from offload.zero.groups.group import NO_COPIES, GroupState, ParamGroup
+from offload.zero.groups.group import NO_COPIES, ParamGroup
 from offload.zero.hooks import compilers
 from offload.zero.hooks.compilers import break_graph, uncompiled
 from offload.zero.hooks.dtype_errors import explain_dtypes
@@ -153,7 +153,7 @@ class UnitHooks:
         if is_expert:
             call.expert = self._handles.of_expert()
             call.expert.__enter__()
-        self._enter(groups, call, calls=True)
+        self._enter(groups, call)
 
     def _return(self, module: nn.Module) -> None:
         # a user's hook in front of `before` may have raised, or another thread be inside: then this
@@ -188,14 +188,13 @@ class UnitHooks:
             self._one_thread.__exit__()
 
     @interrupted_in_waits
-    def _enter(self, groups: Sequence[ParamGroup], user: _User, *, calls: bool = False) -> None:
+    def _enter(self, groups: Sequence[ParamGroup], user: _User) -> None:
         """Enter groups. `_leave` must follow, also if this raises."""
         for group in groups:
             self._use(group)
             user.groups.append(group)
-            group.enter(user, calls=calls)
-            if group.residing is GroupState.GATHERED:
-                self._handles.note(group)
+            group.enter(user)
+            self._handles.note(group)
 
     @defer_signals
     def _leave(self, user: _User) -> None:

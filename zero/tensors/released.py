@@ -7,8 +7,6 @@ subclass of its own, whose `__torch_function__` sees every use:
     packed (packed.py)     in a graph its rows as one tensor, where gradients come to the rows
     while a module is called    its group is gathered, and stays until the outermost call returns (a
                                 tied head written as `F.linear(x, embed.weight)`)
-    ... that left it in codes   few tokens are multiplied as they are stored (coded_uses.py),
-                                else the group is decoded
     in a graph                  gathered for that operation; what it saves becomes handles, and what
                                 would be a view of the values is a copy
     otherwise                   it acts as a `PagedTensor`: read when needed, written through,
@@ -32,17 +30,14 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.shared_views import refuse_shared_data
-from offload.zero.groups.weight_codes import WeightCodes
-from offload.zero.hooks.coded_uses import StoredParam, compute
 from offload.zero.hooks.compilers import uncompiled
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.hooks.session import Session
-from offload.zero.hooks.transforms import refuse_in_transforms, refuse_transforms
+from offload.zero.hooks.transforms import refuse_in_transforms
 from offload.zero.tensors.local_tensors import is_dtensor
 from offload.zero.tensors.paged import (
     MAKE_ANOTHER,
@@ -229,8 +224,6 @@ class ReleasedParameters:
         if name == "as_strided":
             function = functools.partial(_as_strided, function)
         groups = list(dict.fromkeys(self._group_of(param) for param in params))
-        if all(group.is_lazy and group.is_entered for group in groups):
-            return self._with_codes(function, name, args, kwargs, groups)
         if self._join_call(groups):
             return function(*args, **kwargs)
         if _is_in_graph(params, name, function):
@@ -276,40 +269,6 @@ class ReleasedParameters:
                     "none: other code put it in its place (accelerate's cpu_offload and "
                     "dispatch_model do so); leave the parameters of a model in tiers as they are"
                 )
-
-    # ---------------------------------------------------------------- stored in fewer bits
-    def _with_codes(
-        self, function: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any],
-        groups: Sequence[ParamGroup],
-    ) -> Any:  # fmt: skip
-        """Compute within a module's call, which has entered the groups and decoded nothing yet."""
-        if not torch.is_grad_enabled():
-            found = compute(function, name, args, kwargs, self._stored)
-            if found is not NotImplemented:
-                return found
-        self._decode(groups)
-        return function(*args, **kwargs)
-
-    @interrupted_in_waits  # half gathered, a group would not be released
-    def _decode(self, groups: Sequence[ParamGroup]) -> None:
-        refuse_transforms()
-        for group in groups:
-            group.gather()
-            self._handles.note(group)
-
-    def _stored(self, value: Any) -> StoredParam | None:
-        """Return a released parameter's stored bytes; None for any other value."""
-        if type(value) not in self._released:
-            return None
-        group = self._group_of(value)
-        found = group.state.codes()
-        assert found is not None, "lazy groups have codes"
-        codec, stored = found
-        assert isinstance(codec, WeightCodes), "and this is how"
-        place = self._find(value)
-        assert place is not None, "it has a group"
-        part = codec.layout.parts[place[1]]
-        return StoredParam(part, stored[part.stored], codec, group.dtype)
 
     # ---------------------------------------------------------------- packed ones
     def hide(self, packed: PackedParam, dtype: torch.dtype, device: torch.device) -> None:

@@ -26,9 +26,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from offload.kernels.cpu.weight_products import MOST_ROWS, in_lane_order, multiply
-from offload.kernels.floats import Float
-from offload.kernels.weight_formats import Code, WeightFormat
 from offload.planning.activations.trace import DTYPES
 from offload.planning.machine.optimizer_variants import (
     PLAIN,
@@ -115,10 +112,7 @@ def measure_compute() -> ComputeSpeeds:
         matmul_flops_per_s=products,
         compute_bytes_per_s=touching["fp32"],
         compute_bytes_per_s_in=touching,
-        forward_flops_per_s={
-            **dict(_forward_rates(products, device)),
-            **({} if gpu else dict(_coded_rates())),
-        },
+        forward_flops_per_s=dict(_forward_rates(products, device)),
         operation_s=operation_s,
         host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
         optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
@@ -157,35 +151,6 @@ def _forward_rates(
             work = partial(_products, x, weights)
             took_s = seconds(work, device=device)
             yield f"{name} x {rows}", 2 * rows * inputs * outputs * len(weights) / took_s
-
-
-def _coded_rates() -> Iterator[tuple[str, float]]:
-    """FLOP/s of products straight from weights in codes, which exist for few rows only."""
-    _, inputs, outputs = _PRODUCT
-    numel = inputs * outputs
-    noise = np.random.default_rng(0)
-    with ExitStack() as stack:
-        runner = ParallelRunner(available_cores())
-        stack.callback(runner.close)
-        for code in Code:
-            weights = WeightFormat(code)
-            stored = [
-                (
-                    np.zeros(numel // weights.group_size, np.uint32),
-                    noise.integers(0, 256, weights.codes_nbytes(numel), np.uint8),
-                )
-                for _ in range(2 * _OUT_OF_CACHE)
-            ]
-            for rows in (1, MOST_ROWS):
-                x = in_lane_order(np.ones((rows, inputs), np.float32), weights)
-                out = np.empty((rows, outputs), np.float32)
-
-                def work(x=x, out=out, stored=stored, weights=weights) -> None:  # type: ignore[no-untyped-def]
-                    for words, codes in stored:
-                        multiply(x, words, codes, out, weights, Float.BF16, runner)
-
-                took_s = seconds(work)
-                yield f"{weights.name} x {rows}", 2 * rows * numel * len(stored) / took_s
 
 
 def _products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:

@@ -17,7 +17,6 @@ arena before anything else; copies share what is left of it, one stretch of addr
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -64,10 +63,8 @@ class PlannedRun:
 
     def __init__(
         self, plan: Plan, config: OffloadConfig, experts: Representatives, passes: int,
-        room_nbytes: int, kv: KVHeld | None = None, straight: Collection[int] = (),
-        most_chunks: int = _MOST_CHUNKS,
+        room_nbytes: int, kv: KVHeld | None = None, most_chunks: int = _MOST_CHUNKS,
     ) -> None:  # fmt: skip
-        """`straight` is the groups that are computed with as they are stored."""
         passes = min(passes, _MOST_PASSES)
         self._plan = plan
         self._experts = experts
@@ -87,7 +84,6 @@ class PlannedRun:
             read = seat.pages.nbytes
             seat.pages.filled = partial(self._read, read, -(-read // KV_PAGE_NBYTES))
         self._announced = ""  # the table whose experts the forward chose last
-        self._straight = straight
         blocks = {g for unit in experts.model.units if unit.repeated for g in unit.groups}
         recomputes = config.placement.activations.checkpoint is True
         in_pieces = config.micro_batches > 1  # gradients come when the block is over
@@ -219,7 +215,7 @@ class PlannedRun:
     def _decode(self, group: int) -> None:
         """Decode the values of a used group where the model computes."""
         decoded = self._decoded.get(group)
-        if decoded is None or group in self._straight:
+        if decoded is None:
             return
         if not decoded.is_held:
             decoded.take(None, fill=False)

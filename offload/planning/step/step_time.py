@@ -30,7 +30,7 @@ from offload.planning.plan.plan import Plan, tried_groups
 from offload.planning.step.exchanges import Collective, step_collectives
 from offload.planning.step.program import Action, Move, Verb, pieces_of, working_groups
 from offload.planning.step.representatives import Representatives
-from offload.planning.step.traffic import StepTraffic, is_straight, step_traffic
+from offload.planning.step.traffic import StepTraffic, step_traffic
 from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
 from offload.zero.groups.model_shape import ModelShape
@@ -90,19 +90,15 @@ def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -
 
 
 def forward_work_s(
-    cost: PassCost, experts: Representatives, config: OffloadConfig, rows: int, pieces: int,
-    speeds: Speeds,
-) -> float:  # fmt: skip
-    """Seconds of work in a pass without gradients whose products have `rows` rows."""
+    cost: PassCost, experts: Representatives, config: OffloadConfig, pieces: int, speeds: Speeds
+) -> float:
+    """Seconds of work in a pass without gradients."""
     model, working = experts.model, working_groups(experts.model)
-    straight = is_straight(rows, gpu=speeds.gpu)
-    weights: dict[str, float] = defaultdict(float)
-    for group, used in experts.used.items():
-        for param in model.groups[group].params if group in working else ():
-            coded = param.stored is not None and straight
-            name = param.stored.name if param.stored is not None and coded else config.precision
-            weights[name] += used * param.numel
-    return forward_s(cost, weights, pieces, config.precision, speeds)
+    numel = sum(
+        used * model.groups[group].numel
+        for group, used in experts.used.items() if group in working
+    )  # fmt: skip
+    return forward_s(cost, pieces * numel, config.precision, speeds)
 
 
 @dataclass(slots=True)
@@ -170,11 +166,9 @@ class _Pipeline:
         for verb, cost in ((Verb.FORWARD, facts.forward), (Verb.BACKWARD, facts.backward)):
             total = pass_s(cost, precision, self._speeds)
             if not model.numel_trainable:
-                work = self._workload
-                pieces = pieces_of(self._config, work.batch)
-                rows = work.batch * work.sequence // pieces
+                pieces = pieces_of(self._config, self._workload.batch)
                 total = forward_work_s(
-                    facts.forward, self._experts, self._config, rows, pieces, self._speeds
+                    facts.forward, self._experts, self._config, pieces, self._speeds
                 )
             weights = {g: self._active_numel(model, g) if g in needed else 0 for g in uses[verb]}
             whole = sum(weights[g] for g in uses[verb])

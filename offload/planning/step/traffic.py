@@ -9,7 +9,7 @@ taken from the planned steps, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,6 @@ from offload.planning.step.program import (
     Bytes,
     Move,
     Verb,
-    pieces_of,
-    working_groups,
     write_program,
 )
 from offload.planning.step.representatives import Representatives, representatives
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 _MOST_CHUNKS_HELD = 1000  # whose copies are looked at one by one where no bytes are asked for
 _MOST_COPIED = 2048  # groups whose copies are looked at one by one
-STRAIGHT_ROWS = 4  # `kernels.weight_products.MOST_ROWS`, which needs numba
 _REQUEST_NBYTES = 2 << 20  # of one request: storages differ, pieces are at least that long
 
 
@@ -59,7 +56,6 @@ def step_traffic(
     room = plan.budgets[Tier.HOST] - plan.total(Tier.HOST)
     run = PlannedRun(
         plan, config, experts, workload.passes, room, None if facts is None else facts.kv,
-        _straight_groups(plan, config, experts.model, workload),
     )  # fmt: skip
     tried = tried_groups(plan, config)
     actions = write_program(config, experts.model, workload.passes, tried).actions
@@ -70,26 +66,6 @@ def step_traffic(
     for move in moves:
         total.add(move.nbytes)
     return StepTraffic(tuple(moves), experts, total)
-
-
-def is_straight(rows: int, *, gpu: bool) -> bool:
-    """Whether products of so many rows are computed from codes rather than from decoded weights."""
-    return rows <= STRAIGHT_ROWS and not gpu
-
-
-def _straight_groups(
-    plan: Plan, config: OffloadConfig, model: ModelShape, workload: Workload
-) -> Collection[int]:
-    """The groups in codes that a pass does not decode: on a CPU few rows are multiplied straight
-    from codes, and only looked-up rows of a table are decoded."""
-    if plan.trains or plan.gpu:
-        return ()
-    rows = workload.batch * workload.sequence // pieces_of(config, workload.batch)
-    everything = range(len(model.groups))
-    if is_straight(rows, gpu=plan.gpu):
-        return everything
-    working = working_groups(model)
-    return [group for group in everything if group not in working]
 
 
 def _all_passes(moves: Sequence[Move], actions: Sequence[Action]) -> list[Move]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -27,33 +26,25 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
 
-def forward_s(
-    cost: PassCost, weights: Mapping[str, float], pieces: int, precision: str, speeds: Speeds
-) -> float:
-    """Seconds of a forward without gradients: few rows take as long as reading weights. `weights`
-    are elements by the format that they are multiplied in; each of the batch's `pieces` reads them
-    anew."""
-    numel = pieces * sum(weights.values())
+def forward_s(cost: PassCost, numel: float, precision: str, speeds: Speeds) -> float:
+    """Seconds of a forward without gradients: few rows take as long as reading weights, of which
+    `numel` elements are read, anew for each piece of the batch."""
     rows = cost.flops / (2 * numel) if numel else 0.0
     touched = max(0.0, cost.touched_nbytes - numel * ITEMSIZE[precision])
     rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
-    work_s = touched / rate
-    for name, each in weights.items():
-        work_s += pieces * each * _weight_s(rows, name, precision, speeds)
+    work_s = touched / rate + numel * _weight_s(rows, precision, speeds)
     calls_s = cost.operations * speeds.operation_s
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
 
 
-def _weight_s(rows: float, name: str, precision: str, speeds: Speeds) -> float:
+def _weight_s(rows: float, precision: str, speeds: Speeds) -> float:
     """Seconds per element of weights in a product of `rows` rows, interpolated linearly between the
     measurements of their format."""
     measured = sorted(
         (int(key.rpartition(" ")[2]), rate)
         for key, rate in speeds.forward_flops_per_s.items()
-        if key.partition(" ")[0] == name
+        if key.partition(" ")[0] == precision
     )
-    if not measured and name != precision:
-        return _weight_s(rows, precision, precision, speeds)
     if not measured:
         read_s = ITEMSIZE[precision] / speeds.compute_bytes_per_s
         return max(2 * rows / _matmul_rate(precision, speeds), read_s)
