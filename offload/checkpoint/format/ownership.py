@@ -17,11 +17,9 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import xxhash
@@ -61,9 +59,8 @@ def is_marked(name: str) -> bool:
 
 
 def leftovers(parent: Path) -> list[Leftover]:
-    """The leftover folders in `parent`, newest first; `tmp` before `old`, which it replaces.
-    Folders of other users are left out."""
-    found, home = [], _status(parent)
+    """The leftover folders in `parent`, newest first; `tmp` before `old`, which it replaces."""
+    found = []
     for entry in entries(parent):
         match = _MARKED.fullmatch(entry.name) if is_marked(entry.name) else None
         if match is None or not entry.is_dir(follow_symlinks=False):
@@ -71,42 +68,8 @@ def leftovers(parent: Path) -> list[Leftover]:
         with suppress(FileNotFoundError):  # just removed by the process that replaced it
             path, target = parent / entry.name, parent / match["name"]
             status = make_call("stat", path, os.lstat, path)
-            if _is_of_others(status, home):
-                _tell_once(logging.INFO, path, status.st_uid, "")
-                continue
             found.append(Leftover(path, target, match["kind"], status.st_mtime_ns))
     return sorted(found, key=lambda each: (each.kind == "tmp", each.mtime_ns), reverse=True)
-
-
-# --------------------------------------------------------------------------- users
-def _is_of_others(status: os.stat_result, folder: os.stat_result) -> bool:
-    """Whether an entry of a folder belongs neither to this user nor to the folder's owner, who can
-    exchange anything in it (and owns every file on some network file systems)."""
-    return status.st_uid not in (os.geteuid(), folder.st_uid)
-
-
-def is_planted(entry: os.DirEntry[str], folder: Path) -> bool:
-    """Whether another user may have put it there to be taken for ours, as is possible in /tmp; a
-    warning is then logged, once."""
-    with suppress(FileNotFoundError):
-        path = folder / entry.name
-        status, home = make_call("stat", path, os.lstat, path), _status(folder)
-        if home.st_mode & stat.S_IWOTH and _is_of_others(status, home):
-            _tell_once(
-                logging.WARNING, path, status.st_uid,
-                ", and any user can make such a folder here; load it by its name if you trust them",
-            )  # fmt: skip
-            return True
-    return False
-
-
-def _status(path: Path) -> os.stat_result:
-    return make_call("stat", path, os.stat, path)
-
-
-@lru_cache(maxsize=4096)
-def _tell_once(level: int, path: Path, uid: int, more: str) -> None:
-    _log.log(level, "%s stays as it is: it belongs to another user (uid %d)%s", path, uid, more)
 
 
 # --------------------------------------------------------------------------- contents

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from offload.checkpoint.format.disk import entries, is_folder, is_link, storage_errors
 from offload.checkpoint.format.folder import discard, recover
-from offload.checkpoint.format.ownership import is_planted
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_of
 from offload.tiers.errors import CheckpointError, PathError, StorageError
@@ -123,10 +122,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def _steps(folder: Path, before: int | None = None) -> list[Path]:
-    """The checkpoints by step, ascending, below `before`; without those that another user may have
-    put into a folder open to all."""
+    """The checkpoints by step, ascending, below `before`."""
     with storage_errors("looking at", folder):
-        named = [each for each in entries(folder) if _STEP.fullmatch(each.name)]
-        paths = [folder / each.name for each in named if not is_planted(each, folder)]
+        paths = [folder / each.name for each in entries(folder)]
     found = [(step, path) for path in paths if (step := step_of(path)) is not None]
     return [path for step, path in sorted(found) if before is None or step < before]
