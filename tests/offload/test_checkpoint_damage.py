@@ -125,18 +125,14 @@ def test_foreign_paths_are_refused_with_what_they_are(
     engine: offload.Engine, tmp_path: Path
 ) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "model.pt")
-    empty, pickles, weights = tmp_path / "empty", tmp_path / "pickles", tmp_path / "weights"
-    for folder in (empty, pickles, weights):
+    empty, weights = tmp_path / "empty", tmp_path / "weights"
+    for folder in (empty, weights):
         folder.mkdir()
-    torch.save({}, pickles / "pytorch_model.bin")
     (weights / "model.safetensors").write_bytes(b"")
 
     assert "there is no such folder" in refusal(engine, tmp_path / "nothing")
-    assert "a pickle (torch.save), which offload never opens" in refusal(
-        engine, tmp_path / "model.pt"
-    )
+    assert "is a file, a checkpoint is a folder" in refusal(engine, tmp_path / "model.pt")
     assert "no manifest.json in it (found nothing)" in refusal(engine, empty)
-    assert "it seems to hold pickles" in refusal(engine, pickles)
     assert "weights=PATH" in refusal(engine, weights)
 
 

@@ -9,10 +9,8 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,13 +64,7 @@ def storage_error(
 
 
 # --------------------------------------------------------------------------- calls
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """A call that is under way."""
-
-    operation: str
-    path: Path
-    began_s: float = field(default_factory=time.monotonic)
+_Call = tuple[str, Path, float]  # that is under way: its operation, its path, when it began
 
 
 class _Watchdog:
@@ -83,8 +75,7 @@ class _Watchdog:
     _LOOK_EVERY_S = 0.05  # the thread ends so soon after the last call: a program may fork
 
     def __init__(self) -> None:
-        # until they are named; one that a Ctrl-C ended is gone with its frame
-        self._calls: dict[int, weakref.ref[_Call]] = {}
+        self._calls: dict[int, _Call] = {}  # until they are named
         self._thread: threading.Thread | None = None
         os.register_at_fork(after_in_child=self._forget_parent)
 
@@ -94,7 +85,7 @@ class _Watchdog:
 
     def began(self, call: _Call) -> None:
         """Watch a call until `ended`."""
-        self._calls[id(call)] = weakref.ref(call)
+        self._calls[id(call)] = call
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="offload-watchdog", daemon=True)
             try:
@@ -110,26 +101,21 @@ class _Watchdog:
         while True:
             time.sleep(self._LOOK_EVERY_S)
             self._thread = None  # before it looks: a call that comes then begins another one
-            if not self._look():
+            for call in list(self._calls.values()):
+                self._look_at(call)
+            if not self._calls:
                 return
             self._thread = threading.current_thread()
 
-    def _look(self) -> bool:
-        """Name the calls that take too long. Return whether any call is under way."""
-        for number, reference in list(self._calls.items()):
-            call = reference()
-            if call is None:
-                self._calls.pop(number, None)
-                continue
-            seconds = time.monotonic() - call.began_s
-            if seconds >= self.WARN_AFTER_S:
-                self.ended(call)
-                _log.warning(
-                    "%s of %s has not ended for %.3g s: the device or its server does not answer, "
-                    "see `dmesg`; a second Ctrl-C ends the program",
-                    call.operation, call.path, seconds,
-                )  # fmt: skip
-        return bool(self._calls)
+    def _look_at(self, call: _Call) -> None:
+        operation, path, began_s = call
+        seconds = time.monotonic() - began_s
+        if seconds >= self.WARN_AFTER_S:
+            self.ended(call)
+            _log.warning(
+                "%s of %s has not ended for %.3g s: the device or its server does not answer, "
+                "see `dmesg`; a second Ctrl-C ends the program", operation, path, seconds,
+            )  # fmt: skip
 
 
 _watchdog = _Watchdog()
@@ -137,7 +123,7 @@ _watchdog = _Watchdog()
 
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
     """Make a call of the system on a checkpoint: one that does not return is named in the log."""
-    call = _Call(operation, path)
+    call = operation, path, time.monotonic()
     try:
         _watchdog.began(call)
         return perform(operation, path, function, *args)

@@ -42,9 +42,9 @@ from offload.tiers.errors import CheckpointError, NoCheckpointError
 from offload.tiers.units import format_bytes
 
 _NOT_THERE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)  # for this user
-_LINK = (
-    "is a link, and of a checkpoint nothing outside of its folder is opened; if you trust what it "
-    "leads to, put that in its place (`cp -rL` copies a whole folder so)"
+_NOT_INSIDE = (
+    "is a link or no regular file, and of a checkpoint nothing outside of its folder is opened; "
+    "`cp -rL` makes a copy without links"
 )
 _OPEN_TRIES = 200  # to open what is just being replaced: a second
 
@@ -76,12 +76,9 @@ class CheckpointReader:
         try:
             file = self._open(MANIFEST)
         except FileNotFoundError:
-            raise NoCheckpointError(_foreign(self.path)) from None
-        except OSError as error:
-            raise storage_error(error, "opening", path) from None
+            raise NoCheckpointError(_without_manifest(self.path)) from None
         with file:
-            with storage_errors("looking at", path):
-                nbytes = file.status().st_size
+            nbytes = file.status().st_size
             if nbytes > MOST_NBYTES:
                 raise CheckpointError(
                     f"{path} has {format_bytes(nbytes)}, no manifest has more than "
@@ -94,22 +91,20 @@ class CheckpointReader:
         return manifest
 
     def _open(self, name: str) -> OpenFile:
-        """Open a file. CheckpointError unless it is a regular file in this very folder."""
+        """Open a file. CheckpointError unless it is a regular file in this very folder;
+        FileNotFoundError, StorageError."""
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW  # a pipe would wait for its writer
-        folder = self._folder_of(name)
         path = self.path / name
         try:
-            file = OpenFile(path, flags, inside=folder.fd)
+            file = OpenFile(path, flags, inside=self._folder_of(name).fd)
+        except FileNotFoundError:
+            raise
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise CheckpointError(f"{path} {_LINK}") from None
-            raise
-        try:
-            if not stat.S_ISREG(file.status().st_mode):
-                raise CheckpointError(f"{path} is no regular file; {REMEDY}")
-        except BaseException:
-            file.close()
-            raise
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise CheckpointError(f"{path} {_NOT_INSIDE}") from None
+            raise storage_error(error, "opening", path) from None
+        if not stat.S_ISREG(file.status().st_mode):
+            raise CheckpointError(f"{path} {_NOT_INSIDE}")
         return file
 
     def _open_data(self, name: str) -> OpenFile:
@@ -117,19 +112,12 @@ class CheckpointReader:
             return self._open(name)
 
     def _folder_of(self, name: str) -> OpenFolder:
-        """The folder that a file lies in: this one, or one of its two subfolders. CheckpointError
-        for a link."""
+        """The folder that a file lies in: this one, or one of its two subfolders. OSError."""
         inner = name.rpartition("/")[0]
         if not inner:
             return self._folder
         if inner not in self._inner:
-            path = self.path / inner
-            try:
-                self._inner[inner] = OpenFolder(path, self._folder)
-            except NotADirectoryError:
-                is_link = make_call("stat", path, path.is_symlink)
-                why = _LINK if is_link else f"is no folder; {REMEDY}"
-                raise CheckpointError(f"{path} {why}") from None
+            self._inner[inner] = OpenFolder(self.path / inner, self._folder)
         return self._inner[inner]
 
     # ---------------------------------------------------------------- tensors
@@ -205,8 +193,7 @@ class CheckpointReader:
     def check(self, *, contents: bool, files: Collection[str] | None = None) -> None:
         """Raise CheckpointError for the first problem, or StorageError."""
         for problem in self.problems(contents=contents, files=files):
-            ends = problem.endswith((REMEDY, _LINK))
-            raise CheckpointError(problem if ends else f"{problem}; {REMEDY}")
+            raise CheckpointError(problem if "; " in problem else f"{problem}; {REMEDY}")
 
     def problems(
         self, *, contents: bool, files: Collection[str] | None = None
@@ -253,22 +240,14 @@ class CheckpointReader:
     def _size_problem(self, name: str, record: FileRecord) -> str | None:
         path = self.path / name
         try:
-            fd = self._folder_of(name).fd
-            found = make_call(
-                "stat", path, lambda: os.stat(path.name, dir_fd=fd, follow_symlinks=False)
-            )
+            with self._open(name) as file:
+                nbytes = file.status().st_size
         except FileNotFoundError:
             return f"{path} is missing ({format_bytes(record.nbytes)})"
         except CheckpointError as error:
             return str(error)
-        except OSError as error:
-            raise storage_error(error, "looking at", path) from None
-        if stat.S_ISLNK(found.st_mode):
-            return f"{path} {_LINK}"
-        if not stat.S_ISREG(found.st_mode):
-            return f"{path} is no regular file"
-        if found.st_size != record.nbytes:
-            return f"{path} has {found.st_size} bytes instead of {record.nbytes}"
+        if nbytes != record.nbytes:
+            return f"{path} has {nbytes} bytes instead of {record.nbytes}"
         return None
 
     def close(self) -> None:
@@ -318,31 +297,17 @@ def _open_folder(path: Path) -> OpenFolder:
     except FileNotFoundError:
         raise NoCheckpointError(f"no checkpoint at {path}: there is no such folder") from None
     except NotADirectoryError:
-        raise NoCheckpointError(f"{path} is {_kind(path)}, a checkpoint is a folder") from None
+        raise NoCheckpointError(
+            f"{path} is a file, a checkpoint is a folder that engine.save_checkpoint wrote"
+        ) from None
     except OSError as error:
         if error.errno in _NOT_THERE:
             raise CheckpointError(f"cannot open the checkpoint {path}: {error.strerror}") from None
         raise storage_error(error, "opening", path) from None
 
 
-def _kind(path: Path) -> str:
-    """The apparent kind of a file, for the message that says why it is not read."""
-
-    def first_bytes() -> bytes | None:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            return file.read(4)
-
-    start = make_call("read", path, first_bytes)
-    if start is None:
-        return "no folder"
-    if start == b"PK\x03\x04" or start[:1] == b"\x80":
-        return "a pickle (torch.save), which offload never opens"
-    return "a file"
-
-
-def _foreign(path: Path) -> str:
+def _without_manifest(path: Path) -> str:
+    """The message for a folder without a manifest."""
     found = sorted(entry.name for entry in entries(path))
     listing = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
     advice = "name a folder that engine.save_checkpoint wrote"
@@ -351,8 +316,6 @@ def _foreign(path: Path) -> str:
             "a folder of torch.distributed.checkpoint: load it with dcp.load, into what torch's "
             "get_state_dict(model, engine.optimizer) returns"
         )
-    elif any(name.endswith((".pt", ".pth", ".bin", ".pkl")) for name in found):
-        advice = "it seems to hold pickles (torch.save), which offload never opens; " + advice
     elif any(name.endswith(".safetensors") for name in found):
         advice = "to start from its weights: offload.initialize(model, config, weights=PATH)"
     return f"{path} is no checkpoint: no {MANIFEST} in it (found {listing or 'nothing'}); {advice}"
