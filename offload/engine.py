@@ -48,9 +48,8 @@ from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.loading import load_group
 from offload.zero.groups.model_shape import GroupShape
-from offload.zero.groups.store import WeightStore
+from offload.zero.groups.store import ENGINE, WeightStore
 from offload.zero.groups.values import ParameterValues
-from offload.zero.hooks.closed_engine import ENGINE
 from offload.zero.ranks.ranks import Ranks, data_ranks
 from offload.zero.step.runtime import Runtime, RuntimeOptions
 from offload.zero.step.stepper import StepRules
@@ -168,7 +167,7 @@ class Engine(TieredModel):
         self._saves = BackgroundSaves()
         self._said_not_noted = False
         self._told_of_scheduler = False
-        super().__init__(model, config, takes_values=weights is not None)
+        super().__init__(model, config)
         _check_trainable(model)
         self.spread.check(
             config, machine.rank_here(), machine.world_size(),

@@ -30,9 +30,8 @@ from offload.weights.lazy_tensors import LazyWeights
 from offload.zero.groups.discovery import Discovery, managed, refuse_uninitialised
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
-from offload.zero.groups.store import WeightStore
+from offload.zero.groups.store import DISPATCHED, WeightStore
 from offload.zero.groups.weight_values import WeightValues
-from offload.zero.hooks.closed_engine import DISPATCHED
 from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.kv.sizes import CachedLayer
 from offload.zero.kv.store import KVStore
@@ -111,7 +110,7 @@ class Dispatched(TieredModel):
     ) -> None:  # fmt: skip
         config = config.for_inference()
         self._kv: KVStore | None = None
-        super().__init__(model, config, takes_values=weights is not None)
+        super().__init__(model, config)
         if self.spread.ep_size > 1:
             raise UnsupportedError(
                 f"ep_size {self.spread.ep_size}: experts of a dispatched model are on each rank, "

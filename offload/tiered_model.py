@@ -55,15 +55,15 @@ from offload.zero.groups.discovery import Discovery, discover, refuse_uninitiali
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.shared_views import refuse_shared_views
-from offload.zero.groups.store import WeightStore
+from offload.zero.groups.store import Closed, WeightStore
 from offload.zero.groups.weight_values import WeightValues
-from offload.zero.hooks.closed_engine import Closed, Refusal
 from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.recompute.micro_batches import blocks_of
 from offload.zero.tensors.local_tensors import local_of
+from offload.zero.tensors.released import why_closed
 
 _log = logging.getLogger("offload")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,10 +81,7 @@ class TieredModel(abc.ABC):
     values: WeightValues
     _homes: TieredHomes
 
-    def __init__(
-        self, model: nn.Module, config: OffloadConfig, *, takes_values: bool
-    ) -> None:  # fmt: skip
-        """`takes_values`: values come from files, also for a model that was in tiers before."""
+    def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
         self.module = model
         self.device = compute_device(config)
         self._closed = False
@@ -99,7 +96,6 @@ class TieredModel(abc.ABC):
         self._back: GivenBack | None = None  # while the model gets its parameters back
         self._half_given: GivenBack | None = None  # an error ended it, and the next close goes on
         self._given = {id(param): param.dtype for param in model.parameters()}
-        _take_over(model, takes_values=takes_values)
         _check_model(model)
         self.spread = SpreadExperts(model)
 
@@ -527,21 +523,6 @@ def _say_slow(precision: str, device: torch.device) -> None:
         )  # fmt: skip
 
 
-def _take_over(model: nn.Module, *, takes_values: bool) -> None:
-    """Take over modules of closed engines, whose parameters are gone and come from `weights`.
-    Raises StateError unless `takes_values`."""
-    closed = Refusal.of(model)
-    if not takes_values and any(each.lacks(model) for each in closed):
-        raise StateError(
-            "this model was in tiers before, which were closed, and its parameters are gone; build "
-            "it anew, or say with weights= where their values are (safetensors files; of "
-            'engine.save_checkpoint("checkpoint"): weights="checkpoint", and then '
-            "engine.load_checkpoint)"
-        )
-    for each in closed:
-        each.lift(model)
-
-
 def _check_model(model: nn.Module) -> None:
     refuse_wrapped(model)
     refuse_uninitialised(model)
@@ -561,12 +542,16 @@ def _check_model(model: nn.Module) -> None:
 
 
 def refuse_shared(model: nn.Module) -> None:
-    """Raise StateError if a parameter of this model is in other tiers that are open."""
-    closed = Refusal.of(model)
+    """Raise StateError if a parameter of this model is in other tiers, also in closed ones."""
     for prefix, module in model.named_modules():
         taken, owner = UnitHooks.has_an_engine(module), UnitHooks.owner_of(module)
         for name, param in module.named_parameters(prefix=prefix, recurse=taken):
-            if taken or (is_trained_here(param) and not any(each.has(param) for each in closed)):
+            if why_closed(param) is not None:
+                raise StateError(
+                    "this model was in tiers before, which were closed, and its parameters are "
+                    'gone; build it anew (engine.close(keep="host") would have kept them)'
+                )
+            if taken or is_trained_here(param):
                 kind = type(owner) if isinstance(owner, TieredModel) else TieredModel
                 raise StateError(kind._TAKEN % name)
 

@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,7 +31,6 @@ from offload.zero.groups.group import GroupState, ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
 from offload.zero.groups.shared_views import AssignedMemory, refuse_shared_data
-from offload.zero.hooks.closed_engine import ENGINE, Refusal
 from offload.zero.hooks.handles import HandleTable, Keeper
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import in_backward
@@ -42,6 +42,37 @@ from offload.zero.tensors.released import ReleasedParameters, Values
 
 NextUse = Callable[[], float]
 _log = logging.getLogger("offload")
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The error texts of a model whose tiers are closed."""
+
+    what: str
+    again: str  # how to go on
+    keep: str  # what would have kept the parameters
+
+    @property
+    def text(self) -> str:
+        """The error of a use after closing."""
+        return f"{self.what}; {self.again}"
+
+    def without_values(self, why: str) -> str:
+        """The error of a use of parameters that were dropped."""
+        return (
+            f"{self.what}, and the model's parameters are gone ({why}); build the model anew "
+            f"({self.keep} would have kept them)"
+        )
+
+
+ENGINE = Closed(
+    "the engine is closed", "make a new one with offload.initialize",
+    "engine.save_checkpoint, or engine.close(keep='host'),",
+)  # fmt: skip
+DISPATCHED = Closed(
+    "this dispatched model's tiers are closed", "build it anew",
+    "offload.dispatched(model).close(keep='host')",
+)  # fmt: skip
 
 
 class WeightHomes(Protocol):
@@ -360,8 +391,7 @@ class WeightStore:
 
     def close(self, why: str | None = None) -> None:
         """Remove the hooks and let go of all parameters. Their memory is the homes' to give back.
-        `why` is raised by hooks of their own, as the model has no values then; None if it gets
-        them."""
+        Where the model has no values then, `why` says so at a use of them; None if it gets them."""
         self.refuse_use()
         try:
             self.ranks.finish()
@@ -369,12 +399,8 @@ class WeightStore:
             self.ranks.close()
         if self.hooks is not None:
             self.hooks.remove()
-        own = [pair for group in self.groups for pair in group.own_classes()]
-        own += [(packed.param, packed.own_class) for packed in self.packed]
         if why is not None:
-            text = self.closed.without_values(why)
-            Refusal(self.units, own, text)
-            self._released.close(text)
+            self._released.close(self.closed.without_values(why))
         for each in self.on_close:
             each()
         for group in self.groups:

@@ -12,7 +12,6 @@ only, so a guard around the call handles KeyboardInterrupt.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ from offload.zero.groups.group import NO_COPIES, ParamGroup
 from offload.zero.hooks import compilers
 from offload.zero.hooks.compilers import break_graph, uncompiled
 from offload.zero.hooks.dtype_errors import explain_dtypes
-from offload.zero.hooks.forwards import ReplacedForward
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import Session, in_backward, leave_checkpoints
@@ -362,7 +360,7 @@ class _Guard:
     """
 
     __slots__ = (
-        "_after", "_call", "_calls", "_end", "_forward", "_installed", "_module", "_name",
+        "_after", "_call", "_calls", "_end", "_installed", "_module", "_name",
         "_needs_no_hooks", "_registered", "before",
     )  # fmt: skip
 
@@ -383,24 +381,17 @@ class _Guard:
         self._installed = module._compiled_call_impl
         self._call: Callable[..., Any] = self._installed or module._call_impl
         module._compiled_call_impl = self
-        self._forward = (
-            _Forward(module, self, calls) if isinstance(module, ASK_FOR_CLASSES) else None
-        )
 
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_bare():
-            return self.run_forward(self._module.forward, args, kwargs)
+            forward = self._module.forward
+            if self._needs_no_hooks():
+                return self._ending_calls(forward, args, kwargs)
+            return self._ending_calls(self._between_hooks, (forward, args, kwargs), {})
         if self._registered:
             return self._ending_calls(self._call, args, kwargs)
         return self._ending_calls(self._between_hooks, (self._call, args, kwargs), {})
-
-    @break_graph
-    def run_forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `forward`, which is the module's, called without the hooks of others."""
-        if self._needs_no_hooks():
-            return self._ending_calls(forward, args, kwargs)
-        return self._ending_calls(self._between_hooks, (forward, args, kwargs), {})
 
     @break_graph
     def _ending_calls(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -462,8 +453,6 @@ class _Guard:
             del self._module._compiled_call_impl
             if self._installed is not None:
                 self._module._compiled_call_impl = self._installed
-        if self._forward is not None:
-            self._forward.remove()
 
 
 def _drop(hook: _Hook, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:
@@ -471,29 +460,6 @@ def _drop(hook: _Hook, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:
     for number in [number for number, each in hooks.items() if each is hook]:
         for each in (hooks, *marks):
             each.pop(number, None)
-
-
-class _Forward(ReplacedForward):
-    """The forward of a module that asks of what class its parameters are: called by itself
-    (`layer.forward(x)`), it is called between the hooks all the same."""
-
-    def __init__(self, module: nn.Module, guard: _Guard, calls: Sequence[_Call]) -> None:
-        super().__init__(module)
-        self._guard: _Guard | None = guard
-        self._calls = calls
-        functools.update_wrapper(self, self.own, updated=())
-
-    @break_graph
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_called = any(call.module is self.module for call in self._calls)
-        if is_called or self._guard is None:
-            return self.own(*args, **kwargs)
-        return self._guard.run_forward(self.own, args, kwargs)
-
-    def remove(self) -> None:
-        self._guard = None  # another wrapper may have this one
-        if vars(self.module).get("forward") is self:
-            super().remove()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

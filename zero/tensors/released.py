@@ -166,6 +166,7 @@ class ReleasedParameters:
             "__torch_function__": classmethod(torch_function), "__deepcopy__": deepcopy,
             "set_": set_, "as_subclass": as_subclass,
             "use_below_python": staticmethod(self._use_below),
+            "why_closed": staticmethod(lambda: self._closed),
         }  # fmt: skip
         return _subclass(kind, body)
 
@@ -444,6 +445,12 @@ class ParameterSource:
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
+
+
+def why_closed(param: nn.Parameter) -> str | None:
+    """Return what is said of a parameter whose tiers are closed; None for any other."""
+    asked = getattr(type(param), "why_closed", None)
+    return None if asked is None else asked()
 
 
 def is_released(param: nn.Parameter) -> bool:
