@@ -10,9 +10,8 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import NOTHING
-from offload.planning.choice.evaluator import NO_LIBRARIES, Candidate
 from offload.planning.choice.planner import make_plan
-from offload.planning.choice.solver import solve
+from offload.planning.choice.solver import NO_LIBRARIES, Candidate, solve
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.workload import Workload

@@ -15,15 +15,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.config.fields import AUTO_MICRO_BATCHES
-from offload.planning.choice.evaluator import Candidate as Candidate
-from offload.planning.choice.evaluator import PlacementEvaluator
-from offload.planning.choice.evaluator import RunFacts as RunFacts
-from offload.planning.plan.plan import Hardware
+from offload.planning.activations.facts import NOTHING, ActivationFacts, fragmentation_nbytes
+from offload.planning.choice.link_time import slowest_link_s
+from offload.planning.choice.placement_search import corners, filled
+from offload.planning.machine.baseline import Baseline
+from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.builder import PlanBuilder, placed_classes, reserve_nbytes
+from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
+from offload.planning.plan.experts import idle_nbytes
+from offload.planning.plan.plan import Hardware, Plan, ahead_nbytes, least_window, ram_nbytes
+from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
+from offload.planning.plan.sizes import PLACED, PlacedClass, Placements, class_of
+from offload.planning.plan.workload import Workload
+from offload.planning.step.step_time import estimate_step
+from offload.tiers.ledger import StateClass
+from offload.tiers.placement import Placement
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -32,6 +45,81 @@ if TYPE_CHECKING:
 _AS_FAST = 0.01  # of a step's time: no prediction tells less
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHECKPOINTS = (False, "selective", True)
+# Timed per choice of checkpoint and micro-batches.
+_CANDIDATES = 12
+_FEW_PIECES = 1_000  # of optimizer state
+_CANDIDATES_LARGE = 3  # of a model with more: each takes tens of milliseconds
+_FAR = 2.0  # times the best one's time of the slowest link: not worth timing
+_WORTH = 5  # per cent of a class: less is no reason for a split
+_DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
+NO_LIBRARIES = Baseline(0, compiler_nbytes=0)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts of a run beside the sizes of its states: its work, the machine's speeds, and the
+    cost of a pass."""
+
+    workload: Workload
+    speeds: Speeds
+    facts_of: Callable[[OffloadConfig], ActivationFacts]  # of a settled configuration
+    baseline: Baseline = NO_LIBRARIES  # interpreter, libraries, contexts
+    any_fit: bool = False  # the first placement found that fits is enough, and no times are
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement that has been laid out, and that may have been timed."""
+
+    config: OffloadConfig  # settled: checkpoint and micro_batches as they were chosen
+    plan: Plan
+    shortfalls: tuple[Shortfall, ...]  # of budgets and the machine
+    # Bytes that tiers, with activations and libraries in the same memory, and reads ahead lack;
+    # negative where there is room.
+    lacking: Mapping[Tier, int]
+    links_s: float  # for which the slowest link is busy in a step
+    passing_nbytes: int  # RAM of activations beside the tiers; 0 on a GPU or if it is not known
+    beyond_free_nbytes: int  # RAM that it needs with activations and libraries, and others have now
+    step: StepEstimate | None = None  # None: not timed, or nothing is known of the work
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a step, or of its slowest link alone where it is not timed."""
+        return self.links_s if self.step is None else self.step.seconds
+
+    @property
+    def short(self) -> int:
+        """The missing bytes of all tiers, weighted, without the reads ahead that a run can do
+        without."""
+        return self._weighted({t: n - ahead_nbytes(self.plan, t) for t, n in self.lacking.items()})
+
+    @property
+    def fits(self) -> bool:
+        return not (self.shortfalls or self.short)
+
+    @cached_property
+    def rank(self) -> tuple[int, float, int]:
+        """The key of candidates that are not timed: least missing bytes, then the least time of the
+        slowest link, then the fewest parts."""
+        return self._weighted(self.lacking), float(f"{self.links_s:.3g}"), self.parts
+
+    @property
+    def parts(self) -> int:
+        return sum(len(placement.tiers) for placement in self.plan.placements.values())
+
+    def timed_rank(self, fastest_s: float) -> tuple[int, int, int, int, float]:
+        """The key of candidates in the end: those that fit, then those that fit into free memory,
+        then by time; among equally fast ones the fewest parts, then the least busy links."""
+        slower = self.seconds / fastest_s - 1 if fastest_s else 0.0
+        busy = self.links_s if self.step is None else sum(link.seconds for link in self.step.links)
+        return (
+            self.short, self.beyond_free_nbytes, math.floor(max(0.0, slower) / _AS_FAST),
+            self.parts, float(f"{busy:.4g}"),
+        )  # fmt: skip
+
+    def _weighted(self, lacking: Mapping[Tier, int]) -> int:
+        weights = short_weights(gpu=self.plan.gpu)
+        return sum(weights[tier] * max(0, nbytes) for tier, nbytes in lacking.items())
 
 
 @dataclass(frozen=True)
@@ -51,28 +139,14 @@ def solve(
     Without `run`, `auto` values of activations.checkpoint and micro_batches are settled, and only
     parameters may be placed in device memory, which activations will need.
     """
-    evaluator, candidates = None, []
+    search, candidates = None, []
     for settled in _choices(config, run, model):
-        evaluator = PlacementEvaluator(settled, model, hardware, run, evaluator)
-        candidates += evaluator.candidates()
-    fastest = min((c.seconds for c in candidates if c.fits), default=0.0)
-    best, *others = sorted(candidates, key=lambda candidate: _rank(candidate, fastest))
+        search = _Search(settled, model, hardware, run, search)
+        candidates += search.candidates()
+    fastest_s = min((c.seconds for c in candidates if c.fits), default=0.0)
+    # `sorted` keeps the search's order among equals
+    best, *others = sorted(candidates, key=lambda candidate: candidate.timed_rank(fastest_s))
     return Solution(best, tuple(others), tuple(_open_keys(config)))
-
-
-def _rank(candidate: Candidate, fastest: float) -> tuple[int, int, int, int, float]:
-    """The sort key of candidates: those that fit, then those that fit into free memory, then by
-    time; among equally fast ones the fewest parts, then the least busy links. `sorted` keeps the
-    search's order among equals."""
-    slower = candidate.seconds / fastest - 1 if fastest else 0.0
-    parts = sum(len(placement.tiers) for placement in candidate.plan.placements.values())
-    busy = candidate.seconds
-    if candidate.step is not None:
-        busy = sum(link.seconds for link in candidate.step.links)
-    return (
-        candidate.short, candidate.beyond_free_nbytes, math.floor(max(0.0, slower) / _AS_FAST),
-        parts, float(f"{busy:.4g}"),
-    )  # fmt: skip
 
 
 def _open_keys(config: OffloadConfig) -> Iterator[str]:
@@ -102,3 +176,133 @@ def _choices(
         settled = config.model_copy(update={"placement": placement, "micro_batches": number})
         if settled.splits_experts(1) or not model.tables:
             yield settled
+
+
+class _Search:
+    """The placements of one model, with activations.checkpoint and micro_batches settled."""
+
+    def __init__(
+        self, config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts | None,
+        before: _Search | None,
+    ) -> None:  # fmt: skip
+        """`before` is a search with other settings, whose records may be dealt out alike."""
+        self._model, self._hardware, self._run = model, hardware, run
+        self._facts = run.facts_of(config) if run is not None else NOTHING
+        gpu, home = hardware.device_nbytes > 0, config.placement.activations.tier
+        leaves = least_window(Tier(home), gpu) > 0
+        peak = self._facts.peak_elsewhere_nbytes if leaves else self._facts.peak_nbytes
+        holes = fragmentation_nbytes(self._facts, leaves=home == "nvme")
+        self._passing_nbytes = 0 if gpu else peak + holes
+        baseline = NO_LIBRARIES if run is None else run.baseline
+        libraries = 0 if run is None else baseline.ram_of(config, model.tensors)
+        # of the memory that a tier is in, what activations and libraries take
+        self._beside = dict.fromkeys(Tier, libraries + self._passing_nbytes)
+        if gpu:
+            self._beside[Tier.DEVICE] = baseline.gpu_nbytes + peak
+        self._config = config if run is None else self._with_open_budgets(config, libraries)
+        self._builder = PlanBuilder(
+            self._config, model, hardware, device_is_open=config.budget.device is None
+        )
+        if before is not None:
+            self._builder.share_with(before._builder)
+        self._plans: dict[tuple[Placement | None, ...], Plan] = {}
+
+    def _with_open_budgets(self, config: OffloadConfig, libraries: int) -> OffloadConfig:
+        """Set open budgets: the device tier gets what activations and libraries leave of a GPU, the
+        host tier what they and the reserve leave of RAM."""
+        hardware = self._hardware
+        if hardware.device_nbytes:
+            left = int(_DEVICE_SHARE * hardware.device_nbytes) - self._beside[Tier.DEVICE]
+            config = _within(config, Tier.DEVICE, left)
+        # libraries are loaded already where it is this process that will train
+        left = min(hardware.host_nbytes - libraries, hardware.host_free_nbytes)
+        left = max(0, left - self._passing_nbytes)
+        return _within(config, Tier.HOST, left - reserve_nbytes(left))
+
+    def candidates(self) -> list[Candidate]:
+        """The candidates in the order of their rank, timed if it is known how; at least one."""
+        named, any_fit = self._builder.explicit, self._run is not None and self._run.any_fit
+        ranked = self._ranked(corners(named, self._open_tiers))
+        for least in (_WORTH, 1):
+            if ranked[0].rank[0] or (least == _WORTH and not any_fit):
+                more = filled(named, self._open_tiers, self._lacking, least)
+                ranked = self._ranked(itertools.chain((c.plan.placements for c in ranked), more))
+        far_s = _FAR * ranked[0].links_s
+        near = ranked[:2] + [each for each in ranked[2:] if each.links_s <= far_s]
+        if self._run is None:
+            return near[:2]
+        if any_fit:
+            return near[:1]
+        pieces = sum(len(group.records) for group in self._builder.groups)
+        count = _CANDIDATES if pieces <= _FEW_PIECES else _CANDIDATES_LARGE
+        return [self._timed(each, self._run) for each in near[:count]]
+
+    def _ranked(self, placements: Iterable[Placements]) -> list[Candidate]:
+        different = {_key(each): each for each in placements}
+        return sorted(map(self._candidate, different.values()), key=lambda each: each.rank)
+
+    def _candidate(self, placements: Placements) -> Candidate:
+        plan, run, idle = self._plan(placements), self._run, None
+        if run is not None:
+            idle = idle_nbytes(plan, self._model, run.workload)
+        links_s = slowest_link_s(plan, self._config, NOMINAL if run is None else run.speeds, idle)
+        beyond = 0
+        if run is not None and not plan.gpu:
+            beyond = ram_nbytes(plan) + self._passing_nbytes - self._hardware.host_free_nbytes
+        return Candidate(
+            self._config, plan, shortfalls(plan, self._hardware),
+            {tier: self._lacking(placements, tier) for tier in Tier}, links_s,
+            self._passing_nbytes, max(0, beyond),
+        )  # fmt: skip
+
+    def _lacking(self, placements: Placements, tier: Tier) -> int:
+        return lacking_nbytes(self._plan(placements), tier, self._hardware, self._beside[tier])
+
+    def _plan(self, placements: Placements) -> Plan:
+        key = _key(placements)
+        if key not in self._plans:
+            self._plans[key] = self._builder.build(placements)
+        return self._plans[key]
+
+    def _timed(self, candidate: Candidate, run: RunFacts) -> Candidate:
+        step = estimate_step(
+            candidate.plan, self._config, self._model, self._facts, run.workload, run.speeds
+        )
+        return replace(candidate, step=step)
+
+    @cached_property
+    def _open_tiers(self) -> dict[PlacedClass, tuple[Tier, ...]]:
+        """The tiers open to each class that the configuration does not name."""
+        config, builder = self._config, self._builder
+        below = [Tier.HOST]
+        if builder.budgets[Tier.NVME] > 0:
+            below.append(Tier.NVME)
+        kernels = builder.gpu and builder.hardware.kernels_missing is None
+        # what is left of a GPU is known where the batch is, or where a budget says it
+        known = self._run is not None or config.budget.device is not None
+        tiers: dict[PlacedClass, tuple[Tier, ...]] = {}
+        for placed in placed_classes(config):
+            if placed in builder.explicit:
+                continue
+            state_class = class_of(placed)
+            there = list(below)
+            if state_class is StateClass.GRADIENTS and config.sums_gradients:
+                there = [Tier.HOST]  # never an fp32 gradient file
+            first = state_class is StateClass.PARAMETERS or (kernels and known)
+            if first and builder.budgets[Tier.DEVICE] > 0:
+                there.insert(0, Tier.DEVICE)
+            tiers[placed] = tuple(there)
+        return tiers
+
+
+def _key(placements: Placements) -> tuple[Placement | None, ...]:
+    return tuple(placements.get(placed) for placed in PLACED)
+
+
+def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:
+    """Return `config` with `nbytes`, in whole pages, as the budget of a tier if it is open."""
+    if getattr(config.budget, tier) is not None:
+        return config
+    pages = max(0, nbytes) // PAGE_NBYTES * PAGE_NBYTES
+    budget = config.budget.model_copy(update={str(tier): pages})
+    return config.model_copy(update={"budget": budget})

@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import NOTHING, ActivationFacts, PassCost
 from offload.planning.activations.generation_facts import GenerationFactsOf
-from offload.planning.choice.inference import estimate_inference
 from offload.planning.choice.planner import resolved_config
-from offload.planning.choice.run_plan import RunPlan, plan_run
+from offload.planning.choice.run_plan import RunPlan, estimate_inference, plan_run
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
