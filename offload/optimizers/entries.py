@@ -6,76 +6,25 @@
         state["mine"] = anything                    an entry of the user's own, kept here
     optimizer.state.clear()                         all states as before the first update
 
-No values are read before an operation needs them, and those of one state at a time. What the user
-still holds when states start over keeps their values, as in torch.
+No values are read before an operation needs them, and those of one state at a time. What was given
+out before a parameter's states start over raises StateError: it has other values in torch.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from offload.optimizers.state_dict import Kept, check_state, check_tensor, count_of_steps
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.groups.values import ParameterValues
 from offload.zero.tensors.local_tensors import is_dtensor
 from offload.zero.tensors.paged import Operation, PagedTensor
-
-
-class _StateSource:
-    """One state of one parameter, for a PagedTensor. After `part` it has a copy of its own."""
-
-    def __init__(self, values: ParameterValues, kept: Kept, param: Any, field: str) -> None:
-        self._values = values
-        self._kept = kept
-        self._param = param
-        self._field = field
-        self._parted: torch.Tensor | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self._field} of {self._kept.name}"
-
-    def part(self) -> None:
-        """Keep the present values."""
-        if self._parted is None:
-            self._parted = self.read()
-
-    def read(self) -> torch.Tensor:
-        """Return a copy of the values in the tiers."""
-        if self._field == "step":
-            return torch.tensor(float(self._values.read_steps(self._param)))
-        return self._values.read(self._param, self._field).to(self._param.device)
-
-    def write(self, value: Any) -> None:
-        """Write the values. Raises ValueError for a value that is no such state."""
-        if self._field == "step":
-            self._values.write_steps(self._param, count_of_steps(self._kept.name, value))
-        else:
-            check_tensor(self.name, self._kept, self._param, value)
-            self._values.write(self._param, self._field, value)
-
-    @contextmanager
-    def reading(self) -> Iterator[torch.Tensor]:
-        yield self.read() if self._parted is None else self._parted
-
-    @contextmanager
-    def writing(self) -> Iterator[torch.Tensor]:
-        if self._parted is not None:
-            yield self._parted
-            return
-        value = self.read()
-        yield value
-        self.write(value)
-
-    def answer(self, operation: Operation, args: Any, kwargs: Any) -> Any:
-        return NotImplemented
-
 
 if TYPE_CHECKING:
     _Methods = dict[Any, Any]
@@ -90,166 +39,171 @@ class _Mapping(_Methods):
     come from `__iter__` and `__getitem__`."""
 
     __hash__ = None
+    # those of a dict would not see what is in the tiers
+    __or__ = __ror__ = __ior__ = __reversed__ = None  # type: ignore[assignment]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def __bool__(self) -> bool:
-        return any(True for _ in self)
-
-    def __reversed__(self) -> Iterator[Any]:
-        return iter(list(self)[::-1])
 
     def copy(self) -> Any:
         return dict(self)
 
     __copy__ = copy
 
-    def __or__(self, other: Any) -> Any:
-        return {**self, **other}
 
-    def __ror__(self, other: Any) -> Any:
-        return {**other, **self}
+class _States:
+    """The states of one parameter in the tiers, until they start over."""
 
-    def __ior__(self, other: Any) -> Any:
-        self.update(other)
-        return self
+    def __init__(self, values: ParameterValues, kept: Kept, param: Any) -> None:
+        self.kept = kept
+        self.param = param
+        self.fields = ("step", *values.fields(param)) if values.is_trained(param) else ()
+        self.is_current = True
+        self._values = values
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle as an ordinary dict with all values."""
-        return dict, (), None, None, iter(self.items())
+    @property
+    def values(self) -> ParameterValues:
+        """The values in the tiers. Raises StateError if the states have started over."""
+        if not self.is_current:
+            raise StateError(
+                f"optimizer.state[parameter] of {self.kept.name} was taken before its states "
+                "started over (del, clear, load_state_dict or others put in their place); take it "
+                "again from optimizer.state, and keep copy.deepcopy of what is to stay as it was"
+            )
+        return self._values
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the states that exist, as in `state_dict`."""
+        return self.values.state_names(self.param)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name == "step":
+            return PagedTensor(
+                _StateSource(self, name), torch.empty((), device="meta"), torch.device("cpu")
+            )
+        if is_dtensor(self.param):
+            raise UnsupportedError(
+                f"optimizer.state[parameter][{name!r}] of {self.kept.name}, a DTensor: "
+                "optimizer.state_dict()['state'] has copies, and optimizer.load_state_dict takes "
+                "them back"
+            )
+        like = torch.empty(self.kept.shape, device="meta")
+        return PagedTensor(_StateSource(self, name), like, self.param.device)
+
+    def started_over(self) -> _States:
+        """Let them be as before the first update; what was given out is not of now any more."""
+        self.values.write_state(self.param, {})
+        self.is_current = False
+        return _States(self._values, self.kept, self.param)
+
+    def gave(self, name: str, value: Any) -> bool:
+        """Return whether `value` is what `tensor` returned."""
+        is_whole = isinstance(value, PagedTensor) and not value.views
+        return is_whole and value.source == _StateSource(self, name)
+
+    def set(self, name: str, value: Any) -> None:
+        """Write one state. Raises ValueError for a value that is no such state."""
+        if self.gave(name, value):
+            return
+        source = _StateSource(self, name)
+        if name != "step" and not self.values.read_steps(self.param):
+            if self.kept.counts_steps:
+                raise ValueError(
+                    f"{name} of {self.kept.name} is set before the first step; set step first, as "
+                    "torch's optimizers do"
+                )
+            source.write(value)
+            self.values.write_steps(self.param, 1)
+            return
+        source.write(value)
+
+
+@dataclass(frozen=True)
+class _StateSource:
+    """The source of a PagedTensor's values: one state of one parameter."""
+
+    states: _States
+    field: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.field} of {self.states.kept.name}"
+
+    def write(self, value: Any) -> None:
+        states = self.states
+        if self.field == "step":
+            states.values.write_steps(states.param, count_of_steps(states.kept.name, value))
+        else:
+            check_tensor(self.name, states.kept, states.param, value)
+            states.values.write(states.param, self.field, value)
+
+    @contextmanager
+    def reading(self) -> Iterator[torch.Tensor]:
+        states = self.states
+        if self.field == "step":
+            yield torch.tensor(float(states.values.read_steps(states.param)))
+        else:
+            yield states.values.read(states.param, self.field).to(states.param.device)
+
+    @contextmanager
+    def writing(self) -> Iterator[torch.Tensor]:
+        with self.reading() as value:
+            yield value
+            self.write(value)
+
+    def answer(self, operation: Operation, args: Any, kwargs: Any) -> Any:
+        return NotImplemented
 
 
 class StateOfParameter(_Mapping):
     """`optimizer.state[param]`. Made of a mapping, as libraries do that map a function over all
-    tensors, or parted, it is an ordinary dict."""
+    tensors, it is an ordinary dict."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         dict.__init__(self, *args, **kwargs)
-        self._tiers: _States | None = None
+        self.tiers: _States | None = None
 
-    @classmethod
-    def lazy(cls, states: _States) -> StateOfParameter:
-        made = cls()
-        made._tiers = states
-        return made
-
-    def part(self) -> None:
-        """Keep the present values: those in the tiers are about to change."""
-        if self._tiers is not None:
-            tiers, self._tiers = self._tiers, None
-            tiers.part()
-            dict.update(self, tiers.values())
+    def _names(self) -> tuple[str, ...]:
+        return () if self.tiers is None else self.tiers.names()
 
     def __iter__(self) -> Iterator[str]:
-        names = () if self._tiers is None else self._tiers.names()
-        return iter(dict.fromkeys((*names, *dict.keys(self))))
+        return iter((*self._names(), *dict.keys(self)))
 
     def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self, key) or (
-            self._tiers is not None and key in self._tiers.names()
-        )
+        return dict.__contains__(self, key) or key in self._names()
 
     def __getitem__(self, key: str) -> Any:
-        if self._tiers is not None and key in self._tiers.names():
-            return self._tiers.tensor(key)
+        if self.tiers is not None and key in self._names():
+            return self.tiers.tensor(key)
         return dict.__getitem__(self, key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if self._tiers is None or key not in self._tiers.fields:
+        if self.tiers is None or key not in self.tiers.fields:
             dict.__setitem__(self, key, value)
         else:
-            self._tiers.set(key, value)
+            self.tiers.set(key, value)
 
     def __delitem__(self, key: str) -> None:
-        if self._tiers is not None and key in self._tiers.names():
+        if self.tiers is not None and key in self._names():
             raise UnsupportedError(
-                f"del optimizer.state[parameter][{key!r}]: {self._tiers.kept.name} has all of its "
+                f"del optimizer.state[parameter][{key!r}]: {self.tiers.kept.name} has all of its "
                 "optimizer's states or none; set it to zeros, or start all of them over with "
                 "del optimizer.state[parameter]"
             )
         dict.__delitem__(self, key)
 
     def clear(self) -> None:
-        if self._tiers is not None:
-            self._tiers.start_over()
+        if self.tiers is not None:
+            self.tiers = self.tiers.started_over()
         dict.clear(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle as an ordinary dict with all values."""
+        return dict, (), None, None, iter(self.items())
 
     def __repr__(self) -> str:
         """Return a text without reading values."""
         return f"{{{', '.join(f'{key!r}: ...' for key in self)}}}"
-
-
-class _States:
-    """The states of one parameter in the tiers."""
-
-    def __init__(self, values: ParameterValues, kept: Kept, param: Any) -> None:
-        self._values = values
-        self.kept = kept
-        self._param = param
-        trained = values.is_trained(param)
-        self.fields = ("step", *values.fields(param)) if trained else ()
-        self._set: dict[str, None] = {}  # before the first update
-        self._sources: weakref.WeakValueDictionary[str, _StateSource] = (
-            weakref.WeakValueDictionary()
-        )
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the states that exist, as in `state_dict`, or that were set."""
-        found = self._values.state_names(self._param)
-        return tuple(dict.fromkeys((*found, *self._set))) if self._set else found
-
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return copies of all states."""
-        return {name: self.source(name).read() for name in self.names()}
-
-    def source(self, name: str) -> _StateSource:
-        found = self._sources.get(name)
-        if found is None:
-            found = _StateSource(self._values, self.kept, self._param, name)
-            self._sources[name] = found
-        return found
-
-    def tensor(self, name: str) -> torch.Tensor:
-        if is_dtensor(self._param) and name != "step":
-            raise UnsupportedError(
-                f"optimizer.state[parameter][{name!r}] of {self.kept.name}, a DTensor: "
-                "optimizer.state_dict()['state'] has copies, and optimizer.load_state_dict takes "
-                "them back"
-            )
-        if name == "step":
-            like, device = torch.empty((), device="meta"), torch.device("cpu")
-        else:
-            like, device = torch.empty(self.kept.shape, device="meta"), self._param.device
-        return PagedTensor(self.source(name), like, device)
-
-    def set(self, name: str, value: Any) -> None:
-        source = self.source(name)
-        if getattr(value, "source", None) is source:
-            return  # what `state[name]` gave
-        source.write(value)
-        self._set[name] = None
-
-    def write(self, state: Mapping[str, Any]) -> None:
-        """Write all states. Raises ValueError, and changes nothing, unless they fit."""
-        given = [getattr(value, "source", None) for value in state.values()]
-        if given and all(each is not None and each is self._sources.get(name)
-                         for name, each in zip(state, given, strict=True)):  # fmt: skip
-            return
-        checked = check_state(self.kept, self._param, state)
-        self.part()
-        self._values.write_state(self._param, checked)
-
-    def part(self) -> None:
-        """Let tensors that were given out keep the present values."""
-        for source in list(self._sources.values()):
-            source.part()
-        self._sources.clear()
-
-    def start_over(self) -> None:
-        self.part()
-        self._set.clear()
-        self._values.write_state(self._param, {})
 
 
 class OptimizerEntries(_Mapping):
@@ -265,32 +219,28 @@ class OptimizerEntries(_Mapping):
         self._params = params
         self._kept_of = kept_of
 
+    def _has_states(self, param: Any) -> bool:
+        return self._kept_of(param) is not None and bool(self._values.state_names(param))
+
     def __iter__(self) -> Iterator[Any]:
         there = [param for param in self._params() if self._values.state_names(param)]
         known = {id(param) for param in there}
         return iter([*there, *(key for key in dict.keys(self) if id(key) not in known)])
 
     def __contains__(self, param: object) -> bool:
-        return dict.__contains__(self, param) or (
-            self._kept_of(param) is not None and bool(self._values.state_names(param))  # type: ignore[arg-type]
-        )
+        return dict.__contains__(self, param) or self._has_states(param)
 
     def __getitem__(self, param: Any) -> Any:
         """Return a parameter's states; without any, a new empty entry is kept, as in torch."""
         if not dict.__contains__(self, param):
-            dict.__setitem__(self, param, self._made(param))
+            made, kept = StateOfParameter(), self._kept_of(param)
+            if kept is not None:
+                made.tiers = _States(self._values, kept, param)
+            dict.__setitem__(self, param, made)
         return dict.__getitem__(self, param)
 
-    def _made(self, param: Any) -> StateOfParameter:
-        kept = self._kept_of(param)
-        if kept is None:
-            return StateOfParameter()
-        return StateOfParameter.lazy(_States(self._values, kept, param))
-
     def get(self, param: Any, default: Any = None) -> Any:
-        if param not in self:  # looking it up would make an entry
-            return default
-        return self[param]
+        return self[param] if param in self else default  # looking it up would make an entry
 
     def setdefault(self, param: Any, default: Any = None) -> Any:
         if param not in self:
@@ -304,17 +254,16 @@ class OptimizerEntries(_Mapping):
         if kept is None or not isinstance(state, Mapping):
             dict.__setitem__(self, param, state)
             return
-        made = self[param]
-        if state is made:
-            return
-        tiers = made._tiers
+        tiers = self[param].tiers
         own = {key: value for key, value in state.items() if key not in tiers.fields}
         states = {key: value for key, value in state.items() if key in tiers.fields}
-        is_another_rules = bool(own) and len(tiers.fields) > 1  # its update would miss its own
-        if states or is_another_rules:
-            tiers.write(states or own)
-        else:
-            tiers.start_over()
+        if own and not states and len(tiers.fields) > 1:
+            states = own  # of another rule, and refused: an update would miss its own
+        if not states or not all(tiers.gave(key, value) for key, value in states.items()):
+            checked = check_state(kept, param, copied(states))
+            self.forget(param)
+            self._values.write_state(param, checked)
+        made = self[param]
         dict.clear(made)
         dict.update(made, own)
 
@@ -326,38 +275,27 @@ class OptimizerEntries(_Mapping):
             self._values.write_state(param, {})
 
     def forget(self, param: Any) -> None:
-        """Drop an entry whose states are about to change. Given-out ones keep their values."""
+        """Drop an entry whose states are about to change."""
         entry = dict.pop(self, param, None)
-        if not isinstance(entry, StateOfParameter) or entry._tiers is None:
-            return
-        entry._tiers.part()
-        held = weakref.ref(entry)
-        del entry
-        kept = held()
-        if kept is not None:
-            kept.part()
+        if isinstance(entry, StateOfParameter) and entry.tiers is not None:
+            entry.tiers.is_current = False
 
     def pop(self, param: Any, *default: Any) -> Any:
-        """Remove and return the entry, with its values."""
+        """Remove an entry, and return it with its values."""
         if param not in self:
             return dict.pop(self, param, *default)
-        found = self[param]
+        found = copied(self[param])
         del self[param]
         return found
 
     def clear(self) -> None:
-        for param in [*self._params(), *dict.keys(self)]:
-            if dict.__contains__(self, param) or self._values.state_names(param):
-                del self[param]
+        for param in [*self]:
+            del self[param]
 
-    def part(self) -> None:
-        """Become an ordinary mapping that keeps the present values."""
-        for param in list(self):
-            entry = self[param]
-            if isinstance(entry, StateOfParameter):
-                entry.part()
-        self._params = list
-        self._kept_of = lambda param: None
+    def end(self) -> None:
+        """Start all states over: another mapping takes this one's place."""
+        self.clear()
+        self._params = self._kept_of = _ended
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return defaultdict, (dict,), None, None, iter(self.items())
@@ -365,3 +303,20 @@ class OptimizerEntries(_Mapping):
     def __repr__(self) -> str:
         """Return a text without reading values."""
         return f"<optimizer states of {len(self)} parameters, in the engine's tiers>"
+
+
+def copied(state: Any) -> Any:
+    """Return a parameter's states with values of their own."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        key: value.clone() if isinstance(value, PagedTensor) else value
+        for key, value in state.items()
+    }
+
+
+def _ended(*_: Any) -> NoReturn:
+    raise StateError(
+        "this mapping was optimizer.state before another one took its place, and its states "
+        "went; optimizer.state_dict() keeps them, and load_state_dict brings them back"
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.config.optimizer import KINDS
 from offload.memory.watched_stores import WatchedStores
-from offload.optimizers.entries import OptimizerEntries
+from offload.optimizers.entries import OptimizerEntries, copied
 from offload.optimizers.state_dict import Kept, check_kind, check_sizes, check_state
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
@@ -73,7 +72,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states of each parameter, read when asked for: see `optimizer_entries`."""
+        """The states of each parameter, read when asked for: see `OptimizerEntries`."""
         return self._entries
 
     @state.setter
@@ -81,13 +80,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         before = self._entries
         if entries is before or not hasattr(self, "param_groups"):  # torch.optim is making it
             return
+        given = {param: copied(state) for param, state in entries.items()}
+        before.end()
         self._entries = self._new_entries()
-        if sys.getrefcount(before) > 2:  # the program has it, too, and it keeps the values of now
-            before.part()
-        else:
-            before.clear()
-        self._entries.clear()
-        self._entries.update(entries)
+        self._entries.update(given)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.errors import UnsupportedError
+from offload.errors import StateError, UnsupportedError
 from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config, seeded
 
 pytestmark = MARKS
@@ -140,11 +140,11 @@ def restarted(o: Any, ps: list[nn.Parameter]) -> None:
 
 
 def replaced(o: Any, ps: list[nn.Parameter]) -> None:
-    """As Gaussian splatting does."""
-    stored = o.state.get(ps[0], None)
+    stored = copy.deepcopy(o.state[ps[0]])
     stored["exp_avg"] = torch.ones_like(ps[0].detach())
     del o.state[ps[0]]
     o.state[ps[0]] = stored
+    o.state[ps[1]] = {**o.state[ps[1]], "exp_avg": torch.full_like(ps[1].detach(), 0.5)}
 
 
 def popped(o: Any, ps: list[nn.Parameter]) -> None:
@@ -152,10 +152,11 @@ def popped(o: Any, ps: list[nn.Parameter]) -> None:
 
 
 def swapped(o: Any, ps: list[nn.Parameter]) -> None:
-    before = o.state
+    before = {p: copy.deepcopy(state) for p, state in o.state.items()}
     o.state = defaultdict(dict)
     assert not o.state
     o.state = before
+    o.state = dict(o.state)
 
 
 def by_hand(o: Any, ps: list[nn.Parameter]) -> None:
@@ -200,6 +201,29 @@ def test_a_change_has_the_effect_that_it_has_in_torch(pair: Pair, change: Any) -
     assert_alike(ours, theirs)
     pair.step(2)
     pair.assert_same()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda o, p: o.state.clear(),
+        lambda o, p: o.state[p].clear(),
+        lambda o, p: setattr(o, "state", {}),
+        lambda o, p: o.load_state_dict(o.state_dict()),
+    ],
+)
+def test_what_was_taken_before_states_start_over_is_refused(tmp_path: Path, change: Any) -> None:
+    made = Pair(tmp_path, "host")
+    with made.engine:
+        made.step(1)
+        param = made.ours.param_groups[0]["params"][0]
+        states, held = made.ours.state, made.ours.state[param]["exp_avg"]
+        change(made.ours, param)
+        with pytest.raises(StateError, match="before its states started over"):
+            held.sum()
+        if states is not made.ours.state:
+            with pytest.raises(StateError, match="before another one took its place"):
+                made.ours.state = states
 
 
 @pytest.mark.sample(2)
