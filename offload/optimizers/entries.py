@@ -240,7 +240,9 @@ class OptimizerEntries(_Mapping):
         return dict.__getitem__(self, param)
 
     def get(self, param: Any, default: Any = None) -> Any:
-        return self[param] if param in self else default  # looking it up would make an entry
+        if param not in self:  # looking it up would make an entry
+            return default
+        return self[param]
 
     def setdefault(self, param: Any, default: Any = None) -> Any:
         if param not in self:
