@@ -1,6 +1,6 @@
 """Loggers, which receive the figures of every step of a run.
 
-    engine.watch(loggers=[CSVLogger("run.csv"), TensorBoardLogger("tb"), print_it])
+    engine.watch(loggers=[JSONLinesLogger("run.jsonl"), TensorBoardLogger("tb"), print_it])
     def print_it(values, step): ...
 
 A logger is anything with a method `log(values, step)`, or that can be called so. `values` are those
@@ -11,7 +11,6 @@ called at the end, if there is one. The libraries behind these are imported when
 from __future__ import annotations
 
 import asyncio
-import csv
 import importlib.util
 import json
 import math
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import aiofiles
 
@@ -52,11 +51,6 @@ def loggers_of(given: Any) -> list[Logger]:
 def _logger(given: Any) -> Logger:
     if isinstance(given, type):
         raise ConfigError(f"loggers: {given.__name__} is a class; make one of it")
-    if isinstance(given, str) and given in _READY:
-        raise ConfigError(
-            f"loggers: {given!r} is a name for train.loggers in a YAML file; pass "
-            f"offload.loggers.{_READY[given]}(...)"
-        )
     if callable(getattr(given, "log", None)):
         return given  # type: ignore[no-any-return]
     if callable(given):
@@ -87,7 +81,6 @@ def closing_all(loggers: Iterable[Logger]) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- files
 class JSONLinesLogger:
     """Writes a line of JSON per step, while the next steps run. An existing file is continued."""
 
@@ -152,73 +145,6 @@ def _ends_amid_a_line(path: Path) -> bool:
         return file.read() != b"\n"
 
 
-class CSVLogger:
-    """Writes a table with a row per step. An existing file is continued; a new figure adds a column
-    to the table."""
-
-    def __init__(self, path: StrPath) -> None:
-        """Nothing is written before `log`."""
-        self.path = path_of(path, "path")
-        self._file: TextIO | None = None
-        self._columns: list[str] = []
-
-    def log(self, values: Values, step: int) -> None:
-        row = {"step": step, **dict(flat(values))}
-        if self._file is None:
-            is_cut = _ends_amid_a_line(self.path)
-            self._columns, rows = self._read(but_last=is_cut)
-            if is_cut:
-                self._write(self._columns, rows)
-        new = [name for name in row if name not in self._columns]
-        if new:
-            self._widen(new)
-        if self._file is None:
-            self._file = self._open("a")
-        csv.writer(self._file, lineterminator="\n").writerow(map(row.get, self._columns))
-        self._file.flush()
-
-    def keep(self, steps: int) -> None:
-        """Keep the rows of an earlier run up to step `steps`, and drop all others."""
-        columns, rows = self._read()
-        if columns:
-            at = columns.index("step")
-            self._write(columns, [row for row in rows if int(row[at]) <= steps])
-
-    def _widen(self, new: list[str]) -> None:
-        self.close()
-        columns, rows = self._read()
-        self._columns = columns + new
-        self._write(self._columns, [row + [""] * len(new) for row in rows])
-
-    def _read(self, *, but_last: bool = False) -> tuple[list[str], list[list[str]]]:
-        """Return columns and whole rows, without the last one if it is cut. Raises ConfigError for
-        a file of another kind."""
-        if not self.path.exists():
-            return [], []
-        with self._open("r") as file:
-            header, *rows = [*csv.reader(file)] or [[]]
-        if header and "step" not in header:
-            raise ConfigError(f"{self.path} is no table of steps; name another file")
-        rows = rows[:-1] if but_last else rows
-        return header, [row for row in rows if len(row) == len(header)]
-
-    def _write(self, columns: list[str], rows: list[list[str]]) -> None:
-        with self._open("w") as file:
-            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
-
-    def _open(self, mode: str) -> TextIO:
-        _make_parent(self.path)
-        try:
-            return self.path.open(mode, newline="", encoding="utf-8")  # type: ignore[return-value]
-        except OSError as error:
-            raise PathError(f"cannot open {self.path}: {error.strerror}") from None
-
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-
 # ---------------------------------------------------------------- programs with curves
 class TensorBoardLogger:
     """Curves for TensorBoard, in a folder of its own."""
@@ -281,7 +207,7 @@ class _Curves:
     def of(self, values: Values) -> Iterator[tuple[str, float]]:
         before, self._before = self._before, values
         rest = {name: value for name, value in values.items() if name not in _COUNTED}
-        ours = dict(flat(rest))
+        ours = dict(_flat(rest))
         for name, value in ours.items():
             if value is not None:
                 yield name, value
@@ -300,25 +226,17 @@ class _Curves:
 _COUNTED = ("moved", "waited", "elapsed_seconds", "figures")
 
 
-# ---------------------------------------------------------------- by name
-_READY = {
-    "csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger",
-    "jsonl": "JSONLinesLogger",
-}  # fmt: skip
-
-
 def check_names(names: Iterable[str]) -> None:
     """Raise ConfigError if the library behind one of `train.loggers` is missing."""
     for name in names:
-        if name != "csv":
-            _check(f"train.loggers: {name}", name)
+        _check(f"train.loggers: {name}", name)
 
 
-def flat(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield figures by name; those of an inner mapping are named like `tiers/host`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}/")
+            yield from _flat(value, f"{prefix}{name}/")
         else:
             yield f"{prefix}{name}", value
 

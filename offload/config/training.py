@@ -212,11 +212,11 @@ class TrainConfig(Section):
     """Checkpoints that stay: the last ones."""
     keep_every: int | None = key(None, example=1000, ge=1, unit="steps", absent="none of them")
     """Of older checkpoints those of each so-manieth step stay, too."""
-    loggers: Annotated[tuple[Literal["csv", "tensorboard", "wandb"], ...], Field(strict=False)] = (
-        key((), example=["csv", "tensorboard"])
+    loggers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = key(
+        (), example=["tensorboard"]
     )
-    """Where figures of each step go beside the run folder's metrics.jsonl: metrics.csv or
-    tensorboard/ in that folder, or Weights & Biases."""
+    """Where figures of each step go beside the run folder's metrics.jsonl: tensorboard/ in that
+    folder, or Weights & Biases."""
     compare_plain: bool = key(False)
     """Train the same in plain PyTorch afterwards, in a process of its own, and show both (one rank,
     optimizer.type: adamw, fp32 or bf16)."""

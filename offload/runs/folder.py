@@ -2,7 +2,7 @@
 
 config.resolved.yaml     the configuration, with every default filled in
 metrics.jsonl            one line per step
-metrics.csv, tensorboard, wandb    the same, if train.loggers requests it
+tensorboard, wandb       the same, if train.loggers requests it
 plain.jsonl              the same for plain PyTorch, if train.compare_plain requests it
 prediction.json          the expected memory and step time
 measured.json            the measured memory and step time, once the run has ended
@@ -30,7 +30,7 @@ from offload.checkpoint.format.steps import has_steps
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml
-from offload.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from offload.loggers import Logger, TensorBoardLogger, WandbLogger
 from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.runs.metrics import MetricsFile, write_whole
 from offload.runs.page import PAGE, write_page
@@ -167,10 +167,6 @@ class RunFolder:
         return [self.metrics, *(self._logger(name, steps_done) for name in dict.fromkeys(names))]
 
     def _logger(self, name: str, steps_done: int) -> Logger:
-        if name == "csv":
-            table = CSVLogger(self.path / "metrics.csv")
-            table.keep(steps_done)
-            return table
         if name == "tensorboard":
             return TensorBoardLogger(self.path / "tensorboard", purge_step=steps_done + 1)
         kept = self.path / "wandb-run-id"  # one run there, however often it is resumed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -11,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from offload.errors import ConfigError, PathError
+from offload.errors import ConfigError
 from offload.loggers import (
-    CSVLogger,
     JSONLinesLogger,
     TensorBoardLogger,
     WandbLogger,
@@ -30,23 +28,6 @@ def row(step: int, **changed: Any) -> dict[str, Any]:
         moved={"nvme read": step << 30}, waited={"nvme": 0.125}, elapsed_seconds=0.5 * step,
     ).values()  # fmt: skip
     return {**values, **changed}
-
-
-def table(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def test_a_file_that_is_no_table_of_steps_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
-    path.write_text("name,age\nx,3\n")
-    with pytest.raises(ConfigError, match=r"mine\.csv is no table of steps"):
-        CSVLogger(path).log(row(1), 1)
-    assert path.read_text() == "name,age\nx,3\n"
-    with pytest.raises(PathError, match="cannot open"):
-        CSVLogger(tmp_path).log(row(1), 1)
-    with pytest.raises(PathError, match="cannot create"):
-        CSVLogger(path / "below").log(row(1), 1)
 
 
 def test_no_step_waits_for_a_file_that_takes_its_time(tmp_path: Path) -> None:
@@ -104,10 +85,9 @@ def test_anything_that_can_be_called_or_logs_is_a_logger() -> None:
     ("given", "said"),
     [
         (print, "is not a list; put it into one"),
-        ("csv", "is not a list"),
-        (["csv"], r"pass offload\.loggers\.CSVLogger"),
-        (["wandb"], r"pass offload\.loggers\.WandbLogger"),
-        ([CSVLogger], "CSVLogger is a class; make one of it"),
+        ("wandb", "is not a list"),
+        (["wandb"], "a str has no method log"),
+        ([WandbLogger], "WandbLogger is a class; make one of it"),
         ([3], r"a int has no method log\(values, step\)"),
         ([{}], "a dict has no method"),
     ],
@@ -178,21 +158,13 @@ def test_a_run_of_weights_and_biases_gets_every_step(
             WandbLogger(project="another")
 
 
-@pytest.mark.parametrize("cut", [1, 3, 40])  # within the last value, and columns before
-def test_what_a_killed_program_left_of_a_line_spoils_no_other(cut: int, tmp_path: Path) -> None:
-    table, lines = tmp_path / "a.csv", tmp_path / "a.jsonl"
-    for step in (1, 2):
-        for logger in (CSVLogger(table), JSONLinesLogger(lines)):
+def test_what_a_killed_program_left_of_a_line_spoils_no_other(tmp_path: Path) -> None:
+    lines = tmp_path / "a.jsonl"
+    for step in (1, 2, 3):
+        with closing_all([logger := JSONLinesLogger(lines)]):
             logger.log(row(step), step)
-            logger.close()
-    table.write_bytes(table.read_bytes()[:-cut])
-    lines.write_bytes(lines.read_bytes()[:-3])
-    for logger in (CSVLogger(table), JSONLinesLogger(lines)):
-        logger.log(row(3), 3)
-        logger.close()
-    with table.open() as file:
-        assert [each["step"] for each in csv.DictReader(file)] == ["1", "3"]
+        if step == 2:
+            lines.write_bytes(lines.read_bytes()[:-3])
     whole = [json.loads(line) for line in lines.read_text().splitlines() if line.endswith("}}")]
     assert [each["step"] for each in whole] == [1, 3]
-    read = MetricsFile(lines).read()
-    assert [each.step for each in read] == [1, 3]
+    assert [each.step for each in MetricsFile(lines).read()] == [1, 3]

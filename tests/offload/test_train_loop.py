@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import shutil
@@ -114,19 +113,6 @@ def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
     output = run_quietly(config, tmp_path / "cut", resume=True)
     assert "resumed after step 4" in output
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-
-
-def rows_of(table: Path) -> list[dict[str, str]]:
-    with table.open() as file:
-        return list(csv.DictReader(file))
-
-
-def test_every_logger_is_told_of_every_step(make_config: Any, tmp_path: Path) -> None:
-    run_quietly(make_config({"loggers": ["csv"]}), tmp_path / "run")
-    rows = rows_of(tmp_path / "run/metrics.csv")
-    assert [float(row["loss"]) for row in rows] == losses(tmp_path / "run")
-    assert [row["step"] for row in rows] == list("123456")
-    assert {"waited/update", "moved/nvme read", "tiers/host"} <= rows[0].keys()
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
