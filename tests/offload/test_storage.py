@@ -22,6 +22,7 @@ from offload.planning.step.traffic import find_copies
 from offload.tiers.tier import Tier
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.model_shape import GroupShape, ModelShape
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
@@ -312,11 +313,9 @@ def test_weights_that_are_not_finite_in_the_precision_are_refused(
 
 
 def test_an_adapter_that_is_frozen_is_not_rounded(tmp_path: Path) -> None:
-    """PEFT's names and attributes, for inference."""
+    """PEFT's names, for inference."""
 
     class Tuner(nn.Module):
-        adapter_layer_names = ("lora_A", "lora_B")
-
         def __init__(self) -> None:
             super().__init__()
             self.base_layer = nn.Linear(WIDTH, WIDTH)
@@ -333,12 +332,13 @@ def test_an_adapter_that_is_frozen_is_not_rounded(tmp_path: Path) -> None:
 
 def test_experts_that_are_adapted_one_by_one_are_refused() -> None:
     from offload.kernels.weight_formats import Code, WeightFormat
-    from offload.zero.groups.storage import Storage, cut
+    from offload.zero.groups.storage import Storage
 
     params = (ParamShape(("m.experts.0.base",), (64, 64), False), ParamShape(("lora",), (4, 64)))
+    shape = ModelShape((GroupShape("m.experts.0", params, table="m.experts"),), ())
     storage = Storage(WeightFormat(Code.INT4, 32))
     with pytest.raises(UnsupportedError, match="add m\\.experts to"):
-        cut(storage, [("m.experts.0", "m.experts", params)])
+        shape.stored(storage)
 
 
 # ---------------------------------------------------------------- the state itself

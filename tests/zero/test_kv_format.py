@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
+from offload.kernels.weight_formats import Code, WeightFormat
+from offload.zero.groups.bits import FLOAT_OF, flat_array
 from offload.zero.kv.page_format import (
     KVShape,
     PageFormat,
@@ -79,26 +83,23 @@ def test_8_bits_are_half_a_step_off_at_most(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_operations_of_torch_have_the_bits_of_the_kernels(dtype: torch.dtype) -> None:
-    """They stand in on devices."""
-    shape = KVShape(2, 64, dtype)
-    states = torch.randn(1, 2, 40, 64) * 2.0 ** torch.randint(-40, 15, (1, 2, 40, 1))
-    states[0, 0, 0, 0], states[0, 0, 1, 5], states[0, 0, 2] = torch.inf, torch.nan, 0
+def test_operations_of_torch_have_the_bits_of_the_kernels_for_weights(dtype: torch.dtype) -> None:
+    states = torch.randn(80, 64) * 2.0 ** torch.randint(-40, 15, (80, 1))
+    states[0, 0], states[1, 5], states[2] = torch.inf, torch.nan, 0
     states = states.to(dtype)
-    page = PageFormat(shape, shape, 1, 40, int8=True)
-    flat = torch.zeros(page.nbytes, dtype=torch.uint8)
-    page.write(flat, 0, states, states)
-    words, codes = page._stored(shape, page._parts(flat)[0][1])
-    ours = torch.empty_like(words), torch.empty_like(codes)
-    encode_int8(states, *ours)
-    assert torch.equal(ours[0], words)
-    assert torch.equal(ours[1], codes)
-    wanted, found = torch.empty_like(states), torch.empty_like(states)
-    page.read(flat, slice(40), None, wanted, None)
+    words, codes = torch.empty(80, 1, dtype=torch.int32), torch.empty(80, 64, dtype=torch.uint8)
+    encode_int8(states, words, codes)
+    kind, weights = FLOAT_OF[dtype], WeightFormat(Code.INT8, 64)
+    wanted_words, wanted_codes = np.empty(80, np.uint32), np.empty(80 * 64, np.uint8)
+    encode_weights(flat_array(states), wanted_words, wanted_codes, weights, kind)
+    assert np.array_equal(words.view(-1).numpy().view(np.uint32), wanted_words)
+    assert np.array_equal(codes.view(-1).numpy(), wanted_codes)
+    found, wanted = torch.empty_like(states), torch.empty_like(states)
     decode_int8(words, codes, found)
+    decode_weights(wanted_words, wanted_codes, flat_array(wanted), weights, kind)
     assert torch.equal(found.nan_to_num(-1.0), wanted.nan_to_num(-1.0))  # NaNs of any payload
-    assert wanted[0, 0, :2].isnan().all()
-    assert not wanted[0, 0, 2].any()
+    assert wanted[:2].isnan().all()
+    assert not wanted[2].any()
 
 
 @pytest.mark.parametrize("int8", [False, True])

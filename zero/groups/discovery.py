@@ -8,7 +8,7 @@ every other unit with that weight needs the first one's group as well.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,8 +38,6 @@ _CHOSEN = (
     "moe_k", "top_k_experts",
 )  # fmt: skip
 _ATTRIBUTES = ("num_experts_per_tok", "top_k", "k")  # of routers, and of modules with experts
-_INSIDE = ("text_config", "ffn_config")
-_BY_TYPE = {"switch_transformers": 1, "nllb-moe": 2}  # written into the code
 
 
 @dataclass(slots=True)
@@ -74,7 +72,6 @@ class Discovery:
     packed: list[PackedParam]
     experts_per_token: int | None = None  # that a router chooses, where that is known
     cached: tuple[CachedLayer, ...] = ()  # layers whose keys and values are kept in tiers
-    adapters: frozenset[str] = frozenset()  # parameters that PEFT has added, by their names
 
     def shape(self) -> ModelShape:
         """Return the same without modules and values."""
@@ -84,10 +81,9 @@ class Discovery:
 
     def stored(self, storage: Storage | None) -> Discovery:
         """Return the same with frozen weights as `storage` has them, apart from those that are
-        trained; with None, unchanged. Adapters are small, and not rounded with the weights that
-        they adapt.
+        trained; with None, unchanged.
 
-        Raises ConfigError and UnsupportedError as `zero.storage.cut`; UnsupportedError for
+        Raises ConfigError and UnsupportedError as `ModelShape.stored`; UnsupportedError for
         DTensors.
         """
         if storage is None:
@@ -98,7 +94,7 @@ class Discovery:
                     f"storage.weights: {names[0]} is a DTensor, of which each rank has a part; "
                     "remove storage, or do not parallelise the model"
                 )
-        shape = self.shape().stored(replace(storage, raw=self.adapters))
+        shape = self.shape().stored(storage)
         params = {names: param for group in self.groups for names, param in group.params}
         units = zip(self.units, shape.units, strict=True)
         return replace(
@@ -109,17 +105,6 @@ class Discovery:
             ],
             units=[replace(unit, groups=list(its.groups)) for unit, its in units],
         )  # fmt: skip
-
-
-def _adapters_in(model: nn.Module) -> Iterator[str]:
-    """Yield the names of parameters that PEFT has added."""
-    for prefix, module in model.named_modules():
-        added = getattr(module, "adapter_layer_names", ())
-        added = (*added, "prompt_encoder") if hasattr(module, "peft_config") else added
-        for name, child in module.named_children() if added else ():
-            if name in added or name.startswith("lora_"):
-                inner = (each for each, _ in child.named_parameters())
-                yield from (f"{prefix}.{name}.{each}".removeprefix(".") for each in inner)
 
 
 def managed(param: nn.Parameter, only: torch.dtype | None = None) -> bool:
@@ -182,7 +167,6 @@ def discover(
     return Discovery(
         groups, units, rules.packed,
         experts_per_token_of(model) if any(group.shape.table for group in groups) else None,
-        adapters=frozenset(_adapters_in(model)),
     )  # fmt: skip
 
 
@@ -409,37 +393,18 @@ def _asks_the_registry(module: nn.Module) -> bool:
     return any(type(cell.cell_contents).__name__ == "ExpertsInterface" for cell in cells)
 
 
-def experts_per_token(values: Mapping[str, Any]) -> int | None:
-    """Return the number that all layers share; None if none is named, or layers differ."""
-    for key in _CHOSEN:
-        if (found := _number(values.get(key))) is not None:
-            return found
-    for key in _INSIDE:
-        inner = values.get(key)
-        inner = inner if isinstance(inner, Mapping) else getattr(inner, "__dict__", None)
-        if inner is not None and (found := experts_per_token(inner)) is not None:
-            return found
-    return _BY_TYPE.get(str(values.get("model_type")))
-
-
 def experts_per_token_of(model: nn.Module) -> int | None:
-    """Return the number from the model's configuration; without one, the number in its modules'
-    attributes, if they agree on it."""
+    """Return the number of experts that a router chooses, as the model's configuration has it;
+    without one, as its modules' attributes have it. None if that is unknown, or layers differ."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):
-        return experts_per_token(vars(config.get_text_config()))
-    found = {
-        number
-        for module in model.modules()
-        for name in _ATTRIBUTES
-        if (number := _number(getattr(module, name, None))) is not None
-    }
+        text = config.get_text_config()
+        return _the_number([text, getattr(text, "ffn_config", None)], _CHOSEN)
+    return _the_number(model.modules(), _ATTRIBUTES)
+
+
+def _the_number(owners: Iterable[Any], names: Sequence[str]) -> int | None:
+    """Return the number that attributes with these names have, if it is one."""
+    values = (getattr(owner, name, None) for owner in owners for name in names)
+    found = {value for value in values if type(value) is int and value > 0}
     return found.pop() if len(found) == 1 else None
-
-
-def _number(value: Any) -> int | None:
-    """Return one number, or that of a list with the same one for each layer; None otherwise."""
-    if isinstance(value, list):
-        return _number(value[0]) if value and all(each == value[0] for each in value) else None
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return value if whole and value > 0 else None

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import Layout, ParamShape, lay_out
-from offload.zero.groups.storage import Storage, cut
+from offload.zero.groups.storage import Storage
 from offload.zero.kv.sizes import CachedLayer
 from offload.zero.ranks.sharding import ALONE, Sharding
 
@@ -123,22 +124,32 @@ class ModelShape:
 
     def stored(self, storage: Storage | None) -> ModelShape:
         """Return the same model with frozen weights as `storage` has them, apart from those that
-        are trained (see `zero.storage.cut`), with None as it is. It must be the last of these
-        changes."""
+        are trained, with None as it is. It must be the last of these changes.
+
+        A group with weights in codes is one of frozen parameters alone: nothing of it is updated,
+        and its bytes at home are not those that the model computes with. So a unit that trains some
+        of its parameters (adapters) and has others in codes has two groups:
+
+            before    layers.0          ├ lora_A, lora_B ┤├ q_proj, k_proj, ..., norms ┤
+            after     layers.0          ├ lora_A, lora_B ┤
+                      layers.0, int4    ├ q_proj, k_proj, ..., norms ┤
+
+        Raises ConfigError as `Storage.check`; UnsupportedError for experts that move one by one,
+        of which some parameters are trained and others stored.
+        """
         if storage is None:
             return self
-        cuts, renumbered = cut(storage, [(g.name, g.table, g.params) for g in self.groups])
-        groups = (
-            replace(
-                self.groups[each.group], name=each.name,
-                params=tuple(
-                    replace(self.groups[each.group].params[number], stored=stored)
-                    for number, stored in zip(each.numbers, each.stored, strict=True)
-                ),
-            )
-            for each in cuts
-        )  # fmt: skip
-        units = (replace(unit, groups=tuple(renumbered(unit.groups))) for unit in self.units)
+        storage.check([param for group in self.groups for param in group.params])
+        groups: list[GroupShape] = []
+        numbers: list[range] = []  # the groups that each one is cut into
+        for group in self.groups:
+            parts = _cut(group, storage)
+            numbers.append(range(len(groups), len(groups) + len(parts)))
+            groups += parts
+        units = (
+            replace(unit, groups=tuple(new for index in unit.groups for new in numbers[index]))
+            for unit in self.units
+        )
         return replace(self, groups=tuple(groups), units=tuple(units))
 
     def sharded(self, ranks: int, replicas: int = 1) -> ModelShape:
@@ -165,6 +176,27 @@ class ModelShape:
     @cached_property
     def numel_trainable(self) -> int:
         return sum(p.numel for group in self.groups for p in group.params if p.trainable)
+
+
+def _cut(group: GroupShape, storage: Storage) -> list[GroupShape]:
+    """Return a group with its weights as they are stored, or its trained parameters and its frozen
+    ones where these are stored in codes."""
+    params = tuple(
+        replace(param, stored=storage.format) if storage.stores(param) else param
+        for param in group.params
+    )
+    trained = tuple(param for param in params if param.trainable)
+    if not trained or not any(param.stored for param in params):
+        return [replace(group, params=params)]
+    if group.table:
+        raise UnsupportedError(
+            f"storage.weights: {group.name} has trained parameters beside frozen ones that would "
+            f"be stored in {storage.format.name}, and moves by itself; add {group.table} to "
+            "storage.skip, or adapt other modules than the experts"
+        )
+    label = ", ".join(part for part in (group.name, storage.format.name) if part)
+    frozen = tuple(param for param in params if not param.trainable)
+    return [replace(group, params=trained), replace(group, name=label, params=frozen)]
 
 
 def _unpacked(rows: Sequence[ParamShape]) -> Iterator[ParamShape]:

@@ -1,39 +1,30 @@
-"""The frozen weights that are stored in fewer bits, and the groups that are cut for them.
-
-A group whose weights are stored in codes is one of frozen parameters alone: nothing of it is ever
-updated, and its bytes at home are not those that the model computes with. So a unit that trains
-some of its parameters (adapters) and has others in codes has two groups:
-
-    before    layers.0          ├ lora_A, lora_B ┤├ q_proj, k_proj, ..., norms ┤
-    after     layers.0          ├ lora_A, lora_B ┤
-              layers.0, int4    ├ q_proj, k_proj, ..., norms ┤
-"""
+"""The frozen weights that are stored in fewer bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
 
 from offload.kernels.weight_formats import WeightFormat
-from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.tiers.errors import ConfigError
 from offload.zero.groups.coded_layout import refusal
 from offload.zero.groups.layout import ParamShape
 
 HEAD = "lm_head"  # stays as it is where nothing is said: its rounding is seen in every logit
+# Adapters of PEFT are small, and not rounded with the weights that they adapt, also where frozen.
+_ADAPTERS = ("lora_*", "prompt_encoder")
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The configured storage of frozen weights. `raw`: names of parameters that stay as they are in
-    any case."""
+    """The configured storage of frozen weights."""
 
     format: WeightFormat
     skip: tuple[str, ...] | None = None  # None: HEAD, where there is one
-    raw: Collection[str] = field(default=frozenset(), compare=False)
 
     def stores(self, param: ParamShape) -> bool:
         """Return whether a parameter is stored in codes: a matrix that is frozen, of which no name
@@ -41,13 +32,12 @@ class Storage:
         return (
             not param.trainable
             and _is_matrix(param)
-            and not any(name in self.raw for name in param.names)
             and not any(is_named(name, each) for name in param.names for each in self._skip)
         )
 
     @property
     def _skip(self) -> tuple[str, ...]:
-        return (HEAD,) if self.skip is None else self.skip
+        return (*_ADAPTERS, *((HEAD,) if self.skip is None else self.skip))
 
     def check(self, params: Sequence[ParamShape]) -> None:
         """Raise ConfigError if a pattern names nothing, or nothing is left to be stored."""
@@ -126,51 +116,3 @@ def _last_names(params: Sequence[ParamShape]) -> list[str]:
 
 def _listing(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A group of its own: some parameters (by their numbers) of a group, each as it is stored."""
-
-    group: int
-    name: str
-    numbers: tuple[int, ...]
-    stored: tuple[WeightFormat | None, ...]
-
-
-def cut(
-    storage: Storage, groups: Sequence[tuple[str, str, Sequence[ParamShape]]]
-) -> tuple[list[Cut], Callable[[Sequence[int]], list[int]]]:
-    """Cut groups, given by their name, their table of experts and their parameters, so that what is
-    stored in codes is apart from what is trained. Returns them, and a function for the new numbers
-    of those that a unit needs.
-
-    Raises ConfigError as `Storage.check`; UnsupportedError for experts that move one by one, of
-    which some parameters are trained and others stored.
-    """
-    storage.check([param for _, _, params in groups for param in params])
-    cuts: list[Cut] = []
-    numbers: list[list[int]] = []
-    for index, (name, table, params) in enumerate(groups):
-        here = list(_cut(storage, index, name, params))
-        if table and len(here) > 1:
-            raise UnsupportedError(
-                f"storage.weights: {name} has trained parameters beside frozen ones that would be "
-                f"stored in {storage.format.name}, and moves by itself; add {table} to "
-                "storage.skip, or adapt other modules than the experts"
-            )
-        numbers.append([len(cuts) + offset for offset in range(len(here))])
-        cuts += here
-    return cuts, lambda used: [new for index in used for new in numbers[index]]
-
-
-def _cut(storage: Storage, index: int, name: str, params: Sequence[ParamShape]) -> Iterator[Cut]:
-    stored = [storage.format if storage.stores(param) else None for param in params]
-    trained = [number for number, param in enumerate(params) if param.trainable]
-    if not any(stored) or not trained:
-        yield Cut(index, name, tuple(range(len(params))), tuple(stored))
-        return
-    frozen = [number for number, param in enumerate(params) if not param.trainable]
-    yield Cut(index, name, tuple(trained), (None,) * len(trained))
-    label = ", ".join(part for part in (name, storage.format.name) if part)
-    yield Cut(index, label, tuple(frozen), tuple(stored[number] for number in frozen))

@@ -25,15 +25,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.nn import functional
 
-from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
-from offload.kernels.floats import Array
-from offload.kernels.weight_formats import Code, WeightFormat
 from offload.tiers.units import round_up
-from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.kv.sizes import coded_dim, group_of, vector_nbytes
 
 _ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
@@ -175,31 +170,15 @@ def _encode(shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, torch.T
     values = functional.pad(states.to(shape.dtype), (0, coded - shape.dim)).contiguous()
     words = values.new_empty((*values.shape[:-1], coded // size), dtype=torch.int32)
     codes = torch.empty_like(values, dtype=torch.uint8)
-    if values.device.type == "cpu":
-        kind, weights = FLOAT_OF[shape.dtype], WeightFormat(Code.INT8, size)
-        flat = _flat(values.view(torch.uint8)).view(kind.storage)
-        encode_weights(flat, _flat(words).view(np.uint32), _flat(codes), weights, kind)
-    else:
-        encode_int8(values, words, codes)
+    encode_int8(values, words, codes)
     return words, codes
 
 
 def _decode(shape: KVShape, words: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Return the vectors [..., dim]."""
-    words, codes = words.contiguous(), codes.contiguous()
     values = torch.empty_like(codes, dtype=shape.dtype)
-    if values.device.type == "cpu":
-        kind, weights = FLOAT_OF[shape.dtype], WeightFormat(Code.INT8, group_of(shape.dim))
-        flat = _flat(values.view(torch.uint8)).view(kind.storage)
-        decode_weights(_flat(words).view(np.uint32), _flat(codes), flat, weights, kind)
-    else:
-        decode_int8(words, codes, values)
+    decode_int8(words.contiguous(), codes.contiguous(), values)
     return values[..., : shape.dim]
-
-
-def _flat(tensor: torch.Tensor) -> Array:
-    array: Array = tensor.view(-1).numpy()
-    return array
 
 
 def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) -> None:
