@@ -16,6 +16,7 @@ from offload.cli.errors import GuardedGroup, failing_io
 from offload.cli.model_folders import compress, perplexity
 from offload.display.plain_text import echo
 
+_MOST = 1 << 16  # ranks on a machine, or machines
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
 
 app = typer.Typer(
@@ -73,9 +74,17 @@ def plan(
     file: File,
     option: Overrides = None,
     ranks: Annotated[
-        int, typer.Option(metavar="N", help="Processes on each machine, as torchrun starts them.")
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=_MOST,
+            help="Processes per machine, as under torchrun.",
+        ),
     ] = 1,
-    nodes: Annotated[int, typer.Option(metavar="M", help="Machines like this one.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(metavar="M", min=1, max=_MOST, help="Machines like this one.")
+    ] = 1,
     model: Annotated[
         str | None,
         typer.Option(
@@ -84,25 +93,11 @@ def plan(
             "Default: what FILE was written for, or the built-in model.",
         ),
     ] = None,
-    inference: Annotated[
-        bool, typer.Option("--inference", help="Generating text, not training.")
-    ] = False,
-    batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Sequences per pass. Inference only.")
-    ] = None,
-    prompt: Annotated[int | None, typer.Option(metavar="N", help="Tokens of each prompt.")] = None,
-    new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens to generate for each.")
-    ] = None,
 ) -> None:
     """Print the placement of all states, and the bytes it takes, without training."""
-    from offload.cli.plan import print_inference_plan, print_plan
+    from offload.cli.plan import print_plan
 
-    generation = {"--batch": batch, "--prompt": prompt, "--new-tokens": new_tokens}
-    if inference:
-        print_inference_plan(file, option or [], model, generation, ranks * nodes)
-        return
-    print_plan(file, option or [], ranks, nodes, model, generation)
+    print_plan(file, option or [], ranks, nodes, model)
 
 
 @app.command()

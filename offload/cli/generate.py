@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 from offload.cli.errors import located
 from offload.config import OffloadConfig
 from offload.display.plain_text import without_controls
-from offload.tiers.errors import ConfigError, OffloadError, PathError
+from offload.tiers.errors import ConfigError, PathError
 
 if TYPE_CHECKING:
     from offload.inference import Dispatched
     from offload.integrations.transformers.text_generation import Encoded, Sampling, Stream
     from offload.process.interrupts import Interrupts
-    from offload.runs.forecast import Forecast
 
-_log = logging.getLogger("offload")
 _STOPPING = "Ctrl-C: finishing this token; press Ctrl-C again to quit at once"
 
 
@@ -98,17 +95,16 @@ class _Generation:
         encoded = tokenizer.encode(prompts, chat=asked.chat)
         new_tokens = fitting_tokens(model, encoded.length, asked.new_tokens)
         torch.manual_seed(self._config.seed if asked.seed is None else asked.seed)
-        config, forecast = self._planned(encoded, new_tokens)
         several = encoded.batch > 1
         _replace_unknown_letters()
         stream = Stream(tokenizer, None if several else _write, self._say, new_tokens)
         with noted_interrupts() as interrupts:
-            offload.dispatch(model, config)
+            offload.dispatch(model, self._config)
             with offload.dispatched(model) as dispatched:
                 new = self._tokens(model, encoded, stream, dispatched, interrupts, tokenizer)
                 if several:
                     _write_all([tokenizer.decode(row) for row in new.tolist()])
-                self._close(stream, encoded, dispatched, forecast)
+                self._close(stream, encoded, dispatched)
             interrupts.check()
 
     def _tokens(
@@ -128,35 +124,7 @@ class _Generation:
             _write("\n")
         return found
 
-    # ---------------------------------------------------------------- before
-    def _planned(self, encoded: Encoded, new_tokens: int) -> tuple[OffloadConfig, Forecast | None]:
-        """Return the configuration, with its open settings chosen for this generation, and the
-        forecast; None in place of the forecast if the model's passes cannot be traced."""
-        from offload.cli.planned_model import generating
-        from offload.planning.plan.workload import Generation
-        from offload.runs.forecast import forecast_generation
-
-        config = self._config
-        asked = Generation(encoded.batch, encoded.length, new_tokens)
-        try:
-            found = generating(config, str(self._asked.folder), asked)
-        except OffloadError as error:
-            _log.warning("no prediction for this run: %s", error)
-            return config, None
-        if found.facts is None:
-            return config, None
-        forecast = forecast_generation(found.config, found.shape, found.facts, asked)
-        if forecast is None:
-            return config, None
-        for short in forecast.planned.shortfalls:  # dispatch refuses budgets that are too small
-            _log.warning("%s", short.message)
-        return forecast.config, forecast
-
-    # ---------------------------------------------------------------- behind
-    def _close(
-        self, stream: Stream, encoded: Encoded, dispatched: Dispatched, forecast: Forecast | None
-    ) -> None:
-        from offload.planning.choice.run_check import Measured, compare
+    def _close(self, stream: Stream, encoded: Encoded, dispatched: Dispatched) -> None:
         from offload.process.machine import peak_rss_nbytes
         from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line
 
@@ -168,12 +136,6 @@ class _Generation:
         self._console.print(summary_table(dispatched.config, report, memory, None))
         self._say(moved_line(report.bytes_moved))
         self._say(waits_line(report.waits))
-        times = stream.times
-        if forecast is not None:
-            tiers = {name: tier.peak_nbytes for name, tier in report.tiers.items()}
-            seconds = times.pass_s if stream.most > 1 else times.prefill_s
-            measured = Measured(tiers, rss, seconds, len(times.tokens_s))
-            self._say(compare(forecast.prediction(), measured, step="pass").line)
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)

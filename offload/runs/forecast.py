@@ -15,19 +15,17 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
 from offload.planning.activations.facts import ActivationFacts
-from offload.planning.activations.generation_facts import GenerationFactsOf
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import chosen_config
 from offload.planning.choice.run_check import Prediction
-from offload.planning.choice.run_plan import RunPlan, estimate_inference, plan_run
-from offload.planning.choice.solver import RunFacts, Solution, solve
+from offload.planning.choice.run_plan import RunPlan, plan_run
+from offload.planning.choice.solver import RunFacts, Solution
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import NOMINAL, Speeds
-from offload.planning.plan.estimate import InferenceEstimate
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.tuning import WORTH_MEASURING_NBYTES
-from offload.planning.plan.workload import Generation, Workload
+from offload.planning.plan.workload import Workload
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.tier import Tier
@@ -46,7 +44,6 @@ class Forecast:
 
     planned: RunPlan
     speeds: Speeds | None
-    inference: InferenceEstimate | None = None  # of a run that generates text
 
     @property
     def solution(self) -> Solution:
@@ -94,7 +91,7 @@ def forecast(
 
 def forecast_of(
     config: OffloadConfig, shape: ModelShape, facts: FactsOf, workload: Workload,
-    sharding: Sharding = ALONE, here: int | None = None, *, trains: bool = True,
+    sharding: Sharding = ALONE, here: int | None = None,
 ) -> Forecast | None:  # fmt: skip
     """Like `forecast`, for a model known by its shape; `facts` returns the cost of its passes."""
     device = compute_device(config)
@@ -102,8 +99,6 @@ def forecast_of(
     speeds = _speeds(config, shape)
     gpu = accelerator.is_accelerator(device)
     baseline = known_baseline(config.precision, gpu=gpu)
-    if not trains:
-        baseline = baseline.with_transformers()
     run = RunFacts(workload, speeds or replace(NOMINAL, gpu=gpu), facts, baseline)
     try:
         planned = plan_run(config, shape, hardware, run)
@@ -111,32 +106,6 @@ def forecast_of(
         _log.warning("no prediction for this run: %s", error)
         return None
     return Forecast(planned, speeds)
-
-
-def forecast_generation(
-    config: OffloadConfig, shape: ModelShape, facts: GenerationFactsOf, generation: Generation
-) -> Forecast | None:
-    """Plan a model that generates as much as `generation`: the plan is that of `offload.dispatch`
-    if it leaves room for activations, else one that does. `config` is for inference, `shape`
-    frozen. Returns None like `forecast`."""
-
-    def under(config: OffloadConfig) -> Forecast | None:
-        return forecast_of(
-            config, shape, lambda settled: facts(settled, generation).peak, generation.usual,
-            trains=False,
-        )  # fmt: skip
-
-    alone = solve(config, shape, this_machine(config.nvme, compute_device(config)))
-    found = under(chosen_config(alone.best.config, alone.best.plan))
-    if found is not None and found.planned.shortfalls:
-        found = under(config)
-    if found is None:
-        return None
-    solution = replace(found.solution, open_keys=alone.open_keys)
-    planned = replace(found.planned, asked=config, solution=solution)
-    speeds = found.speeds if found.timed else None
-    inference = estimate_inference(planned, generation, facts, speeds)
-    return replace(found, planned=planned, inference=inference)
 
 
 def workload_of(config: OffloadConfig) -> Workload:

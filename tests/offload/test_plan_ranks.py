@@ -58,17 +58,8 @@ def test_one_rank_of_several_holds_its_shards(yaml: str, capsys: Any) -> None:
     assert row(several, "all 2 ranks")[1] == pytest.approx(2 * needed, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--ranks", "0"), "--ranks 0: write 1 to"),
-        (("--nodes", "-3"), "--nodes -3: write 1 to"),
-        (("--ranks", "4", "-o", "zero.shard_group=3"), "zero.shard_group: 3 does not divide the 4"),
-    ],
-)
-def test_bad_numbers_are_one_line_and_2(
-    arguments: tuple[str, ...], said: str, yaml: str, capsys: Any
-) -> None:
+def test_ranks_that_cannot_be_grouped_are_one_line_and_2(yaml: str, capsys: Any) -> None:
+    arguments = ("--ranks", "4", "-o", "zero.shard_group=3")
     code, _, error = run(capsys, yaml, *arguments)
     assert code == 2
-    assert said in " ".join(error.split())
+    assert "zero.shard_group: 3 does not divide the 4" in " ".join(error.split())

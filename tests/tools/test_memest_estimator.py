@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli.plan import _plan
-from offload.cli.planned_model import built_in
+from offload.cli.plan import _plan, built_in
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.choice.run_plan import remedy
@@ -103,7 +102,7 @@ def test_on_a_tight_machine_train_plan_and_memest_choose_the_same_plan(
 
     model = built_in(config)
     trained = forecast_of(model.config, model.shape, model.facts, model.workload)
-    shown = _plan(model, 1, 1, 1).solution.best
+    shown = _plan(model, 1, 1).solution.best
     source = read_yaml(file)
     found = Estimator()(Case(source, config.owning_the_loop(), model.workload, profile, None))
 

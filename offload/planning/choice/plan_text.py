@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from offload.planning.choice.solver import Solution
 from offload.planning.machine.preflight import Preflight
 from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan, breakdown, home_nbytes, needed_nbytes
-from offload.planning.plan.sizes import PlacedClass, class_of
+from offload.planning.plan.sizes import PlacedClass
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
@@ -25,7 +24,7 @@ from offload.tiers.units import format_bytes
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.config.model import StorageConfig
-    from offload.planning.plan.estimate import InferenceEstimate, StepEstimate
+    from offload.planning.plan.estimate import StepEstimate
     from offload.planning.plan.workload import Workload
 
 _CLASSES = (
@@ -48,7 +47,6 @@ class Planned:
     timed: bool  # whether the predicted times are of this machine's measured speeds
     ranks_here: int = 1  # on each machine
     experts: ExpertEstimate | None = None  # of a model that has some, moved one by one
-    inference: InferenceEstimate | None = None  # of a model that generates text
     assumed: tuple[str, ...] = ()
 
     @property
@@ -62,7 +60,7 @@ def describe(planned: Planned) -> RenderableType:
     parts += [_needs(planned.plan), ""]
     best = planned.solution.best
     if best.step is not None and planned.timed:
-        parts += _times(planned, best.step)
+        parts.append(_time(best.step))
     elif planned.plan.sharding.world_size > 1:
         parts.append("no step time: nothing is known of the network between the ranks")
     else:
@@ -97,19 +95,13 @@ def _headline(planned: Planned) -> RenderableType:
     table.add_column()
     table.add_row("model", Text(planned.model))
     table.add_row("", f"{numel:,} parameters ({trainable:,} trainable)")
-    if planned.inference is None:
-        table.add_row("a step", _work(planned.workload))
-    else:
-        table.add_row("generates", _generation(planned.inference))
+    table.add_row("a step", _work(planned.workload))
     table.add_row("groups", f"{len(plan.groups)}, the largest {_largest(plan)}")
     if plan.sharding.world_size > 1:
         table.add_row("ranks", _ranks(planned))
     table.add_row("computes on", f"{planned.device}, precision {config.precision}")
     if config.storage is not None:
         table.add_row("storage", _storage(plan, config.storage))
-    if planned.inference is not None:
-        table.add_row("", f"{plan.prefetch} groups fetched ahead")
-        return table
     table.add_row("master", f"{config.optimizer.master}, moments {config.optimizer.states}")
     table.add_row("chunk", f"{plan.chunk_numel:,} elements; {plan.prefetch} groups fetched ahead")
     checkpoint = str(config.placement.activations.checkpoint).lower()
@@ -126,16 +118,6 @@ def _work(workload: Workload) -> str:
     """The work of a step: `2 passes of 4 x 2,048 tokens`."""
     passes = f"{workload.passes} passes of " if workload.passes > 1 else ""
     return f"{passes}{workload.batch:,} x {workload.sequence:,} tokens"
-
-
-def _generation(found: InferenceEstimate) -> str:
-    """The work: `128 tokens for 4 prompts of 512; the cache takes 320.0 MiB in the end`."""
-    asked = found.generation
-    prompts = f"{asked.batch:,} prompts" if asked.batch > 1 else "a prompt"
-    cached = ""
-    if found.cache_nbytes is not None:
-        cached = f"; the cache takes {format_bytes(found.cache_nbytes)} in the end"
-    return f"{asked.new_tokens:,} tokens for {prompts} of {asked.prompt:,}{cached}"
 
 
 def _ranks(planned: Planned) -> str:
@@ -168,8 +150,6 @@ def _why(planned: Planned) -> RenderableType:
     table.add_column()
     said = reasons(planned.solution)
     for state_class, placement in planned.plan.placements.items():
-        if planned.inference is not None and class_of(state_class) is not StateClass.PARAMETERS:
-            continue
         chosen = _auto(planned, f"placement.{state_class}")
         table.add_row(state_class, placement.describe() + chosen, said[state_class])
     return table
@@ -213,22 +193,10 @@ def _needs(plan: Plan) -> RenderableType:
     return "\n".join(lines)
 
 
-def _times(planned: Planned, step: StepEstimate) -> Iterator[RenderableType]:
-    found = planned.inference
-    if found is None:
-        yield _time("step", step, "of the step")
-        return
-    if found.prefill is not None:
-        yield _time("prefill", found.prefill, "of the pass")
-    if found.generation.new_tokens > 1:
-        rate = f"{step.tokens_per_s:,.3g} tokens/s"
-        yield _time(f"decoding pass ({rate})", step, "of the pass")
-
-
-def _time(what: str, step: StepEstimate, share_head: str) -> RenderableType:
-    table = Table(title=f"Predicted {what}: {duration(step.seconds)}", title_justify="left")
+def _time(step: StepEstimate) -> RenderableType:
+    table = Table(title=f"Predicted step: {duration(step.seconds)}", title_justify="left")
     table.add_column("link")
-    for name in ("busy", share_head, "moved"):
+    for name in ("busy", "of the step", "moved"):
         table.add_column(name, justify="right", no_wrap=True)
     for link in step.links:
         if not (link.seconds or link.nbytes):
