@@ -14,7 +14,7 @@ from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.pass_watch import PassWatch
 from offload.planning.activations.saved_elsewhere import SavedElsewhere
-from offload.planning.activations.trace import as_the_engine, facts_of, training_run
+from offload.planning.activations.trace import as_the_engine, facts_of, run_of
 from offload.planning.activations.traced_blocks import watched_blocks
 from offload.planning.plan.workload import Workload
 from offload.zero.groups.discovery import discover
@@ -50,6 +50,7 @@ def _watched(
     model: nn.Module, config: OffloadConfig, workload: Workload, *, elsewhere: bool
 ) -> PassWatch:
     units = discover(model, config.groups.blocks).units
+    run = run_of(model, trains=True)
     watch = PassWatch()
     away = SavedElsewhere(watch.live, in_place=True) if elsewhere else None
     gc.collect()
@@ -59,7 +60,7 @@ def _watched(
             stack.enter_context(as_the_engine(model, units, config, away))
             stack.enter_context(watched_blocks(model, units, watch, skip=False))
             stack.enter_context(watch)
-            loss = training_run(model)(model, workload)
+            loss = run(model, workload)
             watch.end_forward(loss)
             loss.backward()
     finally:
@@ -84,7 +85,7 @@ def packed_nbytes(model: nn.Module, workload: Workload) -> int:
 
     hook = model.register_forward_pre_hook(before, with_kwargs=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = training_run(model)(model, workload)
+        loss = run_of(model, trains=True)(model, workload)
     hook.remove()
     given = {storage._cdata for storage in others.values()}
     given |= {tensor.untyped_storage()._cdata for tensor in inputs}

@@ -13,7 +13,7 @@ import torch
 import offload
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.planning.activations.trace import trace_forward
+from offload.planning.activations.trace import trace_activations
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
@@ -63,7 +63,7 @@ def test_peaks_and_bytes_of_a_pass_are_predicted(name: str, tmp_path: Path) -> N
         peaks = {t: dispatched.report().tiers[t].peak_nbytes for t in ("host", "nvme")}
     meta = build_meta_model(config).requires_grad_(False)
     shape = discover(meta, config.groups.blocks, experts=config.splits_experts(1)).shape()
-    facts = trace_forward(meta, config, workload)
+    facts = trace_activations(meta, config, workload, trains=False)
     found = PlannedMemory(plan, config, shape, facts, workload, Baseline(0)).estimate()
     assert peaks["nvme"] == found.ledger_peaks[Tier.NVME]
     assert peaks["host"] == pytest.approx(found.ledger_peaks[Tier.HOST], rel=0.03)

@@ -11,7 +11,7 @@ import torch
 
 from offload.config import OffloadConfig
 from offload.planning.activations.generation_facts import generation_facts
-from offload.planning.activations.trace import trace_forward
+from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.source.cache_shapes import modules_cache
@@ -81,7 +81,7 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
         model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     config = OffloadConfig.load({"device": "cpu"})
     with pytest.raises(UnsupportedError, match="has an encoder and a decoder"):
-        trace_forward(model, config, Workload(1, 8))
+        trace_activations(model, config, Workload(1, 8), trains=False)
 
 
 def test_the_cache_is_part_of_the_peak_and_of_what_decoding_touches() -> None:
@@ -90,8 +90,8 @@ def test_the_cache_is_part_of_the_peak_and_of_what_decoding_touches() -> None:
     cache = modules_cache(model)
     assert cache is not None
     asked = Generation(batch=3, prompt=10, new_tokens=21)
-    prefill = trace_forward(model, config, asked.prefill)
-    decode = trace_forward(model, config, asked.decode)
+    prefill = trace_activations(model, config, asked.prefill, trains=False)
+    decode = trace_activations(model, config, asked.decode, trains=False)
     found = generation_facts(prefill, decode, cache, asked, itemsize=2)
     assert found.cache_nbytes == 3 * 30 * 4 * 2 * (2 * 2 * 16)
     assert found.peak.peak_nbytes >= found.cache_nbytes + decode.peak_nbytes

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,14 @@ from torch import Tensor, nn
 from offload.config import OffloadConfig
 from offload.planning.activations.compiler_free import without_compiler
 from offload.planning.activations.cuda_choices import choosing_for_cuda
-from offload.planning.activations.facts import NO_WORK, ActivationFacts
+from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.pass_watch import PassWatch
 from offload.planning.activations.saved_elsewhere import SavedElsewhere
-from offload.planning.activations.traced_blocks import CannotSkipError, watched_blocks
+from offload.planning.activations.traced_blocks import (
+    CannotSkipError,
+    replaced_forward,
+    watched_blocks,
+)
 from offload.planning.activations.valueless import WithoutValues
 from offload.planning.plan.workload import Workload
 from offload.tiers import accelerator
@@ -43,15 +48,15 @@ from offload.zero.recompute.recompute import Recomputation
 # Calls the model on inputs of its own making; gives the loss, or the logits.
 Run = Callable[[nn.Module, Workload], Tensor]
 
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def trace_activations(
     model: nn.Module, config: OffloadConfig, workload: Workload, *, device: str | None = None,
-    skip: bool = True,
+    trains: bool = True, skip: bool = True,
 ) -> ActivationFacts:  # fmt: skip
-    """Count one forward and backward pass of `model` under `config`.
+    """Count one forward and backward pass of `model` under `config`; of a model that does not train
+    one forward in eval mode, without the cache of keys and values (`generation_facts` adds it).
 
     Models that take `input_ids` and `labels`, or `tokens` and `targets`, are supported. `device`
     (cpu or cuda) selects the kernels, by default `config.device`. The model, on any device, is left
@@ -59,60 +64,36 @@ def trace_activations(
 
     Raises UnsupportedError if it is not known how to call the model.
     """
-    call = training_run(model)
-    return _traced(model, config.settled(), workload, call, device, _both, skip=skip)
-
-
-def trace_forward(
-    model: nn.Module, config: OffloadConfig, workload: Workload, *, device: str | None = None,
-    skip: bool = True,
-) -> ActivationFacts:  # fmt: skip
-    """Like `trace_activations`, for one forward pass without gradients in eval mode: nothing is
-    saved, and there is no backward. The cache of keys and values is left out: `generation_facts`
-    adds it. Models that take `input_ids` or `tokens` are supported.
-    """
-    call = forward_run(model)
+    run = run_of(model, trains=trains)
+    config = config.settled()
     training = {module: module.training for module in model.modules()}
-    model.eval()
+    if not trains:
+        model.eval()
     try:
-        return _traced(model, config.settled(), workload, call, device, _forward_alone, skip=skip)
+        units = discover(model, config.groups.blocks, experts=config.splits_experts(1)).units
+        passes = partial(
+            _passes, model, units, config, workload, run, device or _device_of(config), trains
+        )
+        try:
+            return _facts(passes, trains=trains, skip=skip)
+        except (CannotSkipError, LookupError):  # or blocks are called by their numbers
+            return _facts(passes, trains=trains, skip=False)
+    except OffloadError as error:
+        raise UnsupportedError(f"{type(model).__name__} cannot be traced: {error}") from error
     finally:
         for module, was in training.items():
             module.training = was
-
-
-def _traced(
-    model: nn.Module, config: OffloadConfig, workload: Workload, call: Run, device: str | None,
-    both: Callable[[Callable[..., PassWatch]], ActivationFacts], *, skip: bool,
-) -> ActivationFacts:  # fmt: skip
-    target = device or _device_of(config)
-    try:
-        units = discover(model, config.groups.blocks, experts=config.splits_experts(1)).units
-        passes = partial(_passes, model, units, config, workload, call, target)
-        try:
-            return both(partial(passes, skip=skip))
-        except (CannotSkipError, LookupError):  # or blocks are called by their numbers
-            return both(partial(passes, skip=False))
-    except OffloadError as error:
-        raise UnsupportedError(f"{type(model).__name__} cannot be traced: {error}") from error
-
-
-def _forward_alone(passes: Callable[..., PassWatch]) -> ActivationFacts:
-    watch = passes(elsewhere=False, gradients=False)
-    peak = watch.peak
-    cost = watch.cost(backward=False)
-    return ActivationFacts(
-        0, peak.nbytes, peak.nbytes, watch.peak_at, cost, NO_WORK, peak.heap_nbytes,
-        peak.heap_nbytes,
-    )  # fmt: skip
 
 
 def _device_of(config: OffloadConfig) -> str:
     return accelerator.default_type() if config.device == "auto" else config.device
 
 
-def _both(passes: Callable[..., PassWatch]) -> ActivationFacts:
-    return facts_of(passes(elsewhere=False), passes(elsewhere=True))
+def _facts(passes: Callable[..., PassWatch], *, trains: bool, skip: bool) -> ActivationFacts:
+    here = passes(elsewhere=False, skip=skip)
+    if not trains:
+        return replace(facts_of(here, here), saved_nbytes=0)
+    return facts_of(here, passes(elsewhere=True, skip=skip))
 
 
 def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
@@ -131,9 +112,9 @@ def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
 
 def _passes(
     model: nn.Module, units: Sequence[Unit], config: OffloadConfig, workload: Workload, run: Run,
-    device: str, *, skip: bool, elsewhere: bool, gradients: bool = True,
+    device: str, trains: bool, *, skip: bool, elsewhere: bool,
 ) -> PassWatch:  # fmt: skip
-    """Run forward and, with `gradients`, backward, and return the watch that observed them."""
+    """Run forward and, if the model trains, backward, and return the watch that observed them."""
     watch = PassWatch()
     away = SavedElsewhere(watch.live, in_place=device == "cpu") if elsewhere else None
     with ExitStack() as stack:
@@ -147,70 +128,49 @@ def _passes(
         stack.enter_context(watched_blocks(model, units, watch, skip=skip))
         stack.enter_context(values)
         stack.enter_context(watch)
-        stack.enter_context(torch.set_grad_enabled(gradients))
-        loss = run(model, workload)
-        watch.end_forward(loss)
-        if gradients:
-            loss.backward()
+        stack.enter_context(torch.set_grad_enabled(trains))
+        output = run(model, workload)
+        watch.end_forward(output)
+        if trains:
+            output.backward()
     if not watch.looked_alike:
         raise CannotSkipError
     return watch
 
 
-def training_run(model: nn.Module) -> Run:
-    """Choose inputs by the names of forward's parameters, or raise UnsupportedError."""
-    names = inspect.signature(model.forward).parameters.keys()
-    if {"tokens", "targets"} <= names:
-        return lambda model, workload: _loss(model(_tokens(workload), _tokens(workload)))
-    if {"input_ids", "labels"} <= names:
-        more = _uncached(names)
-        return lambda model, workload: _loss(
-            model(input_ids=_tokens(workload), labels=_tokens(workload), **more)
-        )
-    raise UnsupportedError(
-        f"{_takes(model)}, which take input_ids and labels (or tokens and targets)"
-    )
+def run_of(model: nn.Module, *, trains: bool) -> Run:
+    """Choose inputs by the names of forward's parameters, or raise UnsupportedError.
 
-
-def forward_run(model: nn.Module) -> Run:
-    """Like `training_run`, for a generating pass: returns the logits of each sequence's last token,
-    or of all tokens if the model cannot omit the others. Nothing is cached."""
-    names = inspect.signature(model.forward).parameters.keys()
-    if "decoder_input_ids" in names:
+    The result is the loss; if the model does not train, the logits of each sequence's last token,
+    or of all tokens if the model cannot omit the others.
+    """
+    kind, names = type(model).__name__, inspect.signature(model.forward).parameters.keys()
+    if not trains and "decoder_input_ids" in names:
         raise UnsupportedError(
-            f"{type(model).__name__} has an encoder and a decoder: what generating takes is "
-            "predicted for models of one stack alone"
+            f"{kind} has an encoder and a decoder: what generating takes is predicted for models "
+            "of one stack alone"
         )
-    if "tokens" in names:
-        return lambda model, workload: _logits(model(_tokens(workload)))
-    if "input_ids" in names:
-        more = _uncached(names)
-        if "logits_to_keep" in names:
-            more["logits_to_keep"] = 1
-        return lambda model, workload: _logits(model(input_ids=_tokens(workload), **more))
-    raise UnsupportedError(f"{_takes(model)}, which take input_ids (or tokens)")
+    inputs = next((each for each in _INPUTS if {*each[: 1 + trains]} <= names), None)
+    if inputs is None:
+        known = "input_ids and labels (or tokens and targets)" if trains else "input_ids or tokens"
+        raise UnsupportedError(
+            f"{kind}.forward takes {', '.join(sorted(names)) or 'nothing'}: what to call it with "
+            f"is known for language models alone, which take {known}"
+        )
+    more: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+    if not trains and "logits_to_keep" in names:
+        more["logits_to_keep"] = 1
+
+    def run(model: nn.Module, workload: Workload) -> Tensor:
+        given = {name: _tokens(workload) for name in inputs[: 1 + trains]}
+        output = model(**given, **more)
+        result: Tensor = output.loss if trains else output.logits
+        return result
+
+    return run
 
 
-def _takes(model: nn.Module) -> str:
-    names = sorted(inspect.signature(model.forward).parameters)
-    return (
-        f"{type(model).__name__}.forward takes {', '.join(names) or 'nothing'}: what to call it "
-        "with is known for language models alone"
-    )
-
-
-def _uncached(names: Collection[str]) -> dict[str, Any]:
-    return {"use_cache": False} if "use_cache" in names else {}
-
-
-def _loss(output: Any) -> Tensor:
-    loss: Tensor = output.loss
-    return loss
-
-
-def _logits(output: Any) -> Tensor:
-    logits: Tensor = output.logits
-    return logits
+_INPUTS = (("tokens", "targets"), ("input_ids", "labels"))
 
 
 def _tokens(workload: Workload) -> Tensor:
@@ -300,26 +260,13 @@ def _take_gradient(param: Tensor) -> None:
     param.grad = None
 
 
-@contextmanager
-def _leaving(model: nn.Module, away: SavedElsewhere) -> Iterator[None]:
+def _leaving(model: nn.Module, away: SavedElsewhere) -> AbstractContextManager[None]:
     """Hand the tensors that autograd saves during the model's forward to `away`."""
     handles = HandleTable(lambda group: None, away)
-    entered: list[AbstractContextManager[Any]] = []
+    own = model.forward
 
-    def before(module: nn.Module, args: Any) -> None:
-        entered.append(handles.hooks())
-        entered[-1].__enter__()
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with handles.hooks():
+            return own(*args, **kwargs)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if entered:
-            entered.pop().__exit__(None, None, None)
-
-    hooks = [
-        model.register_forward_pre_hook(before),
-        model.register_forward_hook(after, always_call=True),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return replaced_forward(model, forward)

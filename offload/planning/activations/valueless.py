@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.tiers.errors import UnsupportedError
@@ -26,6 +25,7 @@ _MOST_KNOWN_NUMEL = 1 << 16
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default  # autograd asks it more often than anything is computed
 _DETACH = _aten.detach.default
+_NORMS = frozenset({_aten.native_layer_norm.default, _aten.native_group_norm.default})
 # What they give depends on values.
 _READS = frozenset({_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default})
 
@@ -128,7 +128,7 @@ class WithoutValues(TorchDispatchMode):
         }
         args = mapped(args, lambda x: metas[id(x)])
         kwargs = {key: mapped(value, lambda x: metas[id(x)]) for key, value in kwargs.items()}
-        result = run_on_meta(func, args, kwargs, self.kernels)
+        result = _run_on_meta(func, args, kwargs, self.kernels)
         known = None
         if isinstance(result, torch.Tensor) and result.numel() <= _MOST_KNOWN_NUMEL:
             known = self._known_result(func, inputs, *given)
@@ -240,58 +240,14 @@ def _makes_whole_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
     return makes and dtype is not None and not dtype.is_floating_point
 
 
-_aten = torch.ops.aten
-_MOST_REMEMBERED = 4096
-_remembers: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
-_makes_new: dict[Any, bool] = {}  # by operation: one tensor that is no view
-_NORMS = frozenset({_aten.native_layer_norm.default, _aten.native_group_norm.default})
-
-
-def run_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Any:
+def _run_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Any:
     """Return meta tensors like those of the kernel of `func` on `device` (cpu or cuda)."""
     if func is _aten._grouped_mm.default:
         return _grouped_mm(*args[:3], **kwargs)
-    if func not in _makes_new:
-        _makes_new[func] = _is_functional(func)
-    if _makes_new[func]:
-        return _remembered(func, args, kwargs)
     result = func(*args, **kwargs)
     if func in _NORMS and device == "cpu":
         return _with_cpu_statistics(args, result)
     return result
-
-
-def _is_functional(func: Any) -> bool:
-    returns = func._schema.returns
-    one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
-    return one and not func._schema.is_mutable and returns[0].alias_info is None
-
-
-def _remembered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of `func`, remembered by the shapes of its inputs: shape inference runs in
-    Python, and every block would repeat it."""
-    key = id(func), _form(args), _form(tuple(kwargs.items()))  # its own hash is slow
-    known = _remembers.get(key)
-    if known is not None:
-        shape, stride, dtype = known
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    result = func(*args, **kwargs)
-    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    if any(x.untyped_storage()._cdata == result.untyped_storage()._cdata for x in given):
-        return result  # a view that its schema does not tell of
-    if len(_remembers) >= _MOST_REMEMBERED:
-        _remembers.clear()
-    _remembers[key] = result.shape, result.stride(), result.dtype
-    return result
-
-
-def _form(value: Any) -> Any:
-    """The part of an argument that result shapes depend on, as a hashable key."""
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_form, value))
-    return type(value), value  # 1, 1.0 and True are one key
 
 
 def _with_cpu_statistics(args: Sequence[Any], result: Any) -> Any:

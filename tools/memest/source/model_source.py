@@ -114,12 +114,11 @@ def _traced(
     device: str | None, trains: bool,
 ) -> ActivationFacts | str:  # fmt: skip
     """Return the facts, or the reason why the model's code cannot be followed."""
-    from offload.planning.activations.trace import trace_activations, trace_forward
+    from offload.planning.activations.trace import trace_activations
 
     model = build()
-    trace = trace_activations if trains else trace_forward
     try:
-        return trace(model, config, workload, device=device)
+        return trace_activations(model, config, workload, device=device, trains=trains)
     except UnsupportedError as error:
         return str(error)
     except OffloadError:
