@@ -70,7 +70,7 @@ class Case:
 class Predicted:
     memory: MemoryEstimate
     nvme_is_bound: bool
-    host_slack_nbytes: int
+    host_slack_nbytes: int  # of gradients whose update within backward is late
 
 
 def draw(size: str, seed: int, folder: Path) -> Case:
@@ -154,7 +154,12 @@ def predict(case: Case, baseline: Baseline, *, activations: bool) -> Predicted:
     if activations or plan.activations is not None:
         facts = trace_activations(build_meta_model(config), config, workload)
     planned = PlannedMemory(plan, config, shape, facts, workload, baseline)
-    return Predicted(planned.estimate(), planned.nvme_is_bound, planned.host_slack_nbytes)
+    memory, late = planned.estimate(), 0
+    if case.own_loop:
+        pairs = zip(plan.groups, plan.gradients, strict=True)
+        late = sum(sorted(group.gradients for group, home in pairs if home is Tier.NVME)[-3:])
+    left = plan.budgets[Tier.HOST] - memory.ledger_peaks[Tier.HOST]
+    return Predicted(memory, planned.nvme_is_bound, max(0, min(late, left)))
 
 
 def measure(cases: list[Case]) -> list[dict[str, Any]]:

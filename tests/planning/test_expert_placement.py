@@ -15,7 +15,7 @@ from offload.planning.choice.plan_text import reasons
 from offload.planning.choice.planner import make_plan
 from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.plan.experts import idle_nbytes
-from offload.planning.plan.plan import Plan, home_nbytes
+from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import CLASSES, PLACED, ExpertClass, class_of
 from offload.planning.plan.workload import Workload
 from offload.tiers.errors import ConfigError
@@ -63,12 +63,12 @@ def test_homes_add_up_to_what_a_plan_holds() -> None:
     plan, _ = plan_of(shape := model(), placement=placement)
     assert tuple(plan.placements) == PLACED
     for state_class, tier in itertools.product(CLASSES, Tier):
-        parts = [home_nbytes(plan, p, tier) for p in PLACED if class_of(p) is state_class]
+        parts = [plan.homes[p].get(tier, 0) for p in PLACED if class_of(p) is state_class]
         assert sum(parts) == plan.expected[tier].get(state_class, 0)
     table = next(iter(shape.tables.values()))
     assert [plan.records[index][0] for index in table] == [Tier.HOST] * 16 + [Tier.NVME] * 48
     idle = idle_nbytes(plan, shape, FEW)
-    assert 0 < idle[Tier.HOST][CLASSES[2]] < home_nbytes(plan, ExpertClass.OPTIMIZER, Tier.HOST)
+    assert 0 < idle[Tier.HOST][CLASSES[2]] < plan.homes[ExpertClass.OPTIMIZER][Tier.HOST]
     everything = idle_nbytes(plan, replace(shape, experts_per_token=None), FEW)
     assert not any(n for held in everything.values() for n in held.values())
 

@@ -22,7 +22,7 @@ from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.workload import Workload
-from offload.planning.step import planned_run, traffic
+from offload.planning.step import planned_run
 from offload.planning.step.representatives import representatives
 from offload.planning.step.step_time import estimate_step
 from offload.planning.step.traffic import step_traffic
@@ -207,14 +207,12 @@ def test_a_step_moves_the_predicted_bytes(seed: int, monkeypatch: pytest.MonkeyP
     """From the first step on, until they repeat."""
     config, clips = drawn(seed)
     if clips:
-        for module in (traffic, planned_run):
-            monkeypatch.setattr(module, "tried_groups", lambda plan, config: {})
+        monkeypatch.setattr(planned_run, "tried_groups", lambda plan, config: {})
     in_turn = OneAfterTheOther(monkeypatch)
     with offload.initialize(build_meta_model(config), config) as engine:
         experts = representatives(engine.plan, shape_of(config), WORK)
-        room = engine.plan.budgets[Tier.HOST] - engine.plan.total(Tier.HOST)
         passes = config.gradient_accumulation_steps
-        said = planned_run.PlannedRun(engine.plan, engine.config, experts, passes, room).steps
+        said = planned_run.PlannedRun(engine.plan, engine.config, experts, passes).steps
         moved = train(engine, config, len(said))
         in_turn.end(engine)
     assert [(step.read, step.written) for step in said] == [
@@ -266,9 +264,6 @@ def test_a_step_sends_the_predicted_bytes_to_the_device(
     assert (said.to_device, said.read, said.written) == tuple(
         moved[-1].get(link, 0) for link in ("host to device", "nvme read", "nvme write")
     )
-
-
-# ---------------------------------------------------------------- the program
 
 
 # ---------------------------------------------------------------- the time

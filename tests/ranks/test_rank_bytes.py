@@ -20,13 +20,14 @@ from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.sizes import STAGING_BUFFERS, pages
 from offload.planning.plan.workload import Workload
-from offload.planning.step.exchanges import step_collectives
+from offload.planning.step.exchanges import exchanges_of
 from offload.planning.step.memory import PlannedMemory
+from offload.planning.step.program import Verb, write_program
 from offload.tiers.ledger import StateClass
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import SHARD_ALIGN_NUMEL, Layout
 from offload.zero.ranks.collectives import Collectives
-from offload.zero.ranks.sharding import Sharding
+from offload.zero.ranks.sharding import BUCKETS, Sharding
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
 from tests.ranks.processes import run_ranks
 
@@ -46,7 +47,6 @@ class Held:
     by_class: Mapping[str, Mapping[str, int]]
     planned: Mapping[str, Mapping[str, int]]
     predicted: Mapping[str, int]
-    slack_nbytes: int  # of host
     layouts: Sequence[Layout]
     staging_nbytes: int  # of the update
     shared_nbytes: int  # planned, for working with other ranks
@@ -97,7 +97,6 @@ def _train(folder: Path, stage: int, where: str) -> Held:
         by_class={str(tier): _words(held.peak_by_class) for tier, held in tiers.items()},
         planned={str(tier): _words(by_class) for tier, by_class in plan.expected.items()},
         predicted={str(t): n for t, n in memory.estimate().ledger_peaks.items()},
-        slack_nbytes=memory.host_slack_nbytes,
         layouts=[group.layout for group in plan.groups],
         staging_nbytes=plan.staging_buffers * plan.staging_nbytes,
         shared_nbytes=plan.shared.total_nbytes if plan.shared is not None else 0,
@@ -179,12 +178,13 @@ def test_the_ledger_reaches_what_was_predicted(
     stage: int, where: str, held: dict[tuple[int, str], list[Held]]
 ) -> None:
     for each in held[stage, where]:
-        bucket = max(pages(layout.numel_trainable * ITEMSIZE) for layout in each.layouts)
+        buckets = sorted(pages(layout.numel_trainable * ITEMSIZE) for layout in each.layouts)
+        bucket, late = buckets[-1], sum(buckets[:-BUCKETS])
         few = 2 * bucket  # gradients on their way to other ranks: fewer, where they are quick
         if where == "nvme":  # copies of gradients and records meet only where updates are late
             few += max(each.planned["nvme"]["gradients"], STAGING_BUFFERS * bucket)
         predicted = each.predicted["host"]
-        assert predicted - few <= each.peaks["host"] <= predicted + each.slack_nbytes
+        assert predicted - few <= each.peaks["host"] <= predicted + late
         assert each.planned["nvme"].get("optimizer", 0) <= each.peaks["nvme"]
         assert each.peaks["nvme"] <= each.predicted["nvme"]
 
@@ -193,11 +193,17 @@ def test_the_ledger_reaches_what_was_predicted(
 def test_the_collectives_of_a_step_are_those_predicted(
     stage: int, held: dict[tuple[int, str], list[Held]]
 ) -> None:
-    shape = discover(build(), ()).shape()
+    """All of them in stages 0 to 2; stage 3 also keeps what its room has."""
     loaded = OffloadConfig.load({"precision": "fp32"})
     for each in held[stage, "host"]:
         sharding = Sharding.of(stage, None, WORLD, each.rank)
-        gathers, reductions = step_collectives(loaded, shape, sharding, 1)
-        assert each.gathered == [exchange.nbytes for step in gathers for exchange in step.exchanges]
-        trainable = [each.layouts[step.group].numel_trainable for step in reductions]
-        assert each.reduced == [numel * ITEMSIZE for numel in trainable]
+        shape = discover(build(), ()).shape().sharded(sharding.ranks, sharding.replicas)
+        said, used = dict.fromkeys(Verb, 0), None
+        for action in write_program(loaded, shape, 1):
+            group = shape.groups[action.group]
+            calls = list(exchanges_of(action, used, group, sharding, loaded))
+            used = action if action.verb in (Verb.FORWARD, Verb.BACKWARD) else used
+            said[action.verb] += calls[0].nbytes if calls else 0
+        assert said.pop(Verb.GRADIENT) == sum(each.reduced)
+        gathered = sum(each.gathered)
+        assert gathered <= sum(said.values()) <= gathered * (1.4 if stage == 3 else 1)

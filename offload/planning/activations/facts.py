@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.planning.plan.kv_plan import KVHeld
+from offload.planning.plan.kv_plan import KVTraffic
 from offload.swap.activations.activation_rules import TRIM_NBYTES
 
 
@@ -53,7 +53,7 @@ class ActivationFacts:
     heap_peak_nbytes: int = 0
     heap_peak_elsewhere_nbytes: int = 0
     cache_nbytes: int = 0  # of the peak, what a cache of keys and values holds
-    kv: KVHeld | None = None  # what one holds in tiers, which is not in the peak
+    kv: KVTraffic | None = None  # in tiers instead, and so in no peak
 
 
 NO_WORK = PassCost(0, 0, 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import ActivationFacts
-from offload.planning.plan.kv_plan import CacheShape, KVHeld, kv_held
+from offload.planning.plan.kv_plan import CacheShape, KVTraffic, kv_traffic
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.workload import Generation, Workload
 
@@ -35,10 +35,8 @@ class GenerationFacts:
 class GenerationFactsOf:
     """The `GenerationFacts` of one model, computed once per combination of what they depend on."""
 
-    def __init__(self, forward: ForwardOf, cache: CacheShape | None, *, gpu: bool) -> None:
-        """`cache` is None if the model's cache is not known; `gpu` tells whether the model computes
-        on a GPU."""
-        self._gpu = gpu
+    def __init__(self, forward: ForwardOf, cache: CacheShape | None) -> None:
+        """`cache` is None if the model's cache is not known."""
         self._forward = forward
         self.cache = cache
         self._found: dict[object, ActivationFacts] = {}
@@ -49,9 +47,7 @@ class GenerationFactsOf:
             self._pass(config, each) for each in (generation.prefill, generation.decode)
         )
         itemsize, cache = ITEMSIZE[config.precision], self.cache or CacheShape(())
-        held = kv_held(
-            config, cache, generation.batch, generation.context, itemsize=itemsize, gpu=self._gpu
-        )
+        held = kv_traffic(config, cache, generation.batch, generation.context, itemsize)
         return generation_facts(prefill, decode, cache, generation, itemsize, held)
 
     def _pass(self, config: OffloadConfig, workload: Workload) -> ActivationFacts:
@@ -64,7 +60,7 @@ class GenerationFactsOf:
 
 def generation_facts(
     prefill: ActivationFacts, decode: ActivationFacts, cache: CacheShape,
-    generation: Generation, itemsize: int, held: KVHeld | None = None,
+    generation: Generation, itemsize: int, held: KVTraffic | None = None,
 ) -> GenerationFacts:  # fmt: skip
     """Add a cache to `prefill` and `decode`, which are traced without one. `itemsize` is the bytes
     of a cache element; `held` is given if the cache lives in tiers."""

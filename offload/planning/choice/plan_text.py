@@ -14,7 +14,7 @@ from offload.planning.choice.durations import counted, duration, three_digits
 from offload.planning.choice.solver import Solution
 from offload.planning.machine.preflight import Preflight
 from offload.planning.plan.experts import ExpertEstimate
-from offload.planning.plan.plan import Plan, breakdown, home_nbytes, needed_nbytes
+from offload.planning.plan.plan import Plan, breakdown, needed_nbytes
 from offload.planning.plan.sizes import PlacedClass
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
@@ -225,7 +225,7 @@ def _reason(solution: Solution, state_class: PlacedClass, placement: Placement) 
     if above is None or (above is Tier.DEVICE and not plan.gpu):
         return f"fits into {slowest}: nothing has to move"
     left = plan.room_nbytes(above) - needed_nbytes(plan, above)
-    missing = home_nbytes(plan, state_class, slowest) - left
+    missing = plan.homes[state_class].get(slowest, 0) - left
     if missing > 0:
         return f"{format_bytes(missing)} more of {above} would hold it all"
     return f"{above} has room, but a step would not be faster"

@@ -21,7 +21,7 @@ from offload.planning.plan.estimate import (
     PlaceEstimate,
     Shortfall,
 )
-from offload.planning.plan.plan import Hardware, Plan, home_nbytes
+from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.plan.sizes import ITEMSIZE, class_of
 from offload.planning.plan.workload import Generation, Workload
 from offload.planning.step.memory import PlannedMemory
@@ -164,8 +164,8 @@ def _key_of(name: MemoryClass, tier: Tier, plan: Plan) -> str:
         return "placement.activations.checkpoint"
     if name not in _CLASSES:
         return f"budget.{tier}"
-    held = {c: home_nbytes(plan, c, tier) for c in plan.placements if class_of(c) is _CLASSES[name]}
-    return f"placement.{max(held, key=lambda placed: held[placed])}"
+    held = [placed for placed in plan.placements if class_of(placed) is _CLASSES[name]]
+    return f"placement.{max(held, key=lambda placed: plan.homes[placed].get(tier, 0))}"
 
 
 def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:

@@ -15,29 +15,32 @@ from typing import TYPE_CHECKING
 from offload.config.fields import Percent
 from offload.planning.plan.device_plan import plan_device
 from offload.planning.plan.kv_plan import plan_kv
-from offload.planning.plan.plan import Hardware, Plan, least_window, needed_nbytes, share_out
+from offload.planning.plan.plan import (
+    ActivationPlan,
+    Hardware,
+    Plan,
+    least_window,
+    needed_nbytes,
+)
 from offload.planning.plan.shared_plan import plan_shared
 from offload.planning.plan.sizes import (
     CLASSES,
     EXPERTS_OF,
     PLACED,
     STAGING_BUFFERS,
-    ExpertClass,
     GroupBytes,
     PlacedClass,
     Placements,
     class_of,
-    decoded_window_of,
     gathered_unit,
     kinds_of,
+    largest_unit,
     least_nbytes,
     measure,
-    record_kinds,
     sizes_of,
     staging_nbytes_of,
     sums_nbytes_of,
     tiers_of,
-    window_nbytes_of,
     with_records,
 )
 from offload.planning.plan.tuning import chunk_in_memory, prefetch_depth, streamed_chunk
@@ -45,7 +48,7 @@ from offload.planning.plan.upper_bounds import within_use
 from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
-from offload.tiers.tier import Tier
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.zero.groups.model_shape import SMALL_TABLE_NUMEL, ModelShape
 from offload.zero.ranks.sharding import Sharding
 
@@ -80,8 +83,10 @@ class PlanBuilder:
         self.groups = measure(self.config, model, sharding)
         self._kinds = kinds_of(self.groups)  # of thousands of experts one
         self.budgets = resolve_budgets(config, hardware, self._device_demand())
-        self.window_nbytes = window_nbytes_of(model, self.groups)
-        self.decoded_window_nbytes = decoded_window_of(model, self.groups)
+        # for copies of states on nvme: a unit's parameters, and one group's gradients or record
+        other = max((max(g.gradients, *g.records, 0) for g in self.groups), default=0)
+        self.window_nbytes = gathered_unit(model, self.groups, other)
+        self.decoded_window_nbytes = largest_unit(model, [g.decoded for g in self.groups])
         self.unit_nbytes = gathered_unit(model, self.groups)
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
@@ -90,27 +95,26 @@ class PlanBuilder:
             for moves in (False, True)
         }
         self.kv = plan_kv(self.config, model, itemsize=self.sizes.itemsize, gpu=self.gpu)
-        self._dealt: dict[tuple[Placement | None, ...], _DealtRecords] = {}  # of all asked for
-        self._assigned: dict[tuple[StateClass, Placement, Placement | None], list[Tier]] = {}
+        self._assigned: dict[tuple[StateClass, Placement, Placement | None], _Assigned] = {}
 
     def share_with(self, other: PlanBuilder) -> None:
-        """Reuse the record assignments of `other` if both have the same groups and sizes."""
+        """Reuse what `other` has assigned if both have the same groups and sizes."""
         if self.groups == other.groups and self.sizes == other.sizes:
-            self._dealt = other._dealt
+            self._assigned = other._assigned
 
     def build(self, placements: Placements) -> Plan:
         """Build the plan with every class where `placements` puts it, whether or not it fits."""
-        parameters = self._assign(placements, StateClass.PARAMETERS)
-        gradients = self._assign_gradients(placements)
-        dealt = self._deal_records(placements)
-        groups = dealt.groups
+        placements = {placed: placements[placed] for placed in PLACED if placed in placements}
+        parameters, gradients, records = (self._assign(placements, each) for each in CLASSES)
         staging = staging_nbytes_of(placements, self._kinds, self.sizes, self.gpu)
         computing = {Tier.DEVICE} if self.gpu else {Tier.DEVICE, Tier.HOST}
         moves = bool(tiers_of(placements, StateClass.PARAMETERS) - computing)
+        homes = {**parameters.homes, **gradients.homes, **records.homes}
         plan = Plan(
-            budgets=dict(self.budgets), groups=groups,
-            placements={placed: placements[placed] for placed in PLACED if placed in placements},
-            parameters=tuple(parameters), gradients=tuple(gradients), records=dealt.tiers,
+            budgets=dict(self.budgets), groups=records.groups, placements=placements,
+            parameters=tuple(itertools.chain.from_iterable(parameters.tiers)),
+            gradients=tuple(itertools.chain.from_iterable(gradients.tiers)),
+            records=records.tiers, homes={each: homes.get(each, {}) for each in placements},
             record_formats=self.sizes.record_formats, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
@@ -122,33 +126,53 @@ class PlanBuilder:
             ) if self.gpu else None,
             sharding=self.hardware.sharding, shared=self.shared[moves], kv=self.kv,
         )  # fmt: skip
-        plan = replace(plan, expected=_expected(plan, dealt))
+        plan = replace(plan, expected=_expected(plan))
         if self._device_is_open:
             plan = within_use(plan)
         return _with_activations(plan, Tier(self.config.placement.activations.tier))
 
-    def _assign(self, placements: Placements, state_class: StateClass) -> list[Tier]:
-        """A tier per group; remembered, since compared placements often differ elsewhere only."""
+    def _assign(self, placements: Placements, state_class: StateClass) -> _Assigned:
+        """Assign the pieces of a class, once per placement: a large model has hundreds of thousands
+        of records, and plans that are compared often differ in other classes only."""
         key = state_class, placements[state_class], placements.get(EXPERTS_OF[state_class])
         if key not in self._assigned:
-            experts = self._assign_experts(key[2])
-            rest = [
-                getattr(group, state_class) for index, group in enumerate(self.groups)
-                if index not in experts
-            ]  # fmt: skip
-            others = iter(key[1].assign(rest))
-            self._assigned[key] = [
-                experts[index] if index in experts else next(others)
-                for index in range(len(self.groups))
-            ]
+            self._assigned[key] = self._newly_assigned(*key)
         return self._assigned[key]
 
-    def _assign_experts(self, placement: Placement | None) -> dict[int, Tier]:
-        """A tier per expert, with equal shares of each table; empty if experts have no own home."""
-        if placement is None:
-            return {}
-        pairs = (zip(t, placement.blocks(len(t)), strict=True) for t in self.model.tables.values())
-        return dict(itertools.chain.from_iterable(pairs))
+    def _newly_assigned(
+        self, state_class: StateClass, placement: Placement, of_experts: Placement | None
+    ) -> _Assigned:
+        """Assign all pieces in one sequence, so that each tier's share holds across groups; experts
+        with a home of their own get equal shares of each table."""
+        experts: dict[int, Tier] = {}
+        if of_experts is not None:
+            for table in self.model.tables.values():
+                experts.update(zip(table, of_experts.blocks(len(table)), strict=True))
+        counts = [len(group.pieces(state_class)) for group in self.groups]
+        rest = (group for index, group in enumerate(self.groups) if index not in experts)
+        others = iter(placement.assign([n for group in rest for n in group.pieces(state_class)]))
+        tiers = tuple(
+            (experts[index],) * count
+            if index in experts
+            else tuple(itertools.islice(others, count))
+            for index, count in enumerate(counts)
+        )
+        pairs = list(zip(self.groups, tiers, strict=True))
+        groups = self.groups
+        if state_class is StateClass.GRADIENTS:  # never an fp32 gradient file
+            tiers = tuple(
+                (Tier.HOST,) if group.summed and each == (Tier.NVME,) else each
+                for group, each in pairs
+            )
+        if state_class is StateClass.OPTIMIZER:
+            groups = tuple(with_records(group, each, self.sizes) for group, each in pairs)
+        homes: dict[PlacedClass, dict[Tier, int]] = {}
+        for index, (group, each) in enumerate(zip(groups, tiers, strict=True)):
+            placed = EXPERTS_OF[state_class] if index in experts else state_class
+            held = homes.setdefault(placed, defaultdict(int))
+            for tier, nbytes in zip(each, group.pieces(state_class), strict=True):
+                held[tier] += nbytes
+        return _Assigned(tiers, groups, homes)
 
     def _device_demand(self) -> int:
         """The most bytes that explicit placements put into the device tier."""
@@ -156,95 +180,51 @@ class PlanBuilder:
         there = [name for name in named if Tier.DEVICE in tiers_of(self.explicit, name)]
         return sum(getattr(group, name) for name in there for group in self.groups)
 
-    def _assign_gradients(self, placements: Placements) -> list[Tier]:
-        assigned = self._assign(placements, StateClass.GRADIENTS)
-        return [
-            Tier.HOST if group.summed and tier is Tier.NVME else tier
-            for group, tier in zip(self.groups, assigned, strict=True)
-        ]
-
-    def _deal_records(self, placements: Placements) -> _DealtRecords:
-        """Assign records to tiers, once per placement: a large model has hundreds of thousands of
-        records, and plans that are compared often differ in other classes only."""
-        key = placements[StateClass.OPTIMIZER], placements.get(ExpertClass.OPTIMIZER)
-        if key not in self._dealt:
-            tiers = self._assign_records(*key)
-            groups = tuple(
-                with_records(group, each, self.sizes)
-                for group, each in zip(self.groups, tiers, strict=True)
-            )
-            nbytes: dict[Tier, int] = defaultdict(int)
-            for group, each in zip(groups, tiers, strict=True):
-                if each and each.count(each[0]) == len(each):
-                    nbytes[each[0]] += group.optimizer
-                    continue
-                for kind in record_kinds(group, each, self.sizes.chunk_numel):
-                    nbytes[kind.tier] += kind.nbytes * kind.count
-            self._dealt[key] = _DealtRecords(tiers, groups, nbytes)
-        return self._dealt[key]
-
-    def _assign_records(
-        self, placement: Placement, of_experts: Placement | None
-    ) -> tuple[tuple[Tier, ...], ...]:
-        """Assign the records of all groups in one sequence, so that each tier's share holds across
-        groups; an expert with a home of its own has all records there."""
-        experts = self._assign_experts(of_experts)
-        rest = (group for index, group in enumerate(self.groups) if index not in experts)
-        flat = placement.assign([nbytes for group in rest for nbytes in group.records])
-        records, start = [], 0
-        for index, group in enumerate(self.groups):
-            if index in experts:
-                records.append((experts[index],) * len(group.records))
-                continue
-            stop = start + len(group.records)
-            records.append(tuple(flat[start:stop]))
-            start = stop
-        return tuple(records)
-
 
 @dataclass(frozen=True)
-class _DealtRecords:
-    """The optimizer's records in their tiers."""
+class _Assigned:
+    """A class of states in its tiers."""
 
-    tiers: tuple[tuple[Tier, ...], ...]  # per group and chunk
+    tiers: tuple[tuple[Tier, ...], ...]  # per group and piece
     groups: tuple[GroupBytes, ...]  # with the bytes that records have there
-    nbytes: Mapping[Tier, int]
+    homes: Mapping[PlacedClass, Mapping[Tier, int]]  # bytes
 
 
-def _expected(plan: Plan, dealt: _DealtRecords) -> dict[Tier, dict[StateClass, int]]:
+def _expected(plan: Plan) -> dict[Tier, dict[StateClass, int]]:
     expected: dict[Tier, dict[StateClass, int]] = {tier: defaultdict(int) for tier in Tier}
-    rows = zip(plan.groups, plan.parameters, plan.gradients, strict=True)
-    for group, parameter, gradient in rows:
-        expected[parameter][StateClass.PARAMETERS] += group.parameters
-        expected[gradient][StateClass.GRADIENTS] += group.gradients
-    for tier, nbytes in dealt.nbytes.items():
-        expected[tier][StateClass.OPTIMIZER] += nbytes
-    staging = plan.staging_nbytes * plan.staging_buffers
-    computing = Tier.DEVICE if plan.gpu else Tier.HOST
-    expected[Tier.HOST][StateClass.STAGING] += staging
-    expected[computing][StateClass.STAGING] += plan.sums_nbytes
+    for placed, homes in plan.homes.items():
+        for tier, nbytes in homes.items():
+            expected[tier][class_of(placed)] += nbytes
+    computing = expected[Tier.DEVICE if plan.gpu else Tier.HOST]
+    expected[Tier.HOST][StateClass.STAGING] += plan.staging_nbytes * plan.staging_buffers
+    computing[StateClass.STAGING] += plan.sums_nbytes
     if plan.device is not None:
         expected[Tier.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
-    if plan.kv is not None:
-        for tier, nbytes in plan.kv.expected.items():
-            expected[tier][StateClass.KV] += nbytes
     if plan.shared is not None:
-        expected[computing][StateClass.STAGING] += plan.shared.total_nbytes
+        computing[StateClass.STAGING] += plan.shared.total_nbytes
+    for tier, nbytes in (plan.kv.expected if plan.kv is not None else {}).items():
+        expected[tier][StateClass.KV] += nbytes
     return expected
 
 
 def _with_activations(plan: Plan, tier: Tier) -> Plan:
-    """Give activations what all other states leave of the budgets, or a share of it."""
+    """Give activations what all other states leave of the budgets beside the least window.
+
+    They get all of the host memory, or half if copies of other states or the pages of files want
+    the rest. On nvme an eighth stays free, since rewritten extents of other states need holes of
+    their size.
+    """
     least = least_window(tier, plan.gpu)
     if not least:
         return plan
+    host, nvme = (plan.budgets[each] - needed_nbytes(plan, each) for each in (Tier.HOST, Tier.NVME))
+    whole = tier is Tier.HOST and not plan.uses_nvme
+    more = max(0, host - least) // (1 if whole else 2)
+    window = least + more // PAGE_NBYTES * PAGE_NBYTES
+    disk = max(0, nvme) * 7 // 8 if tier is Tier.NVME else 0
     expected = {name: dict(by_class) for name, by_class in plan.expected.items()}
-    expected[Tier.HOST][StateClass.ACTIVATIONS] = least
-    plan = replace(plan, expected=expected)
-    left = {name: plan.budgets[name] - needed_nbytes(plan, name) for name in Tier}
-    activations = share_out(tier, left[Tier.HOST], left[Tier.NVME], cached=plan.uses_nvme)
-    expected[Tier.HOST][StateClass.ACTIVATIONS] = activations.window_nbytes
-    return replace(plan, activations=activations)
+    expected[Tier.HOST][StateClass.ACTIVATIONS] = window
+    return replace(plan, expected=expected, activations=ActivationPlan(tier, window, disk))
 
 
 def tuned(
@@ -274,28 +254,24 @@ def tuned(
         copied = hardware.device_nbytes > 0 and any(Tier.DEVICE in each.tiers for each in named)
         cores = hardware.cores if threads == "auto" else threads
         numel = chunk_in_memory(cores, copied=copied)
-    optimizer = config.optimizer.model_copy(update={"chunk": _few_enough(numel, model)})
+    while numel < _least_chunk(model):
+        numel *= 2
+    optimizer = config.optimizer.model_copy(update={"chunk": numel})
     return config.model_copy(update={"optimizer": optimizer})
 
 
-def _few_enough(chunk_numel: int, model: ModelShape) -> int:
-    """Enlarge the chunk until the model has few enough records to assign one by one."""
-    while _records(model, chunk_numel) > MOST_RECORDS:
-        chunk_numel *= 2
-    return chunk_numel
+def _least_chunk(model: ModelShape) -> int:
+    """The elements per chunk with which the model has few enough records to assign one by one."""
+    return -(-sum(group.layout.shard_trainable for group in model.groups) // MOST_RECORDS)
 
 
 def _check_records(config: OffloadConfig, model: ModelShape) -> None:
-    records = _records(model, config.chunk_numel)
-    if config.optimizer.chunk != "auto" and records > 2 * MOST_RECORDS:
+    least = _least_chunk(model) // 2
+    if config.optimizer.chunk != "auto" and config.chunk_numel < least:
         raise ConfigError(
-            f"optimizer.chunk: {config.chunk_numel:,} elements cut this model into {records:,} "
-            f"records; at most {2 * MOST_RECORDS:,} are planned: write auto, or a larger chunk"
+            f"optimizer.chunk: {config.chunk_numel:,} elements cut this model into more than "
+            f"{2 * MOST_RECORDS:,} records; write auto, or {least:,} at least"
         )
-
-
-def _records(model: ModelShape, chunk_numel: int) -> int:
-    return sum(group.layout.shard_trainable // chunk_numel for group in model.groups)
 
 
 def resolve_budgets(

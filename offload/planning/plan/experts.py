@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from offload.planning.plan.plan import Plan
-from offload.planning.plan.sizes import CLASSES, ExpertClass
+from offload.planning.plan.sizes import CLASSES, ExpertClass, class_of
 from offload.planning.plan.workload import Workload
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
@@ -100,17 +100,15 @@ def idle_nbytes(plan: Plan, model: ModelShape, workload: Workload) -> Held:
     """The bytes at home of experts that a step is expected not to touch; 0 if experts have no homes
     of their own, since every tier then has the same share of them."""
     idle: Held = {tier: dict.fromkeys(CLASSES, 0) for tier in Tier}
-    if ExpertClass.PARAMETERS not in plan.placements:
+    tables = tables_of(model)
+    if ExpertClass.PARAMETERS not in plan.placements or not tables:
         return idle
-    tokens = workload.tokens * plan.sharding.world_size
-    for table in tables_of(model):
-        share = 1 - touched(table.experts, model.experts_per_token, tokens) / table.experts
-        for index in table.indices:
-            group, records = plan.groups[index], plan.records[index]
-            idle[plan.parameters[index]][StateClass.PARAMETERS] += int(share * group.parameters)
-            idle[plan.gradients[index]][StateClass.GRADIENTS] += int(share * group.gradients)
-            for tier in records[:1]:  # all of an expert are in the same
-                idle[tier][StateClass.OPTIMIZER] += int(share * group.optimizer)
+    tokens, chosen = workload.tokens * plan.sharding.world_size, model.experts_per_token
+    used = sum(touched(table.experts, chosen, tokens) for table in tables)
+    share = 1 - used / sum(table.experts for table in tables)
+    for placed in ExpertClass:
+        for tier, nbytes in plan.homes[placed].items():
+            idle[tier][class_of(placed)] += int(share * nbytes)
     return idle
 
 

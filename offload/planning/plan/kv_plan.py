@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
 KV_PAGE_NBYTES = 4 << 20  # about: requests for files of this size keep disks busy
-_WINDOW_SHARE = 8  # pages are at most this part of a window
 _OPEN_SHARE = 8  # open pages are at most this part of a layer's keys and values, where it is known
 
 
@@ -52,11 +51,6 @@ class CacheShape:
     def largest_numel(self, tokens: int) -> int:
         """The elements of the layer that keeps most of a sequence of `tokens`."""
         return max((layer.read_numel(tokens) for layer in self.layers), default=0)
-
-
-def alike(layers: int, layer: CachedLayer) -> CacheShape:
-    """The cache of a model whose layers all keep the same."""
-    return CacheShape((layer,) * layers)
 
 
 @dataclass(frozen=True)
@@ -93,59 +87,29 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
 
 
 @dataclass(frozen=True, slots=True)
-class KVHeld:
-    """The bytes that the caches of one call of `generate` finally hold in tiers."""
+class KVTraffic:
+    """The bytes of caches in tiers that a pass of one token uses, as they are stored."""
 
-    pages: Mapping[Tier, int]  # full ones, at home
-    computing: int  # open pages, and one layer's keys and values
-    # of a pass of one token, and of each layer: read of nvme, and of all that is not where it
-    read: tuple[int, ...]  # ... computes
-    crossing: tuple[int, ...]
-    written: int  # to nvme, in a pass
-    leaving: int  # from where it computes, in a pass
+    read_nbytes: int  # full pages
+    added_nbytes: int  # a token of each sequence
 
     @property
-    def of_prefill(self) -> KVHeld:
-        """The same bytes for the pass over the prompts, which reads none and writes all."""
-        none = (0,) * len(self.read)
-        return replace(
-            self, read=none, crossing=none, written=sum(self.read), leaving=sum(self.crossing)
-        )
+    def of_prefill(self) -> KVTraffic:
+        """The same for the pass over the prompts, which reads none and adds all."""
+        return KVTraffic(0, self.read_nbytes)
 
 
-def kv_held(
-    config: OffloadConfig, cache: CacheShape, batch: int, tokens: int, *, itemsize: int, gpu: bool
-) -> KVHeld | None:
+def kv_traffic(
+    config: OffloadConfig, cache: CacheShape, batch: int, tokens: int, itemsize: int
+) -> KVTraffic | None:
     """The bytes for `batch` sequences of `tokens` each; None if caches are in no tier."""
-    placement = config.placement.kv
     layers = [layer for layer in cache.layers if layer.token_numel]
-    if placement is None or not layers:
+    if config.placement.kv is None or not layers:
         return None
-    planned = config.kv.tokens or batch * tokens
-    stored, page = _stored(config, layers, planned, itemsize)
-    shares = dict(placement.shares)
-    full, computing, buffers = [], 0, []
-    for layer, nbytes in zip(layers, stored, strict=True):
-        length = layer.kept_tokens(tokens)
-        together = max(1, page // (batch * nbytes))  # tokens of a page
-        if layer.window is not None:
-            together = min(together, max(1, layer.window // _WINDOW_SHARE))
-        each = _whole(together * batch * nbytes)
-        full.append(length // together * each)
-        computing += each
-        # what attention reads has room for all that is planned from the beginning on
-        whole = max(-(-(length + 1) // together) * together, planned // batch)
-        buffers.append(batch * whole * layer.token_numel * itemsize)
-    computes = Tier.DEVICE if gpu else Tier.HOST
-    away = 1 - shares.get(computes, 0.0)
-    return KVHeld(
-        {tier: int(share * sum(full)) for tier, share in shares.items()},
-        computing + 2 * _whole(max(buffers) // 2),
-        tuple(int(shares.get(Tier.NVME, 0.0) * nbytes) for nbytes in full),
-        tuple(int(away * nbytes) for nbytes in full),
-        int(batch * sum(stored) * shares.get(Tier.NVME, 0.0)),
-        int(batch * sum(stored) * away),
-    )
+    stored, page = _stored(config, layers, config.kv.tokens or batch * tokens, itemsize)
+    pairs = zip(layers, stored, strict=True)
+    kept = [batch * layer.kept_tokens(tokens) * nbytes for layer, nbytes in pairs]
+    return KVTraffic(sum(nbytes // page * page for nbytes in kept), batch * sum(stored))
 
 
 def kv_in_tiers(

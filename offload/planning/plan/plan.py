@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING
 
 from offload.planning.plan.sizes import (
     CLASSES,
-    EXPERTS_OF,
-    ExpertClass,
     GroupBytes,
     PlacedClass,
     Placements,
-    class_of,
     tiers_of,
 )
 from offload.process import machine
@@ -77,22 +74,6 @@ def least_window(tier: Tier, gpu: bool) -> int:
     return LEAST_WINDOW_NBYTES if away else 0
 
 
-def share_out(
-    tier: Tier, host_left_nbytes: int, nvme_left_nbytes: int, *, cached: bool
-) -> ActivationPlan:
-    """Divide the rest of the budgets, beside the least window, between activations and others.
-
-    Activations get all of the host memory, or half if copies of other states (`cached`) or the
-    pages of files want the rest. On nvme an eighth stays free, since rewritten extents of other
-    states need holes of their size. They get 0 if nothing is left.
-    """
-    whole = tier is Tier.HOST and not cached
-    more = max(0, host_left_nbytes if whole else host_left_nbytes // 2)
-    window = LEAST_WINDOW_NBYTES + more // PAGE_NBYTES * PAGE_NBYTES
-    disk = max(0, nvme_left_nbytes) * 7 // 8 if tier is Tier.NVME else 0
-    return ActivationPlan(tier, window, disk)
-
-
 @dataclass(frozen=True)
 class Plan:
     """A placement with its bytes. Tiers are per group (records: per group and chunk)."""
@@ -103,6 +84,7 @@ class Plan:
     parameters: tuple[Tier, ...]
     gradients: tuple[Tier, ...]
     records: tuple[tuple[Tier, ...], ...]
+    homes: Mapping[PlacedClass, Mapping[Tier, int]]  # bytes at home of each placed class
     record_formats: Mapping[Tier, RecordFormat]
     chunk_numel: int
     prefetch: int
@@ -157,25 +139,6 @@ def kv_room_nbytes(plan: Plan, tier: Tier) -> int:
     return max(0, plan.budgets[tier] - others)
 
 
-def home_nbytes(plan: Plan, placed: PlacedClass, tier: Tier) -> int:
-    """The bytes of a class at home in a tier; if experts have homes of their own, either theirs or
-    those of all others."""
-    state_class = class_of(placed)
-    if EXPERTS_OF[state_class] not in plan.placements:
-        return plan.expected[tier].get(state_class, 0)
-    of_experts = isinstance(placed, ExpertClass)
-    held = 0
-    for index, group in enumerate(plan.groups):
-        if bool(group.table) is not of_experts:
-            continue
-        if state_class is StateClass.OPTIMIZER:
-            pairs = zip(group.records, plan.records[index], strict=True)
-            held += sum(nbytes for nbytes, home in pairs if home is tier)
-        elif getattr(plan, state_class)[index] is tier:
-            held += getattr(group, state_class)
-    return held
-
-
 def needed_nbytes(plan: Plan, tier: Tier) -> int:
     """The least bytes that a tier has to hold at the same time."""
     return sum(nbytes for _, nbytes in _needs(plan, tier))
@@ -215,7 +178,7 @@ def host_window(plan: Plan) -> int:
     if StateClass.PARAMETERS in on_nvme or StateClass.GRADIENTS in on_nvme:
         return plan.window_nbytes
     records = StateClass.OPTIMIZER in on_nvme
-    record = max((group.largest_record for group in plan.groups), default=0) if records else 0
+    record = max((max(g.records, default=0) for g in plan.groups), default=0) if records else 0
     return record + (0 if plan.gpu else plan.decoded_window_nbytes)
 
 

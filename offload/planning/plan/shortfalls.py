@@ -11,7 +11,6 @@ from offload.planning.plan.plan import (
     ahead_nbytes,
     breakdown,
     gathered_nbytes,
-    home_nbytes,
     host_window,
     needed_nbytes,
     ram_nbytes,
@@ -130,7 +129,7 @@ def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
 
 def _moved(plan: Plan, tier: Tier, short_nbytes: int) -> list[PlacedClass]:
     """The largest classes whose move frees enough room; empty if moving all of them does not."""
-    held = {placed: home_nbytes(plan, placed, tier) for placed in plan.placements}
+    held = {placed: homes.get(tier, 0) for placed, homes in plan.homes.items()}
     largest = sorted((c for c in held if held[c]), key=lambda c: -held[c])
     for count in range(1, len(largest) + 1):
         moved = largest[:count]
@@ -150,8 +149,4 @@ def _passing_nbytes(plan: Plan, tier: Tier, moved: Sequence[PlacedClass]) -> int
     chunk = min(1.0, plan.chunk_numel / max(1, largest.layout.shard_numel))
     new = [c for c in classes if Tier.NVME not in tiers_of(plan.placements, c)]
     staging = sum(int(STAGING_BUFFERS * chunk * getattr(largest, c)) for c in new)
-    windows = [host_window(plan)] if plan.copies_on_host else [0]
-    for each in new:
-        record = int(chunk * largest.optimizer)
-        windows.append(record if each is StateClass.OPTIMIZER else plan.window_nbytes)
-    return staging + max(windows) - windows[0]
+    return staging + plan.window_nbytes - (host_window(plan) if plan.copies_on_host else 0)

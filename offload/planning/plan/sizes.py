@@ -19,7 +19,7 @@ from offload.tiers.units import round_up
 from offload.zero.groups.coded_layout import lay_out_codes
 from offload.zero.groups.layout import Layout
 from offload.zero.groups.model_shape import GroupShape, ModelShape
-from offload.zero.ranks.sharding import ALONE, Part, Sharding
+from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
@@ -79,9 +79,10 @@ class GroupBytes:
     def optimizer(self) -> int:
         return sum(self.records)
 
-    @cached_property
-    def largest_record(self) -> int:
-        return max(self.records, default=0)
+    def pieces(self, state_class: StateClass) -> tuple[int, ...]:
+        """The bytes that are placed one by one: records of chunks, or all of another class."""
+        whole = self.gradients if state_class is StateClass.GRADIENTS else self.parameters
+        return self.records if state_class is StateClass.OPTIMIZER else (whole,)
 
     @cached_property
     def trained_numels(self) -> tuple[int, ...]:
@@ -178,18 +179,6 @@ def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
     return {group: counts[key] for key, group in firsts.items()}
 
 
-def own_numel(layout: Layout, rank: int) -> tuple[int, int]:
-    """The elements of parameters, without padding, in a rank's part: trainable and frozen.
-    Parameters that are not cut into shards are whole on each rank."""
-    part = Part.of(layout, rank % layout.ranks)
-    numels = [0, 0]
-    for spec in layout.params:
-        own = part.trainable if spec.trainable else part.frozen
-        numel = min(spec.stop, own.stop) - max(spec.offset, own.start)
-        numels[not spec.trainable] += max(0, numel)
-    return numels[0], numels[1]
-
-
 def _by_chunk(numel: int, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
     """The bytes of every chunk; all but the last have the same length."""
     full, rest = divmod(numel, chunk_numel)
@@ -199,25 +188,16 @@ def _by_chunk(numel: int, chunk_numel: int, nbytes_of: Callable[[int], int]) -> 
 
 def with_records(group: GroupBytes, tiers: Sequence[Tier], sizes: Sizes) -> GroupBytes:
     """Return the group with the bytes of its records in the tiers that they were assigned."""
-    if not tiers:
+    if not tiers or len(set(sizes.record_formats.values())) == 1:
         return group
-    held = {tier: records_in(group, tier, sizes) for tier in Tier if tier in tiers}
-    first = next(iter(held.values()))
-    if all(records == group.records for records in held.values()):
-        return group
-    if all(records[0] == first[0] and records[-1] == first[-1] for records in held.values()):
-        return replace(group, records=first)
-    return replace(group, records=tuple(held[t][index] for index, t in enumerate(tiers)))
+    numels = _by_chunk(group.layout.shard_trainable, sizes.chunk_numel, lambda numel: numel)
+    kept = (sizes.record_formats[tier] for tier in tiers)
+    return replace(group, records=tuple(map(_record_nbytes, kept, numels)))
 
 
-def records_in(group: GroupBytes, tier: Tier, sizes: Sizes) -> tuple[int, ...]:
-    """The bytes of the group's records if all were in `tier`."""
-    return _in_chunks(group.layout.shard_trainable, sizes.chunk_numel, sizes.record_formats[tier])
-
-
-@lru_cache(maxsize=1024)  # thousands of experts are alike
-def _in_chunks(numel: int, chunk_numel: int, kept: RecordFormat) -> tuple[int, ...]:
-    return _by_chunk(numel, chunk_numel, lambda chunk: pages(kept.nbytes(chunk)))
+@lru_cache(maxsize=1024)  # chunks are alike
+def _record_nbytes(kept: RecordFormat, numel: int) -> int:
+    return pages(kept.nbytes(numel))
 
 
 @dataclass(frozen=True)
@@ -244,13 +224,6 @@ def record_kinds(
     yield RecordKind(tiers[-1], last, group.records[-1], 1)
 
 
-def window_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
-    """The least memory for copies of states on nvme: the parameters of one unit and of an enclosing
-    module that stay gathered meanwhile, and one group's gradients or one record."""
-    other = max((max(group.gradients, group.largest_record) for group in groups), default=0)
-    return gathered_unit(model, groups, other)
-
-
 def gathered_unit(
     model: ModelShape, groups: Sequence[GroupBytes], other_nbytes: int = 0
 ) -> int:  # fmt: skip
@@ -258,11 +231,6 @@ def gathered_unit(
     values = [group.decoded or group.parameters for group in groups]
     codes = [group.parameters if group.decoded else 0 for group in groups]
     return largest_unit(model, values, other_nbytes, codes)
-
-
-def decoded_window_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
-    """The memory for values whose codes are at home there; 0 if no weights are in codes."""
-    return largest_unit(model, [group.decoded for group in groups])
 
 
 def largest_unit(

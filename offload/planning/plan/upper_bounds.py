@@ -1,29 +1,14 @@
 """The most that nvme and a GPU can hold at a time under a plan.
 
-On nvme, however slow its writes are:
-
-A piece has one valid version there. An extent beyond that is a new version while it is written, or
-an old one while it is still read (`swap/io/block_store.py`), and each of these moves has memory of
-its own, which is not lent again before the move ends:
-
-    in a slot     the copy of a piece: not dropped before its writes have ended (`FileState`)
-    staged        a buffer of the update: lent again when its writes have ended (`UpdateQueue`);
-                  of a checkpoint that is loaded while nothing is updated: one piece at a time
-
-Slots and buffers are the host tier's, whose ledger keeps to its budget. So no more is on its way
-than the budget leaves beside the permanent homes in host memory, and, with one write of a piece at
-a time, no more than lives on nvme:
-
-    ├ homes, window of activations ┤├───────── slots, update buffers ─────────┤   host
-    ├──── parameters, gradients, records ────┤├──── versions on their way ────┤   nvme
+On nvme, however slow its writes are: a piece has one valid version there. An extent beyond that is
+a new version while it is written, or an old one while it is still read (`swap/io/block_store.py`),
+and each of these moves has memory of its own until it ends: the piece's copy in a slot, or a buffer
+of the update. Slots and buffers are the host tier's, so no more is on its way than its budget
+leaves beside the homes there and, with one write of a piece at a time, than lives on nvme.
 
 Where nothing is trained nothing is written anew. Gradients have no second version: an old sum is
-never read again, so it is freed before the next one is written. Nothing here depends on an order
-of uses, arrivals or updates.
-
-A save in the background keeps old versions beyond that until it has read them, in the room that
-speculative updates would have for theirs (`spare_nbytes`; `SpeculativeUpdates.lend`). They are
-counted where `offload train` saves (`kept_nbytes`); a plan does not know whether another loop does.
+never read again, so it is freed before the next one is written. A save in the background, or an
+update on trial, keeps old versions beyond that, in the room of `spare_nbytes`.
 
 On a GPU: the states at home there, and beside them
 
@@ -53,19 +38,17 @@ _BLOCK_NBYTES = 2 << 20  # what PyTorch's allocator takes of a GPU at a time, fo
 
 
 def nvme_upper_bound(
-    plan: Plan, saved_nbytes: int, old_nbytes: int = 0, kept_nbytes: int = 0
-) -> Mapping[StateClass, int]:  # fmt: skip
+    plan: Plan, saved_nbytes: int, old_nbytes: int = 0, versions: int = 1
+) -> Mapping[StateClass, int]:
     """The most bytes by class, with versions on their way as STAGING, within the budget: moves
     without room wait. `saved_nbytes` are of activations, as far as they go there, `old_nbytes` of
-    versions from before updates on trial; `kept_nbytes` is the room of saves beside training for
-    old versions, which trials share."""
+    old versions that are kept; a piece has at most so many `versions` beside its home."""
     homes = plan.expected[Tier.NVME]
     most = {state_class: homes.get(state_class, 0) for state_class in CLASSES}
     replaced = sum(most[state_class] for state_class in _REPLACED) if plan.trains else 0
     left = max(0, plan.budgets[Tier.NVME] - sum(most.values()))
-    sources = _sources_nbytes(plan)
-    moving = min(replaced, sources + old_nbytes) + min(replaced, kept_nbytes)
-    most[StateClass.STAGING] = min(moving, sources + max(old_nbytes, kept_nbytes), left)
+    moving = _sources_nbytes(plan) + old_nbytes
+    most[StateClass.STAGING] = min(versions * replaced, moving, left)
     most[StateClass.ACTIVATIONS] = min(saved_nbytes, left - most[StateClass.STAGING])
     return most
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from offload.config.training import MOST_TOKENS
 from offload.tiers.errors import ConfigError
 
-_USUAL = (1, 512, 128)  # sequences, tokens of a prompt, new ones
+_USUAL = {"batch": 1, "prompt": 512, "new tokens": 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,23 @@ class Generation:
     new_tokens: int  # to be generated for each
 
     @classmethod
-    def asked(
-        cls, batch: int | None, prompt: int | None, new_tokens: int | None
-    ) -> tuple[Generation, tuple[str, ...]]:
-        """Return a generation with usual numbers for those that are None, and a note for each.
-        Raise ConfigError, naming the option, for a number out of range."""
-        given = {"batch": batch, "prompt": prompt, "new tokens": new_tokens}
-        numbers = [
-            usual if n is None else n for n, usual in zip(given.values(), _USUAL, strict=True)
-        ]
-        found = cls(*numbers)
-        found._check()
-        notes = (
-            f"{name}: {number}, as none was asked for"
-            for (name, asked), number in zip(given.items(), numbers, strict=True)
-            if asked is None
-        )
+    def asked(cls, *numbers: int | None) -> tuple[Generation, tuple[str, ...]]:
+        """Return a generation of `batch`, `prompt` and `new_tokens`, with usual numbers for those
+        that are None, and a note for each. Raise ConfigError, naming the option, for a number out
+        of range."""
+        known, notes = [], []
+        for (name, usual), number in zip(_USUAL.items(), numbers, strict=True):
+            if number is None:
+                notes.append(f"{name}: {usual}, as none was asked for")
+            elif number < 1:
+                raise ConfigError(f"--{name.replace(' ', '-')} {number}: at least 1")
+            known.append(usual if number is None else number)
+        found = cls(*known)
+        if found.batch * found.context > MOST_TOKENS:
+            raise ConfigError(
+                f"--batch {found.batch} with {found.context:,} tokens in each sequence: at most "
+                f"{MOST_TOKENS:,} together"
+            )
         return found, tuple(notes)
 
     @property
@@ -70,16 +71,3 @@ class Generation:
     def context(self) -> int:
         """The tokens of each sequence in the final cache; the last token is in no pass."""
         return self.prompt + self.new_tokens - 1
-
-    def _check(self) -> None:
-        numbers = {
-            "--batch": self.batch, "--prompt": self.prompt, "--new-tokens": self.new_tokens,
-        }  # fmt: skip
-        for option, value in numbers.items():
-            if value < 1:
-                raise ConfigError(f"{option} {value}: at least 1")
-        if self.batch * self.context > MOST_TOKENS:
-            raise ConfigError(
-                f"--batch {self.batch} with {self.context:,} tokens in each sequence: at most "
-                f"{MOST_TOKENS:,} together"
-            )

@@ -1,13 +1,10 @@
 """Predicts peaks of memory and disk from a plan: those of the ledger, and those of the process and
 its files.
 
-    ledger    device   homes there, mirrors (GPU), buffers of kernels (GPU)
-              host     homes there, staging buffers, gradient sums, window of activations, copies of
-                       what lives on nvme (`traffic`)
+    ledger    device   what the plan expects there, and mirrors (GPU)
+              host     what the plan expects there, and copies of what lives on nvme (`traffic`)
               nvme     at most: homes there, new versions beside the old ones (`nvme_upper_bound`),
                        activations
-              where the model computes, with other ranks: whole parameters of the last groups used,
-                       gradients on their way to their owners
     RAM       the part of the host tier that is ever touched, and of the device tier on a CPU
               + tensors of one forward and backward (`ActivationFacts`)
               + interpreter, libraries and kernels (`Baseline`)
@@ -20,8 +17,6 @@ candidate is the loading of the largest group, whose first values are there in f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -29,14 +24,13 @@ from offload.kernels.rules import StateFormat
 from offload.planning.activations.facts import fragmentation_nbytes
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes, spare_nbytes, tried_groups
-from offload.planning.plan.sizes import ITEMSIZE, own_numel, pages, record_kinds, stored_nbytes
+from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.upper_bounds import nvme_upper_bound
 from offload.planning.step.traffic import find_copies
 from offload.tiers.ledger import StateClass
 from offload.tiers.pinning import EXTENT_NBYTES
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.ranks.sharding import BUCKETS
 from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
@@ -49,20 +43,11 @@ if TYPE_CHECKING:
 _FILE_GROWTH_NBYTES = 256 << 20  # as `swap/io/block_store.py` lengthens a file
 # Beside a parameter's values: its entry in the manifest, and one in the header of each file.
 _NAMED_NBYTES, _TENSOR_NBYTES = 230, 120
-_MOST_LATE = 3  # groups whose update within backward is still to come
 ByClass = dict[MemoryClass, int]
-
-
-@dataclass(frozen=True)
-class _Homes:
-    """The states with their home in one tier, by class, and the padding to pages and blocks."""
-
-    by_class: ByClass
-    padding_nbytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.by_class.values()) + self.padding_nbytes
+_SHOWN_AS = {
+    each: MemoryClass.CACHE if each is StateClass.KV else MemoryClass(str(each))
+    for each in StateClass
+}
 
 
 class PlannedMemory:
@@ -78,149 +63,68 @@ class PlannedMemory:
         self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
         workload: Workload, baseline: Baseline,
     ) -> None:  # fmt: skip
-        self._planned = plan
-        self._plan = _with_sums(plan, config, workload.passes)
+        self._plan = plan
         self._config = config
         self._model = model
         self._facts = facts
         self._baseline = baseline
-        self._passes = workload.passes
-        self._in_backward = config.optimizer.in_backward is True
-        self._itemsize = ITEMSIZE[config.precision]
-        self._homes = self._all_homes()
         self._window = plan.activations.window_nbytes if plan.activations is not None else 0
-        kv = self._kv_in(Tier.HOST)
-        self._beside = self._homes[Tier.HOST].nbytes + self._staging + self._window + kv
-        room = plan.budgets[Tier.HOST] - self._beside
-        self._copies = find_copies(self._plan, config, model, workload.passes, room, facts.kv)
-
-    def _kv_in(self, tier: Tier) -> int:
-        """The bytes of KV caches at home in a tier, and of those that are computed with there."""
-        held = self._facts.kv
-        if held is None:
-            return 0
-        computes = Tier.DEVICE if self._plan.gpu else Tier.HOST
-        return held.pages.get(tier, 0) + (held.computing if tier is computes else 0)
+        self._copies = find_copies(plan, config, model, workload.passes)
 
     def estimate(self) -> MemoryEstimate:
+        plan = self._plan
         places = {Tier.HOST: self._ram()}
-        if self._plan.gpu:
+        if plan.gpu:
             places[Tier.DEVICE] = self._gpu()
-        if self._plan.opens_files:
+        if plan.opens_files:
             places[Tier.NVME] = self._disk()
         return MemoryEstimate(
             places=places,
             ledger_peaks={
-                Tier.DEVICE: self._device_peak(),
-                Tier.HOST: self._beside + self._copies.nbytes,
+                Tier.DEVICE: plan.total(Tier.DEVICE) + self._mirrors,
+                Tier.HOST: plan.total(Tier.HOST) + self._copies.nbytes,
                 Tier.NVME: sum(self._on_nvme().values()),
             },
-            checkpoint_nbytes=checkpoint_nbytes(self._plan, self._config, self._model),
+            checkpoint_nbytes=checkpoint_nbytes(plan, self._config, self._model),
             bounds=frozenset({Tier.NVME} if self.nvme_is_bound else ()),
         )
 
-    # ---------------------------------------------------------------- homes
-    def _all_homes(self) -> dict[Tier, _Homes]:
-        plan = self._plan
-        exact = {tier: _no_bytes() for tier in Tier}
-        whole = dict.fromkeys(Tier, 0)
-        for index, (group, shape) in enumerate(zip(plan.groups, self._model.groups, strict=True)):
-            sharding = shape.sharding(plan.sharding)
-            trainable, frozen = own_numel(group.layout, sharding.rank)
-            numel = trainable + frozen if sharding.parameters else shape.numel
-            home = plan.parameters[index]
-            stored = stored_nbytes(group.layout, self._itemsize) if group.decoded else None
-            exact[home][MemoryClass.PARAMETERS] += (
-                numel * self._itemsize if stored is None else stored
-            )
-            whole[home] += group.parameters
-            home = plan.gradients[index]
-            itemsize = 4 if group.summed else self._itemsize
-            is_kept = shape.ep_size > 1 and sharding.world_size > 1  # whole, until the step
-            before = sum(group.trained_numels) if is_kept else 0
-            exact[home][MemoryClass.GRADIENTS] += (trainable + before) * itemsize
-            whole[home] += group.gradients
-            # gaps between parameters are spread over the chunks
-            share = trainable / max(1, group.layout.shard_trainable)
-            for kind in record_kinds(group, plan.records[index], plan.chunk_numel):
-                kept = plan.record_formats[kind.tier]
-                master, states = _record_split(kept, int(kind.numel * share))
-                exact[kind.tier][MemoryClass.MASTER] += master * kind.count
-                exact[kind.tier][MemoryClass.OPTIMIZER] += states * kind.count
-                whole[kind.tier] += kind.nbytes * kind.count
-        return {tier: _Homes(exact[tier], whole[tier] - sum(exact[tier].values())) for tier in Tier}
+    def _expected(self, tier: Tier) -> ByClass:
+        """What the plan expects in a tier, without the window of activations."""
+        by_class = _no_bytes()
+        for name, nbytes in self._plan.expected[tier].items():
+            if name is not StateClass.ACTIVATIONS:
+                by_class[_SHOWN_AS[name]] += nbytes
+        self._divide_records(by_class)
+        return by_class
 
-    @property
-    def _staging(self) -> int:
-        """The staging bytes of the host ledger: update buffers and, on a CPU, of computing."""
-        return self._update_buffers + self._where_it_computes * (not self._plan.gpu)
-
-    @property
-    def _update_buffers(self) -> int:
-        return self._plan.staging_buffers * self._plan.staging_nbytes
-
-    @property
-    def _where_it_computes(self) -> int:
-        """The bytes of micro-batch sums, and of buffers for working with other ranks."""
-        return self._plan.sums_nbytes + self._with_ranks
-
-    # ---------------------------------------------------------------- other ranks
-    @cached_property
-    def _with_ranks(self) -> int:
-        """The bytes for working with other ranks where the model computes, as long as reductions
-        keep up with backward."""
-        shared = self._plan.shared
-        if shared is None:
-            return 0
-        whole = [
-            pages(group.layout.numel * self._itemsize) for group in self._plan.groups
-            if not (group.decoded or group.table)
-        ]  # fmt: skip
-        gathered = min(shared.gather_nbytes, sum(whole))
-        return gathered + sum(self._buckets[:BUCKETS]) + shared.workspace_nbytes
-
-    @cached_property
-    def _buckets(self) -> list[int]:
-        """The bytes of groups' whole gradients on their way to their owners, the largest first."""
-        numels = (group.layout.numel_trainable for group in self._plan.groups)
-        return sorted((pages(n * self._itemsize) for n in numels if n), reverse=True)
-
-    @property
-    def _late_buckets(self) -> int:
-        """The bytes of further buckets when reductions fall behind backward."""
-        return sum(self._buckets[BUCKETS:]) if self._plan.shared is not None else 0
+    def _divide_records(self, by_class: ByClass) -> None:
+        """Divide the bytes of records between the optimizer's states and master weights."""
+        master, states = _record_split(self._plan.record_formats[Tier.HOST], 1 << 20)
+        whole = by_class[MemoryClass.OPTIMIZER]
+        by_class[MemoryClass.MASTER] = whole * master // max(1, master + states)
+        by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]
 
     # ---------------------------------------------------------------- device
-    def _device_peak(self) -> int:
-        """The ledger's peak of the device tier, on a GPU with mirrors of other parameters."""
-        plan = self._plan
-        homes = self._homes[Tier.DEVICE].nbytes + self._kv_in(Tier.DEVICE)
-        if not plan.gpu:
-            return homes
-        return min(plan.budgets[Tier.DEVICE], homes + self._kernel_buffers + self._mirrors)
-
-    @property
-    def _kernel_buffers(self) -> int:
-        device = self._plan.device
-        return self._where_it_computes + (device.total_nbytes if device is not None else 0)
-
     @property
     def _mirrors(self) -> int:
-        pairs = zip(self._plan.groups, self._plan.parameters, strict=True)
+        """The bytes on a GPU of parameters that live elsewhere, and of values stored in codes."""
+        plan = self._plan
+        if not plan.gpu:
+            return 0
+        pairs = zip(plan.groups, plan.parameters, strict=True)
         codes = sum(group.parameters for group, tier in pairs if tier is not Tier.DEVICE)
-        return codes + sum(group.decoded for group in self._plan.groups)
+        all_of_them = codes + sum(group.decoded for group in plan.groups)
+        return min(plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE), all_of_them)
 
     def _gpu(self) -> PlaceEstimate:
         """The estimate of GPU memory: the tier, one block, beside activations and the context."""
-        budget, homes = self._plan.budgets[Tier.DEVICE], self._homes[Tier.DEVICE]
-        by_class = dict(homes.by_class)
-        kv = self._kv_in(Tier.DEVICE)
-        mirrors = self._device_peak() - homes.nbytes - self._kernel_buffers - kv
-        by_class[MemoryClass.CACHE] = kv
-        by_class[MemoryClass.STAGING] = self._kernel_buffers + max(0, mirrors)
+        budget, cache = self._plan.budgets[Tier.DEVICE], self._facts.cache_nbytes
+        by_class = self._expected(Tier.DEVICE)
+        by_class[MemoryClass.STAGING] += max(0, self._mirrors)
         by_class[MemoryClass.FRAGMENTATION] = budget - sum(by_class.values())
-        by_class[MemoryClass.ACTIVATIONS] = self._tensors - self._facts.cache_nbytes
-        by_class[MemoryClass.CACHE] += self._facts.cache_nbytes
+        by_class[MemoryClass.ACTIVATIONS] = self._tensors - cache
+        by_class[MemoryClass.CACHE] += cache
         by_class[MemoryClass.FRAMEWORK] = self._baseline.gpu_nbytes
         capacity = budget + self._tensors + self._baseline.gpu_nbytes
         return PlaceEstimate(capacity, _without_zeros(by_class))
@@ -236,13 +140,6 @@ class PlannedMemory:
         return min(self._facts.peak_nbytes, self._facts.peak_elsewhere_nbytes + stayed)
 
     @property
-    def _fragmentation(self) -> int:
-        """The bytes of holes in the C library's heap, if the model computes on a CPU."""
-        if self._plan.gpu:
-            return 0
-        return fragmentation_nbytes(self._facts, leaves=self._plan.activations is not None)
-
-    @property
     def _parked(self) -> int:
         """The bytes that forward saves and another tier takes."""
         activations = self._plan.activations
@@ -253,22 +150,9 @@ class PlannedMemory:
     def nvme_is_bound(self) -> bool:
         """Whether the ledger's peak of nvme depends on the speed of moves, so that the prediction
         is an upper bound."""
-        by_class = self._on_nvme()
+        by_class, in_backward = self._on_nvme(), self._config.optimizer.in_backward is True
         moving = by_class[MemoryClass.STAGING] + by_class[MemoryClass.ACTIVATIONS]
-        return moving > 0 or (self._in_backward and by_class[MemoryClass.GRADIENTS] > 0)
-
-    @property
-    def host_slack_nbytes(self) -> int:
-        """The amount by which the host ledger's peak may vary: gradients that an update within
-        backward has not returned yet, or other ranks have not taken yet, if there is room. It is
-        one group's on a quiet machine, and more on a busy one."""
-        late = 0 if self._plan.gpu else self._late_buckets
-        if self._in_backward:
-            pairs = zip(self._plan.groups, self._plan.gradients, strict=True)
-            gradients = sorted(group.gradients for group, tier in pairs if tier is Tier.NVME)
-            late += sum(gradients[-_MOST_LATE:])
-        left = self._plan.budgets[Tier.HOST] - self._beside - self._copies.nbytes
-        return min(late, max(0, left))
+        return moving > 0 or (in_backward and by_class[MemoryClass.GRADIENTS] > 0)
 
     @property
     def _activations_on_disk(self) -> int:
@@ -279,59 +163,39 @@ class PlannedMemory:
             return 0
         return min(activations.disk_nbytes, self._parked)
 
-    @property
-    def _framework(self) -> int:
-        return self._baseline.ram_of(self._config, self._model.tensors)
-
     def _ram(self) -> PlaceEstimate:
+        plan, facts, copies = self._plan, self._facts, self._copies
         states = self._states_in_ram()
-        tensors, cache = (self._tensors, self._facts.cache_nbytes) if not self._plan.gpu else (0, 0)
-        held = sum(states.values())
-        steps = {
-            **states,
-            MemoryClass.ACTIVATIONS: min(self._window, self._parked) + tensors - cache,
-            MemoryClass.CACHE: states[MemoryClass.CACHE] + cache,
-            MemoryClass.FRAMEWORK: self._framework,
-        }
-        steps[MemoryClass.FRAGMENTATION] += self._fragmentation
-        loading = {
-            **states,
-            MemoryClass.GRADIENTS: 0,
-            MemoryClass.CACHE: 0,
-            MemoryClass.STAGING: sum(self._copies.by_class.values())
-            - self._copies.by_class.get(StateClass.GRADIENTS, 0)
-            + self._largest_values,
-            MemoryClass.FRAMEWORK: self._framework,
-        }
+        steps = dict(states)
+        steps[MemoryClass.ACTIVATIONS] += min(self._window, self._parked)
+        if not plan.gpu:
+            steps[MemoryClass.ACTIVATIONS] += self._tensors - facts.cache_nbytes
+            steps[MemoryClass.CACHE] += facts.cache_nbytes
+            leaves = plan.activations is not None
+            steps[MemoryClass.FRAGMENTATION] += fragmentation_nbytes(facts, leaves=leaves)
+        loading = {**states, MemoryClass.GRADIENTS: 0, MemoryClass.CACHE: 0}
+        loading[MemoryClass.STAGING] = self._largest_values + copies.nbytes
+        loading[MemoryClass.STAGING] -= copies.by_class.get(StateClass.GRADIENTS, 0)
         by_class = max((steps, loading), key=lambda moment: sum(moment.values()))
-        capacity = self._plan.budgets[Tier.HOST] + sum(by_class.values()) - held
-        if not self._plan.gpu:
-            capacity += self._plan.budgets[Tier.DEVICE]
-        return PlaceEstimate(capacity, _without_zeros(by_class))
+        by_class[MemoryClass.FRAMEWORK] = self._baseline.ram_of(self._config, self._model.tensors)
+        budget = plan.budgets[Tier.HOST] + (0 if plan.gpu else plan.budgets[Tier.DEVICE])
+        beside = sum(by_class.values()) - sum(states.values())
+        return PlaceEstimate(budget + beside, _without_zeros(by_class))
 
     def _states_in_ram(self) -> ByClass:
         """The bytes of the arenas that have been touched after some steps."""
-        tiers = [Tier.HOST] if self._plan.gpu else [Tier.HOST, Tier.DEVICE]
-        by_class = _no_bytes()
-        for tier in tiers:
-            for name, nbytes in self._homes[tier].by_class.items():
-                by_class[name] += nbytes
-            by_class[MemoryClass.FRAGMENTATION] += self._homes[tier].padding_nbytes
-            by_class[MemoryClass.CACHE] += self._kv_in(tier)
-        copies, used = self._copies, self._copies.staged or self._plan.gpu
-        by_class[MemoryClass.STAGING] += copies.nbytes + self._staging
-        by_class[MemoryClass.STAGING] -= 0 if used else self._update_buffers
+        plan, copies, by_class = self._plan, self._copies, self._expected(Tier.HOST)
+        for name, nbytes in ({} if plan.gpu else self._expected(Tier.DEVICE)).items():
+            by_class[name] += nbytes
+        by_class[MemoryClass.STAGING] += copies.nbytes
+        if not (copies.staged or plan.gpu):  # nothing passes through the update's buffers
+            by_class[MemoryClass.STAGING] -= plan.staging_buffers * plan.staging_nbytes
         by_class[MemoryClass.FRAGMENTATION] += copies.touched_nbytes - copies.nbytes
-        if self._plan.gpu:
-            left = max(0, self._plan.budgets[Tier.HOST] - sum(by_class.values()))
-            by_class[MemoryClass.FRAGMENTATION] += min(left, self._ends_of_pinned)
+        if plan.gpu:  # memory is pinned in whole extents: the last one, and two of the window
+            left = max(0, plan.budgets[Tier.HOST] - sum(by_class.values()))
+            ends = EXTENT_NBYTES * (3 if self._window else 1)
+            by_class[MemoryClass.FRAGMENTATION] += min(left, ends)
         return by_class
-
-    @property
-    def _ends_of_pinned(self) -> int:
-        """The unused ends of pinned memory, which is pinned in whole extents: one extent at the end
-        of the used part, and two more for the unused part of the window for activations."""
-        return EXTENT_NBYTES * (3 if self._window else 1)
 
     @property
     def _largest_values(self) -> int:
@@ -339,21 +203,21 @@ class PlannedMemory:
         training, values are read from files, one parameter at a time."""
         if not self._plan.trains:
             params = (param.numel for group in self._model.groups for param in group.params)
-            return self._itemsize * max(params, default=0)
+            return ITEMSIZE[self._config.precision] * max(params, default=0)
         largest = max((group.numel for group in self._model.groups), default=0)
         return 4 * (largest + min(largest, self._plan.chunk_numel))
 
     # ---------------------------------------------------------------- nvme
     def _on_nvme(self) -> ByClass:
         """The upper bound of the nvme ledger by class."""
-        by_class = _no_bytes()
-        tried = tried_groups(self._planned, self._config)
-        old = sum(each.files for each in tried.values())
-        kept = spare_nbytes(self._planned).files if self._saves_beside else 0
-        most = nvme_upper_bound(self._planned, self._activations_on_disk, old, kept)
-        for state_class, nbytes in most.items():
-            by_class[MemoryClass(str(state_class))] += nbytes
-        by_class[MemoryClass.CACHE] += self._kv_in(Tier.NVME)
+        plan, by_class = self._plan, _no_bytes()
+        saves = self._saves_beside  # whose old versions and those of trials share the spare room
+        tried = sum(each.files for each in tried_groups(plan, self._config).values())
+        old = spare_nbytes(plan).files if saves else tried
+        most = nvme_upper_bound(plan, self._activations_on_disk, old, 2 if saves else 1)
+        for name, nbytes in most.items():
+            by_class[_SHOWN_AS[name]] += nbytes
+        by_class[MemoryClass.CACHE] += plan.expected[Tier.NVME].get(StateClass.KV, 0)
         return by_class
 
     @property
@@ -369,31 +233,14 @@ class PlannedMemory:
     def _disk(self) -> PlaceEstimate:
         """The estimate of disk space: files are reserved, or extended by 256 MiB at a time."""
         by_class = self._on_nvme()
-        homes = self._homes[Tier.NVME]
-        total, optimizer = sum(by_class.values()), by_class[MemoryClass.OPTIMIZER]
-        states = homes.by_class[MemoryClass.OPTIMIZER] + homes.by_class[MemoryClass.MASTER]
-        if states:
-            by_class[MemoryClass.MASTER] = optimizer * homes.by_class[MemoryClass.MASTER] // states
-            by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]
+        total = sum(by_class.values())
+        self._divide_records(by_class)
         reserved = needed_nbytes(self._plan, Tier.NVME)
         if total > reserved:
             reserved = max(reserved, round_up(total, _FILE_GROWTH_NBYTES))
         budget = self._plan.budgets[Tier.NVME]
         by_class[MemoryClass.FRAGMENTATION] = max(0, min(reserved, budget) - total)
         return PlaceEstimate(budget, _without_zeros(by_class))
-
-
-def _with_sums(plan: Plan, config: OffloadConfig, passes: int) -> Plan:
-    """Return the plan with the actual gradients: those of several passes are fp32 sums, planned or
-    not; unplanned sums are on host where the plan has nvme."""
-    if config.precision == "fp32" or max(passes, config.gradient_accumulation_steps) == 1:
-        return plan
-    groups = tuple(
-        replace(group, gradients=pages(group.layout.shard_trainable * 4), summed=True)
-        for group in plan.groups
-    )
-    gradients = tuple(Tier.HOST if tier is Tier.NVME else tier for tier in plan.gradients)
-    return replace(plan, groups=groups, gradients=gradients)
 
 
 def _record_split(kept: RecordFormat, numel: int) -> tuple[int, int]:

@@ -17,38 +17,33 @@ arena before anything else; copies share what is left of it, one stretch of addr
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from offload.planning.plan.kv_plan import KV_PAGE_NBYTES, KVHeld
 from offload.planning.plan.plan import Plan, spare_host_nbytes, tried_groups
-from offload.planning.plan.sizes import (
-    ITEMSIZE,
-    RecordKind,
-    own_numel,
-    pages,
-)
-from offload.planning.step.planned_states import PlannedState, PlannedStates, Seat
+from offload.planning.plan.sizes import ITEMSIZE, RecordKind, pages
+from offload.planning.step.planned_states import PlannedGroup, PlannedState, pool_of
 from offload.planning.step.program import (
     Action,
     Bytes,
     Fetch,
     Move,
-    StepProgram,
     Verb,
     write_program,
 )
 from offload.planning.step.representatives import Representatives
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.zero.groups.fetching import REPEATS
+from offload.zero.groups.fetching import REPEATS, Fetcher
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.tiers.memory_tier import Lease
 
-_MOST_PASSES = 3  # that are simulated: the first, one between, the last
+MOST_PASSES = 3  # that are simulated: the first, one between, the last
 _MOST_CHUNKS = 128  # whose copies are looked at one by one: each takes time
 _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 _ALIKE = 0.002  # of them: no prediction tells less
@@ -56,106 +51,112 @@ _ALIKE = 0.002  # of them: no prediction tells less
 
 class PlannedRun:
     """A program run step after step over the copies in memory, until two steps move the same bytes:
-    `moves` are those of the last one. `room_nbytes` is the host memory for copies.
+    `moves` are those of the last one.
 
     In a step of many passes three are simulated: the first, one for all between, and the last.
     """
 
     def __init__(
         self, plan: Plan, config: OffloadConfig, experts: Representatives, passes: int,
-        room_nbytes: int, kv: KVHeld | None = None, most_chunks: int = _MOST_CHUNKS,
+        most_chunks: int = _MOST_CHUNKS,
     ) -> None:  # fmt: skip
-        passes = min(passes, _MOST_PASSES)
+        """Of more than `most_chunks` records on nvme some are taken together."""
         self._plan = plan
-        self._experts = experts
         self._tried = tried_groups(plan, config)
-        self._program = write_program(config, experts.model, passes, self._tried)
         self._itemsize = ITEMSIZE[config.precision]
-        self.states = states = PlannedStates(plan, experts, room_nbytes, kv, most_chunks)
-        states.fetcher.updates = self
-        self._fetcher, self._trace, self.host = states.fetcher, states.fetcher.trace, states.host
-        self._weights, self._mirrors = states.weights, states.mirrors
-        self._decoded, self._gradients = states.decoded, states.gradients
-        for group, item in states.items.items():
-            item.bring_at = partial(self._bring, group)
-            self._weights[group].filled = partial(self._read_weights, group)
-            self._gradients[group].sent = partial(self._write_gradients, group)
-        for seat in states.seats.values():
-            read = seat.pages.nbytes
-            seat.pages.filled = partial(self._read, read, -(-read // KV_PAGE_NBYTES))
-        self._announced = ""  # the table whose experts the forward chose last
+        self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
         blocks = {g for unit in experts.model.units if unit.repeated for g in unit.groups}
         recomputes = config.placement.activations.checkpoint is True
         in_pieces = config.micro_batches > 1  # gradients come when the block is over
         self._recomputed = blocks if recomputes and not in_pieces else set()
         # groups whose weights nothing fetches between their first gradient and their last
         self._quiet = blocks if recomputes or in_pieces else set()
+        self.memory, self._host = pool_of(plan.budgets[Tier.HOST] - plan.total(Tier.HOST))
+        self._fetcher = Fetcher(plan.prefetch)
+        self._fetcher.updates = self
+        self._trace = self._fetcher.trace
+        self._host.uses_left = lambda: self._trace.uses_left
+        self._groups = self._all_groups(experts, most_chunks)
+        self._numbered = list(self._groups)  # by the fetcher's numbers
+        self._tables: dict[str, list[PlannedGroup]] = defaultdict(list)
+        for unit in experts.model.units:
+            self._tables[unit.table] += [self._groups[group] for group in unit.groups]
         self.steps: list[Bytes] = []  # what each simulated one moves
         self._moved = Bytes()  # by the current action
         self._fetches: list[Fetch] = []
         self._locked: list[PlannedState] = []
-        self._current: set[int] = set()  # groups whose mirror on the device is valid
-        self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
-        self._has_gradients: set[int] = set()  # groups, since the first step
         self._pending: set[int] = set()
         self._deferred: set[int] = set()  # groups that found no memory for an old version
         self._old: list[Lease] = []  # of what that would go back to
         self._updates = False  # whether the current action is an update
         self._staged = False  # a record had no copy
         self._working: int | None = None
+        self._announced = ""  # the table whose experts the forward chose last
         self._pass = -1
-        self._passes = passes
-        # what lies in a file was planned; sums that were not planned stay in memory
-        self._trainable = {  # of a GPU's gradients; reduced: this rank's part
-            index: own_numel(plan.groups[index].layout, plan.sharding.rank)[0]
-            for index in (experts.alike if plan.gpu else ())
-        }
         self._load()
-        self.moves = self._settled(config)
+        program = partial(write_program, config, experts.model, min(passes, MOST_PASSES))
+        if self._tried:  # a first step tries none
+            self._run(program())
+            self._run(program(self._tried, begins=True))
+        self.moves = self._settled(program(self._tried))
+
+    def _all_groups(self, experts: Representatives, most_chunks: int) -> dict[int, PlannedGroup]:
+        plan, found = self._plan, {}
+        room = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
+        _, device = pool_of(room if plan.gpu else 0)
+        on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
+        together = max(1, -(-on_nvme // most_chunks))
+        for index in experts.alike:
+            found[index] = group = PlannedGroup(
+                plan, experts, index, self._fetcher, self._host, device, together
+            )
+            group.bring_at = partial(self._bring, group)
+            group.weights.filled = partial(self._read_weights, group)
+            group.gradients.sent = partial(self._write_gradients, group)
+            self._fetcher.add(group, group.shape.table)
+        return found
 
     # ---------------------------------------------------------------- steps
-    def _settled(self, config: OffloadConfig) -> list[Move]:
-        if self._tried:  # a first step tries none
-            model = self._experts.model
-            self._run(write_program(config, model, self._passes))
-            self._run(write_program(config, model, self._passes, self._tried, begins=True))
-        moves, before = self._run(self._program), -1
+    def _settled(self, program: Sequence[Action]) -> list[Move]:
+        moves, before = self._run(program), -1
         for _ in range(_MOST_STEPS):
             moved = self.steps[-1].read + self.steps[-1].to_device
             if abs(moved - before) <= _ALIKE * moved:
                 break
-            before, moves = moved, self._run(self._program)
+            before, moves = moved, self._run(program)
         return moves
 
     @property
     def stages(self) -> bool:
         """Whether chunks without a copy pass through the update's buffers. An update ahead of the
         forward finds less room than in this simulation, where forward has reached its group."""
-        return self._staged or self.host.evictions > 0
+        return self._staged or self._host.evictions > 0
 
     def _load(self) -> None:
         """Load the first values, which pass through memory by group and leave copies there."""
-        for index, weights in self._weights.items():
-            self._lock(weights)
-            if self._plan.parameters[index] is Tier.NVME:
-                weights.take(None, fill=False)
-            if index in self._decoded and not self._plan.gpu:
-                self._decoded[index].take(None, fill=False)
-            for record in self.states.records[index]:
-                record.take(None, fill=False)
+        for group in self._groups.values():
+            self._lock(group.weights)
+            if group.home is Tier.NVME:
+                group.weights.take(None)
+            if group.decoded is not None and not self._plan.gpu:
+                group.decoded.take(None)
+            for record in group.records:
+                record.take(None)
 
-    def _run(self, program: StepProgram) -> list[Move]:
+    def _run(self, program: Sequence[Action]) -> list[Move]:
         """Run one step; the first one learns the order of uses."""
         self._working, self._pass = None, -1
-        forward = takewhile(lambda action: action.verb is not Verb.GRADIENT, program.actions)
+        forward = takewhile(lambda action: action.verb is not Verb.GRADIENT, program)
         behind = {action.group for action in forward if action.verb is Verb.UPDATE}
-        self._pending = (behind & self._has_gradients) | self._deferred
+        with_gradients = {index for index, group in self._groups.items() if group.has_gradients}
+        self._pending = (behind & with_gradients) | self._deferred
         self._deferred = set()
-        moves = [self._move(action) for action in program.actions]
+        moves = [self._move(action) for action in program]
         self._lock()
-        for group in self.states.used_up:
-            self._gradients[group].evict()
-        self.states.used_up.clear()
+        for group in self._groups.values():
+            if group.is_used_up:
+                group.gradients.evict()
+                group.is_used_up = False
         while self._old:
             self._old.pop().free()
         if self._plan.trains:
@@ -168,138 +169,109 @@ class PlannedRun:
     def _move(self, action: Action) -> Move:
         self._moved, self._fetches = Bytes(), []
         self._updates = action.verb is Verb.UPDATE
+        group = self._groups[action.group]
         if self._updates:
-            self._update(action.group)
+            self._update(group)
         elif action.verb is Verb.GRADIENT:
-            self._gradient(action)
+            self._gradient(group, action)
         else:
-            self._use(action)
+            self._use(group, action)
         return Move(action, self._moved, tuple(self._fetches))
 
-    def _lock(self, *states: PlannedState) -> None:
+    def _lock(self, *states: PlannedState | None) -> None:
         """Lock the copies that are in use now, and unlock the ones that were."""
         for state in self._locked:
             state.is_locked = False
-        self._locked = list(states)
-        for state in states:
+        self._locked = [state for state in states if state is not None]
+        for state in self._locked:
             state.is_locked = True
 
     # ---------------------------------------------------------------- what the fetcher asks
     def is_pending(self, index: int) -> bool:
-        return bool(self._pending) and self.states.numbered[index] in self._pending
+        return bool(self._pending) and self._numbered[index] in self._pending
 
     def promote(self, index: int) -> None:
         """Do nothing: the program has the update before the use."""
 
     # ---------------------------------------------------------------- parameters
-    def _use(self, action: Action) -> None:
-        group = self._working = action.group
-        item, forward = self.states.items[group], action.verb is Verb.FORWARD
+    def _use(self, group: PlannedGroup, action: Action) -> None:
+        self._working, forward = group.group, action.verb is Verb.FORWARD
         if forward and action.number != self._pass:
             self._pass, self._announced = action.number, ""
             self._fetcher.begin_forward()
-        table = self._experts.model.groups[group].table
+        table = group.shape.table
         if forward and table and table != self._announced:  # its router has chosen
             self._announced = table
-            self._fetcher.announce(self.states.tables[table])
-        if group in self._pending:
+            self._fetcher.announce(self._tables[table])
+        if group.group in self._pending:
             self._update(group)
-        self._lock(*(each[group] for each in (self._weights, self._mirrors) if group in each))
-        self._fetcher.need(item, backward=not forward)
+        self._lock(group.weights, group.mirror)
+        self._fetcher.need(group, backward=not forward)
         self._fetcher.fetch_ahead()
         self._bring(group, None)
-        if group in self.states.seats and forward:
-            self._attend(self.states.seats[group])
-        self._decode(group)
+        if group.decoded is not None:
+            if not group.decoded.is_held:
+                group.decoded.take(None)
+                self._moved.decoded += group.used * group.sizes.decoded
+            self._lock(group.decoded)  # its codes have been read
 
-    def _decode(self, group: int) -> None:
-        """Decode the values of a used group where the model computes."""
-        decoded = self._decoded.get(group)
-        if decoded is None:
-            return
-        if not decoded.is_held:
-            decoded.take(None, fill=False)
-            self._moved.decoded += self._experts.used[group] * self._plan.groups[group].decoded
-        self._lock(decoded)  # its codes have been read
-
-    def _attend(self, seat: Seat) -> None:
-        """Use a layer's cache: attention reads its keys and values, and adds those of a token."""
-        self._lock(self._weights[seat.group], seat.pages)
-        self._fetcher.need(seat.item)
-        self._fetcher.fetch_ahead()
-        seat.pages.prefetch(next_use=None)
-        if self._plan.gpu:
-            self._moved.to_device += seat.elsewhere_nbytes
-            self._moved.to_host += seat.leaving_nbytes
-        self._moved.to_nvme(seat.written_nbytes, 0)
-
-    def _bring(self, group: int, next_use: float | None) -> bool:
+    def _bring(self, group: PlannedGroup, next_use: float | None) -> bool:
         """Bring a group to where the model computes, as `State.prefetch` does."""
-        home = self._plan.parameters[group]
-        decoded, mirror = self._decoded.get(group), self._mirrors.get(group)
-        if home is Tier.DEVICE or (decoded is not None and decoded.is_held):
+        mirror = group.mirror
+        if group.home is Tier.DEVICE or (group.decoded is not None and group.decoded.is_held):
             return True
-        if mirror is not None and mirror.is_held and group in self._current:
+        if mirror is not None and mirror.is_held and group.is_mirrored:
             return True
         read, sent = self._moved.read, self._moved.to_device
-        there = home is not Tier.NVME or self._weights[group].prefetch(next_use=next_use)
+        there = group.home is not Tier.NVME or group.weights.take(next_use, fill=True)
         if there and mirror is not None:
-            there = self._mirror(group, mirror, next_use)
-        if (self._moved.read, self._moved.to_device) != (read, sent):
-            self._fetches.append(
-                Fetch(group, self._moved.read - read, self._moved.to_device - sent)
-            )
+            there = self._send(group, mirror, next_use)
+        read, sent = self._moved.read - read, self._moved.to_device - sent
+        if read or sent:
+            self._fetches.append(Fetch(group.group, read, sent))
         return there
 
-    def _mirror(self, group: int, mirror: PlannedState, next_use: float | None) -> bool:
-        mirrored, sizes = mirror.is_held, self._plan.groups[group]
-        if not mirror.take(next_use, fill=False):
+    def _send(self, group: PlannedGroup, mirror: PlannedState, next_use: float | None) -> bool:
+        """Send a group to the device; of a stale mirror, what was updated."""
+        was_there, sizes = mirror.is_held, group.sizes
+        if not mirror.take(next_use):
             return False
-        self._current.add(group)
-        numel = sizes.updated_numel if mirrored else sizes.home_numel
+        group.is_mirrored = True
+        numel = sizes.updated_numel if was_there else sizes.home_numel
         nbytes = sizes.parameters if sizes.decoded else numel * self._itemsize
-        self._moved.to_device += self._experts.used[group] * nbytes
+        self._moved.to_device += group.used * nbytes
         return True
 
-    def _read(self, nbytes: int, chunks: int) -> None:
-        self._moved.from_nvme(nbytes, chunks)
-
-    def _read_weights(self, group: int) -> None:
+    def _read_weights(self, group: PlannedGroup) -> None:
         """Count the read of those of a group's parameters that are needed."""
-        count = (self._experts.updated if self._updates else self._experts.used)[group]
-        self._read(count * self._plan.groups[group].parameters, count * self._chunks(group))
-
-    def _chunks(self, group: int) -> int:
-        sizes, chunk = self._plan.groups[group], self._plan.chunk_numel
+        count, sizes = group.updated if self._updates else group.used, group.sizes
+        chunk = self._plan.chunk_numel
         if sizes.decoded:
-            return -(-sizes.parameters // (chunk * self._itemsize))
-        frozen = sizes.home_numel - sizes.updated_numel
-        return -(-sizes.updated_numel // chunk) - (-frozen // chunk)
+            chunks = -(-sizes.parameters // (chunk * self._itemsize))
+        else:
+            frozen = sizes.home_numel - sizes.updated_numel
+            chunks = -(-sizes.updated_numel // chunk) - (-frozen // chunk)
+        self._moved.from_nvme(count * sizes.parameters, count * chunks)
 
     # ---------------------------------------------------------------- gradients
-    def _gradient(self, action: Action) -> None:
-        group, plan = action.group, self._plan
-        home, sizes = plan.gradients[group], plan.groups[group]
-        used = self._experts.used[group]
-        self._has_gradients.add(group)
-        if plan.gpu and home is not Tier.DEVICE:
+    def _gradient(self, group: PlannedGroup, action: Action) -> None:
+        sizes, used, gradients = group.sizes, group.used, group.gradients
+        group.has_gradients = True
+        if self._plan.gpu and group.gradient_home is not Tier.DEVICE:
             # a first gradient leaves in the accumulator's format, a later one in its own
-            own = self._itemsize
-            itemsize = 4 if sizes.summed and action.number == 0 else own
-            self._moved.to_host += used * self._trainable[group] * itemsize
-        if home is not Tier.NVME:
+            itemsize = 4 if sizes.summed and action.number == 0 else self._itemsize
+            self._moved.to_host += used * sizes.layout.shard_trainable * itemsize
+        if group.gradient_home is not Tier.NVME:
             return
-        gradients = self._gradients[group]
         if action.number > 0 and not gradients.is_held:
             self._moved.from_nvme(used * sizes.gradients, used * len(sizes.records))
         # a block that was computed again holds its weights until its gradients are there
-        self._lock(gradients, *([self._weights[group]] if group in self._recomputed else ()))
-        were_held = self._weights[group].is_held
-        gradients.take(None, fill=False)  # for its first part, while no operation has a view
-        count = len(self._experts.model.groups[group].params)
-        if count > REPEATS and group not in self._quiet:  # operations follow in the unit
-            # those of a bundle are used one after the other
-            if were_held and group == self._working and self._experts.alike[group] == 1:
+        self._lock(gradients, group.weights if group.group in self._recomputed else None)
+        were_held = group.weights.is_held
+        gradients.take(None)  # for its first part, while no operation has a view
+        if len(group.shape.params) > REPEATS and group.group not in self._quiet:
+            # operations follow in the unit; those of a bundle are used one after the other
+            if were_held and group.group == self._working and group.alike == 1:
                 self._bring(group, None)
             self._fetcher.fetch_ahead()
         if gradients.is_held:
@@ -307,37 +279,34 @@ class PlannedRun:
         else:
             self._write_gradients(group)
 
-    def _write_gradients(self, group: int) -> None:
-        chunks = self._experts.updated[group] * len(self._plan.groups[group].records)
-        self._moved.to_nvme(self._gradients[group].nbytes, chunks)
+    def _write_gradients(self, group: PlannedGroup) -> None:
+        self._moved.to_nvme(group.gradients.nbytes, group.updated * len(group.sizes.records))
 
     # ---------------------------------------------------------------- updates
-    def _update(self, group: int) -> None:
-        plan = self._plan
-        if group not in self._has_gradients:
+    def _update(self, group: PlannedGroup) -> None:
+        if not group.has_gradients:
             return  # behind the step before the first one
-        gradients, weights = self._gradients[group], self._weights[group]
-        is_tried = group in self._tried and group not in self._pending
+        gradients, weights = group.gradients, group.weights
+        is_tried = group.group in self._tried and group.group not in self._pending
         self._lock()
-        if is_tried and not self._keep_old(self._tried[group].memory):
-            self._deferred.add(group)
+        if is_tried and not self._keep_old(self._tried[group.group].memory):
+            self._deferred.add(group.group)
             return
-        by_device = plan.gpu and all(tier is Tier.DEVICE for tier in plan.records[group])
-        if plan.parameters[group] is Tier.NVME:
-            weights.prefetch(next_use=weights.next_use())
+        if group.home is Tier.NVME:
+            weights.take(weights.next_use(), fill=True)
         self._lock(gradients, weights)  # chunk by chunk, once the weights have their place
-        for record in self.states.records[group]:
+        for record in group.records:
             self._record(group, record)
-        for kind in self.states.kinds[group]:  # records displace no states that are locked
-            self._update_kind(group, kind, self._moved)
+        for kind in group.kinds:  # records displace no states that are locked
+            self._update_kind(group, kind)
         self._lock(weights)
         if is_tried:  # gradients stay for a step that has to be redone
-            self.states.used_up.add(group)
+            group.is_used_up = True
         else:
             gradients.evict()
-        self._pending.discard(group)
-        if not by_device:
-            self._current.discard(group)
+        self._pending.discard(group.group)
+        if not (self._plan.gpu and {kind.tier for kind in group.kinds} <= {Tier.DEVICE}):
+            group.is_mirrored = False
 
     def _keep_old(self, nbytes: int) -> bool:
         """Keep the old version of a state at home in host memory until the step ends. Returns False
@@ -345,48 +314,42 @@ class PlannedRun:
         if not nbytes:
             return True
         left = self._trace.uses_left
-        lease = self.host.offer(nbytes, "", StateClass.STAGING, next_use=left)
+        lease = self._host.offer(nbytes, "", StateClass.STAGING, next_use=left)
         if lease is not None:
             self._old.append(lease)
         return lease is not None
 
-    def _record(self, group: int, record: PlannedState) -> None:
-        updated = self._experts.updated[group]
-        nbytes = record.nbytes // self._experts.alike[group] * updated
-        chunks = updated * record.chunks
+    def _record(self, group: PlannedGroup, record: PlannedState) -> None:
+        nbytes = record.nbytes // group.alike * group.updated
+        chunks = group.updated * record.chunks
         if not record.is_held:
-            kept = self._keep_records and record.take(record.next_use(), fill=False)
+            kept = self._keep_records and record.take(record.next_use())
             self._staged |= not kept
             self._moved.from_nvme(nbytes, chunks)
         self._moved.to_nvme(nbytes, chunks)
 
-    def _update_kind(self, group: int, kind: RecordKind, moved: Bytes) -> None:
+    def _update_kind(self, group: PlannedGroup, kind: RecordKind) -> None:
         """Move the weights and gradients of chunks whose records are equal."""
-        plan, tier = self._plan, kind.tier
-        sizes = plan.groups[group]
-        count = self._experts.updated[group] * kind.count
-        numel, gradient_itemsize = kind.numel * count, 4 if sizes.summed else self._itemsize
-        stepped_there = tier is Tier.DEVICE and plan.gpu
-        mirrored = group in self._current and self._mirrors[group].is_held
-        if plan.parameters[group] is Tier.NVME:
+        moved, gpu, count = self._moved, self._plan.gpu, group.updated * kind.count
+        numel, gradient_itemsize = kind.numel * count, 4 if group.sizes.summed else self._itemsize
+        stepped_there = kind.tier is Tier.DEVICE and gpu
+        mirrored = group.mirror is not None and group.is_mirrored and group.mirror.is_held
+        if group.home is Tier.NVME:
             nbytes = count * pages(kind.numel * self._itemsize)
-            if not self._weights[group].is_held and not (stepped_there and mirrored):
+            if not group.weights.is_held and not (stepped_there and mirrored):
                 moved.from_nvme(nbytes, count)
             moved.to_nvme(nbytes, count)
-        if plan.gradients[group] is Tier.NVME and not self._gradients[group].is_held:
-            nbytes = count * pages(kind.numel * gradient_itemsize)
-            moved.from_nvme(nbytes, count)
-        if not plan.gpu:
+        if group.gradient_home is Tier.NVME and not group.gradients.is_held:
+            moved.from_nvme(count * pages(kind.numel * gradient_itemsize), count)
+        if not gpu:
             return
+        parameters, gradients = numel * self._itemsize, numel * gradient_itemsize
         if stepped_there:
-            at_home = plan.parameters[group] is Tier.DEVICE
-            moved.to_device += 0 if at_home or mirrored else numel * self._itemsize
-            moved.to_host += 0 if at_home else numel * self._itemsize
-            there = plan.gradients[group] is Tier.DEVICE
-            moved.to_device += 0 if there else numel * gradient_itemsize
+            at_home = group.home is Tier.DEVICE
+            moved.to_device += 0 if at_home or mirrored else parameters
+            moved.to_host += 0 if at_home else parameters
+            moved.to_device += 0 if group.gradient_home is Tier.DEVICE else gradients
         else:
-            if plan.parameters[group] is Tier.DEVICE:
-                moved.to_host += numel * self._itemsize
-                moved.to_device += numel * self._itemsize
-            if plan.gradients[group] is Tier.DEVICE:
-                moved.to_host += numel * gradient_itemsize
+            moved.to_host += parameters if group.home is Tier.DEVICE else 0
+            moved.to_device += parameters if group.home is Tier.DEVICE else 0
+            moved.to_host += gradients if group.gradient_home is Tier.DEVICE else 0

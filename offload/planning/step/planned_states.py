@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from offload.planning.plan.kv_plan import KVHeld
 from offload.planning.plan.plan import Plan
-from offload.planning.plan.sizes import GroupBytes, RecordKind, record_kinds
+from offload.planning.plan.sizes import record_kinds
 from offload.planning.step.representatives import Representatives
 from offload.swap.io.io_request import Priority
 from offload.swap.states.slot_pool import MADE_HERE, SlotPool
@@ -134,14 +131,7 @@ class PlannedState:
         return None
 
     # ---------------------------------------------------------------- what uses it
-    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Make the copy, as `State.prefetch` does."""
-        return self.bring_at(next_use)
-
-    def bring_at(self, next_use: float | None) -> bool:
-        return self.take(next_use, fill=True)
-
-    def take(self, next_use: float | None, *, fill: bool) -> bool:
+    def take(self, next_use: float | None, *, fill: bool = False) -> bool:
         """Make the copy and, with `fill`, note that it was read. Where nothing else can go, the
         plan does not fit, and what is needed now only passes through."""
         if self._lease is not None or not self.nbytes:
@@ -168,12 +158,65 @@ class PlannedState:
 
 
 class PlannedGroup:
-    """A group's parameters, or a layer's cache: an item of the runtime's `Fetcher`."""
+    """The states of a group, or of some that it stands for, named as in a run. Its parameters are
+    an item of the runtime's `Fetcher`."""
 
-    def __init__(self, index: int, *, in_place: bool) -> None:
-        self.index, self.in_place = index, in_place
+    def __init__(
+        self, plan: Plan, experts: Representatives, group: int, fetcher: Fetcher, host: SlotPool,
+        device: SlotPool, together: int,
+    ) -> None:  # fmt: skip
+        """`together` records on nvme are taken as one."""
+        self.group, self.index = group, fetcher.next_number
+        self.shape, self.sizes = experts.model.groups[group], plan.groups[group]
+        self.alike, self.used, self.updated = (
+            some[group] for some in (experts.alike, experts.used, experts.updated)
+        )
+        self.home, self.gradient_home = plan.parameters[group], plan.gradients[group]
+        self.in_place = self.home is Tier.DEVICE or (self.home is Tier.HOST and not plan.gpu)
         self.bring_at: Callable[[float | None], bool] = lambda next_use: True
+        self.has_gradients = False  # since the first step
+        self.is_used_up = False  # its gradients are read only if the step is redone
+        self.is_mirrored = False  # its mirror on the device is valid
+        self._fetcher = fetcher
+        # uses until one of those that it stands for is used again
+        self._passes = 1.0 if plan.trains else self.alike / max(1, self.used)
+        self._name = "" if self.sizes.name == "(root)" else self.sizes.name
+        parameters, decoded = self.sizes.parameters, self.sizes.decoded
+        self.weights = self._parameters(parameters, host, self._next_use)
+        self.mirror = self._parameters(parameters, device, self._next_use) if plan.gpu else None
+        self.decoded = self._parameters(
+            decoded, device if plan.gpu else host, lambda: self._next_use() + MADE_HERE
+        ) if decoded else None  # fmt: skip
+        self.gradients = PlannedState(
+            f"{self._name} gradients", self.updated * self.sizes.gradients, StateClass.GRADIENTS,
+            host, lambda: math.inf if self.is_used_up else self._next_update(),
+        )  # fmt: skip
+        tiers = plan.records[group]
+        self.kinds = list(record_kinds(self.sizes, tiers, plan.chunk_numel))
+        numbers = [number for number, tier in enumerate(tiers) if tier is Tier.NVME]
+        joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
+        self.records = [
+            PlannedState(
+                f"{self._name} optimizer chunk {some[0]}",
+                self.alike * sum(self.sizes.records[number] for number in some),
+                StateClass.OPTIMIZER, host, self._next_update, len(some),
+            )
+            for some in joined
+        ]  # fmt: skip
 
+    def _parameters(
+        self, nbytes: int, pool: SlotPool, next_use: Callable[[], float]
+    ) -> PlannedState:
+        name = f"{self._name} parameters"
+        return PlannedState(name, self.alike * nbytes, StateClass.PARAMETERS, pool, next_use)
+
+    def _next_use(self) -> float:
+        return self._passes * self._fetcher.next_use(self.index)
+
+    def _next_update(self) -> float:
+        return self._fetcher.trace.next_cycle_use(self.index) + 0.5
+
+    # ---------------------------------------------------------------- what the fetcher asks
     @property
     def state(self) -> PlannedGroup:
         return self
@@ -183,134 +226,3 @@ class PlannedGroup:
 
     def note_use(self) -> None:
         """Do nothing: bytes are counted as they move."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A layer's cache in the trace, in bytes of one pass."""
-
-    item: PlannedGroup
-    group: int  # of its block
-    pages: PlannedState  # on nvme
-    elsewhere_nbytes: int  # that are not where the model computes
-    leaving_nbytes: int  # added, on their way from there
-    written_nbytes: int
-
-
-class PlannedStates:
-    """The states of a plan's groups, named as in a run, with the runtime's fetcher and pools."""
-
-    def __init__(
-        self, plan: Plan, experts: Representatives, room_nbytes: int, kv: KVHeld | None,
-        most_chunks: int,
-    ) -> None:  # fmt: skip
-        """`room_nbytes` is the host memory for copies; of more than `most_chunks` records on nvme
-        some are taken together."""
-        self._plan, self._experts = plan, experts
-        self.fetcher = Fetcher(plan.prefetch)
-        self.memory, self.host = pool_of(room_nbytes)
-        self.host.uses_left = lambda: self.fetcher.trace.uses_left
-        room = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
-        _, self._device = pool_of(room if plan.gpu else 0)
-        self.items: dict[int, PlannedGroup] = {}
-        self.numbered: list[int] = []  # the groups by their items' numbers; a cache has -1
-        self.weights: dict[int, PlannedState] = {}
-        self.mirrors: dict[int, PlannedState] = {}  # on a GPU
-        self.decoded: dict[int, PlannedState] = {}  # where the home has codes
-        self.gradients: dict[int, PlannedState] = {}
-        self.used_up: set[int] = set()  # groups whose gradients are read only if a step is redone
-        self.records: dict[int, list[PlannedState]] = {}  # on nvme
-        self.kinds: dict[int, list[RecordKind]] = {}
-        on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
-        together = max(1, -(-on_nvme // most_chunks))
-        for index in experts.alike:
-            self._add_parameters(index)
-            self._add_trained(index, together)
-        self.tables: dict[str, list[PlannedGroup]] = defaultdict(list)
-        for unit in experts.model.units:
-            if unit.table:
-                self.tables[unit.table] += [self.items[group] for group in unit.groups]
-        self.seats = {seat.group: seat for seat in self._all_seats(kv)}
-
-    def _add_item(self, group: int, table: str = "", *, in_place: bool) -> PlannedGroup:
-        item = PlannedGroup(self.fetcher.next_number, in_place=in_place)
-        self.numbered.append(group)
-        self.fetcher.add(item, table)
-        return item
-
-    def _add_parameters(self, index: int) -> None:
-        plan, alike, group = self._plan, self._experts.alike[index], self._plan.groups[index]
-        # uses until one of those that it stands for is used again
-        passes = 1.0 if plan.trains else alike / max(1, self._experts.used[index])
-        number = self.fetcher.next_number
-
-        def next_use() -> float:
-            return passes * self.fetcher.next_use(number)
-
-        def state(nbytes: int, pool: SlotPool, next_use: Callable[[], float]) -> PlannedState:
-            name = f"{_name_of(group)} parameters"
-            return PlannedState(name, alike * nbytes, StateClass.PARAMETERS, pool, next_use)
-
-        self.weights[index] = state(group.parameters, self.host, next_use)
-        if plan.gpu:
-            self.mirrors[index] = state(group.parameters, self._device, next_use)
-        if group.decoded:
-            pool = self._device if plan.gpu else self.host
-            self.decoded[index] = state(group.decoded, pool, lambda: next_use() + MADE_HERE)
-        computing = {Tier.DEVICE} if plan.gpu else {Tier.DEVICE, Tier.HOST}
-        self.items[index] = self._add_item(
-            index, self._experts.model.groups[index].table,
-            in_place=plan.parameters[index] in computing,
-        )  # fmt: skip
-
-    def _add_trained(self, index: int, together: int) -> None:
-        """Add gradients, and records with `together` chunks as one."""
-        group, tiers = self._plan.groups[index], self._plan.records[index]
-        name, number = _name_of(group), self.items[index].index
-
-        def next_update() -> float:
-            return self.fetcher.trace.next_cycle_use(number) + 0.5
-
-        def next_read() -> float:
-            return math.inf if index in self.used_up else next_update()
-
-        self.gradients[index] = PlannedState(
-            f"{name} gradients", self._experts.updated[index] * group.gradients,
-            StateClass.GRADIENTS, self.host, next_read,
-        )  # fmt: skip
-        numbers = [n for n, tier in enumerate(tiers) if tier is Tier.NVME]
-        joined = [numbers[n : n + together] for n in range(0, len(numbers), together)]
-        self.records[index] = [
-            PlannedState(
-                f"{name} optimizer chunk {some[0]}",
-                self._experts.alike[index] * sum(group.records[n] for n in some),
-                StateClass.OPTIMIZER, self.host, next_update, len(some),
-            )
-            for some in joined
-        ]  # fmt: skip
-        self.kinds[index] = list(record_kinds(group, tiers, self._plan.chunk_numel))
-
-    def _all_seats(self, kv: KVHeld | None) -> Iterator[Seat]:
-        """The caches, distributed over the blocks in order."""
-        units = self._experts.model.units
-        blocks = [unit.groups[0] for unit in units if unit.repeated and unit.groups]
-        if kv is None or not blocks or not kv.read:
-            return
-        count, share = len(kv.read), len(blocks)
-        for index, block in enumerate(blocks):
-            layers = slice(index * count // share, (index + 1) * count // share)
-            read = sum(kv.read[layers])
-            item = self._add_item(-1, in_place=not read)
-            pages = PlannedState(
-                f"cache {index}", read, StateClass.KV, self.host,
-                partial(self.fetcher.trace.next_use, item.index),
-            )  # fmt: skip
-            item.bring_at = pages.bring_at
-            yield Seat(
-                item, block, pages, sum(kv.crossing[layers]), kv.leaving // share,
-                kv.written // share,
-            )  # fmt: skip
-
-
-def _name_of(group: GroupBytes) -> str:
-    return "" if group.name == "(root)" else group.name

@@ -11,8 +11,8 @@ again in backward. Where nothing is trained there is no backward: a step is a pa
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from offload.zero.groups.model_shape import ModelShape, UnitShape
@@ -30,11 +30,10 @@ class Verb(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action on a group. `position` is the number of earlier uses in the step."""
+    """One action on a group."""
 
     verb: Verb
     group: int
-    position: int
     number: int = 0  # of the pass
 
 
@@ -65,6 +64,10 @@ class Bytes:
         self.requests += other.requests
         self.decoded += other.decoded
 
+    def part(self, index: int, count: int) -> Bytes:
+        """Part `index` of `count` whole parts that add up."""
+        return Bytes(*(n * (index + 1) // count - n * index // count for n in astuple(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
@@ -84,18 +87,10 @@ class Move:
     fetches: tuple[Fetch, ...] = ()
 
 
-@dataclass(frozen=True)
-class StepProgram:
-    """The actions of a step, and the uses (groups, in order) that the runtime's trace learns."""
-
-    actions: tuple[Action, ...]
-    uses: tuple[int, ...]
-
-
 def write_program(
     config: OffloadConfig, model: ModelShape, passes: int, tried: Collection[int] = (), *,
     begins: bool = False,
-) -> StepProgram:  # fmt: skip
+) -> list[Action]:  # fmt: skip
     """Write the program of a step of `passes` backward passes. Groups in `tried` are updated during
     backward if their gradients are complete there; with `begins` none were in the step before, so
     that its updates are made in this one's forward.
@@ -103,42 +98,38 @@ def write_program(
     Updates during the next forward are made just before their group is needed, as happens when they
     take longer than the forward.
     """
-    forward = _forward_uses(model)
+    first: dict[int, int] = {}  # the unit that uses a group first: its backward ends the gradients
+    for index, unit in enumerate(model.units):
+        for group in unit.groups:
+            first.setdefault(group, index)
     backward = _backward_uses(model) if model.numel_trainable else {}
-    ends = _gradient_ends(model)
-    used = dict.fromkeys(forward)
-    trained = {index for index in used if model.groups[index].layout.numel_trainable}
-    ahead = trained if config.optimizer.in_backward is True else trained & set(tried)
-    behind = sorted(trained if begins else trained - ahead, key=_rank(forward, len(trained)))
-    uses: list[int] = []
+    trained = {group: None for group in first if model.groups[group].layout.numel_trainable}
+    always = config.optimizer.in_backward is True
+    ahead = {group for group in trained if always or group in tried}
+    behind = [group for group in trained if begins or group not in ahead]
     actions: list[Action] = []
     for number in range(passes):
         pending = dict.fromkeys(behind if number == 0 else ())
-        for group in forward:
+        for group in (group for unit in model.units for group in unit.groups):
             while group in pending:
                 earliest = next(iter(pending))
                 del pending[earliest]
-                actions.append(Action(Verb.UPDATE, earliest, len(uses), number))
-            actions.append(Action(Verb.FORWARD, group, len(uses), number))
-            _note(uses, group)
-        actions += [Action(Verb.UPDATE, group, len(uses), number) for group in pending]
-        done: set[int] = set()
-        waiting: list[int] = []  # updates with in_backward, while the next gradients come
-        for unit in range(len(model.units) - 1, -1, -1):
-            for group in backward.get(unit, ()):
-                actions.append(Action(Verb.BACKWARD, group, len(uses), number))
-                _note(uses, group)
-            for group in ends.get(unit, ()):
-                if group in trained and group not in done:
-                    done.add(group)
-                    actions.append(Action(Verb.GRADIENT, group, len(uses), number))
-                    begins_now = [group] if group in ahead and number == passes - 1 else []
-                    made, waiting = waiting, begins_now
-                    if group in tried:
-                        made, waiting = begins_now, []
-                    actions += [Action(Verb.UPDATE, g, len(uses), number) for g in made]
-        actions += [Action(Verb.UPDATE, group, len(uses), number) for group in waiting]
-    return StepProgram(tuple(actions), tuple(uses))
+                actions.append(Action(Verb.UPDATE, earliest, number))
+            actions.append(Action(Verb.FORWARD, group, number))
+        waiting: list[Action] = []  # updates with in_backward, while the next gradients come
+        for index in reversed(range(len(model.units))):
+            actions += [Action(Verb.BACKWARD, group, number) for group in backward.get(index, ())]
+            for group in model.units[index].groups:
+                if first[group] != index or group not in trained:
+                    continue
+                actions += [Action(Verb.GRADIENT, group, number), *waiting]
+                is_complete = group in ahead and number == passes - 1
+                waiting = [Action(Verb.UPDATE, group, number)] if is_complete else []
+                if group in tried:
+                    actions += waiting
+                    waiting = []
+        actions += waiting
+    return actions
 
 
 def working_groups(model: ModelShape) -> frozenset[int]:
@@ -150,21 +141,6 @@ def working_groups(model: ModelShape) -> frozenset[int]:
 def pieces_of(config: OffloadConfig, batch: int) -> int:
     """The number of pieces in which a block of a dispatched model computes a batch."""
     return config.micro_batches if batch >= config.micro_batches else 1
-
-
-def _rank(forward: list[int], otherwise: int) -> Callable[[int], int]:
-    order = {group: rank for rank, group in reversed(list(enumerate(forward)))}
-    return lambda group: order.get(group, otherwise)
-
-
-def _note(uses: list[int], group: int) -> None:
-    """Append a use; repeated uses in a row count once."""
-    if not uses or uses[-1] != group:
-        uses.append(group)
-
-
-def _forward_uses(model: ModelShape) -> list[int]:
-    return [group for unit in model.units for group in unit.groups]
 
 
 def _backward_uses(model: ModelShape) -> dict[int, list[int]]:
@@ -182,15 +158,3 @@ def _is_one_matrix(model: ModelShape, unit: UnitShape) -> bool:
     """Whether the unit is one matrix, which backward would need only for its input's gradient."""
     own = [param for group in unit.groups for param in model.groups[group].params]
     return len(own) == 1 and len(own[0].shape) == 2
-
-
-def _gradient_ends(model: ModelShape) -> dict[int, list[int]]:
-    """The groups by the unit whose backward ends their gradients, the first to use them."""
-    first: dict[int, int] = {}
-    for index, unit in enumerate(model.units):
-        for group in unit.groups:
-            first.setdefault(group, index)
-    ends: dict[int, list[int]] = {}
-    for group, index in first.items():
-        ends.setdefault(index, []).append(group)
-    return ends

@@ -11,8 +11,8 @@ for as many groups ahead as the runtime fetches. Steps are run one after the oth
 equally long: what is left to do at the end of one is done in the next.
 
 With other ranks, collectives (`exchanges`) have a link of their own, `network`: a group
-is computed with when it is gathered, and its gradient goes home when it is reduced. A gather that
-is asked for ahead runs beside the use before it.
+is computed with when it is gathered, which begins with the use before it, and its gradient goes
+home when it is reduced.
 
 Where the model computes on a CPU, compute and optimizer are one link: both use all cores. What they
 lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
@@ -20,15 +20,16 @@ lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, tried_groups
-from offload.planning.step.exchanges import Collective, step_collectives
-from offload.planning.step.program import Action, Move, Verb, pieces_of, working_groups
+from offload.planning.step.exchanges import Exchange, exchanges_of
+from offload.planning.step.planned_run import MOST_PASSES
+from offload.planning.step.program import Move, Verb, pieces_of, working_groups
 from offload.planning.step.representatives import Representatives
 from offload.planning.step.traffic import StepTraffic, step_traffic
 from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s
@@ -46,7 +47,6 @@ READ, WRITE = "nvme read", "nvme write"
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 NETWORK = "network"
 
-MOST_PASSES = 6  # that are simulated one by one
 _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
 # chunks are chosen (`tuning`), on two cores of an AMD EPYC.
@@ -59,7 +59,7 @@ def estimate_step(
 ) -> StepEstimate:  # fmt: skip
     """Estimate one step of a long run on hardware with these `speeds`. Takes milliseconds.
 
-    If there are many passes, the first ones are simulated, and the others are like the last.
+    If there are many passes, few are simulated, and the others are like the one between.
     """
 
     def of(passes: int) -> StepEstimate:
@@ -131,7 +131,6 @@ class _Pipeline:
         self._gradient_home: dict[int, float] = defaultdict(float)
         self._arrived: list[float] = []  # when the model's thread came to each use
         self._begun_s = 0.0
-        self._table, self._table_s = "", 0.0  # of experts, that a forward came to last, and when
         self._used_of_tables: Counter[str] = Counter()
         for index, count in experts.used.items():
             self._used_of_tables[experts.model.groups[index].table] += count
@@ -146,11 +145,16 @@ class _Pipeline:
             TO_DEVICE: speeds.host_to_device_bytes_per_s,
             TO_HOST: speeds.device_to_host_bytes_per_s,
         }  # fmt: skip
-        self._exchanges: dict[Action, list[Collective]] = defaultdict(list)
-        for each in itertools.chain(
-            *step_collectives(config, experts.model, plan.sharding, workload.passes)
-        ):
-            self._exchanges[each.action].append(each)
+        self._exchanges = list(self._all_exchanges())  # by move
+
+    def _all_exchanges(self) -> Iterator[tuple[Exchange, ...]]:
+        sharding = self._plan.sharding
+        model = self._experts.model.sharded(sharding.ranks, sharding.replicas)
+        used = None
+        for action in (move.action for move in self._traffic.moves):
+            group = model.groups[action.group]
+            yield tuple(exchanges_of(action, used, group, sharding, self._config))
+            used = action if action.verb in (Verb.FORWARD, Verb.BACKWARD) else used
 
     def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
         """Seconds of each use: those of a pass, divided by parameters among the groups that
@@ -193,8 +197,13 @@ class _Pipeline:
             for clock in self._clocks.values():
                 clock.busy_s = 0.0
             self._arrived, self._begun_s = [], ends[-1]
-            for move in self._traffic.moves:
-                self._run(move)
+            for move, exchanges in zip(self._traffic.moves, self._exchanges, strict=True):
+                if move.action.verb is Verb.UPDATE:
+                    self._update(move, exchanges)
+                elif move.action.verb is Verb.GRADIENT:
+                    self._gradient(move, exchanges)
+                else:
+                    self._use(move, exchanges)
             ends.append(self._clocks[COMPUTE].free_s)
         links = self._links()
         slowest = max(links, key=lambda link: link.seconds)
@@ -208,36 +217,28 @@ class _Pipeline:
             READ: total.read, WRITE: total.written, TO_DEVICE: total.to_device,
             TO_HOST: total.to_host,
         }  # fmt: skip
-        exchanged = (
-            each.nbytes * self._experts.used[each.group]
-            for some in self._exchanges.values()
-            for each in some
+        nbytes[NETWORK] = sum(
+            self._experts.used[move.action.group] * sum(each.nbytes for each in exchanges)
+            for move, exchanges in zip(self._traffic.moves, self._exchanges, strict=True)
         )
-        nbytes[NETWORK] = sum(exchanged)
         names = [COMPUTE, OPTIMIZER, *(name for name, moved in nbytes.items() if moved)]
         return tuple(
             LinkTime(name, self._clocks[name].busy_s, nbytes.get(name, 0)) for name in names
         )
 
-    def _run(self, move: Move) -> None:
-        if move.action.verb is Verb.UPDATE:
-            self._update(move)
-        elif move.action.verb is Verb.GRADIENT:
-            self._gradient(move)
-        else:
-            self._use(move)
-
-    def _use(self, move: Move) -> None:
-        group, moved, plan = move.action.group, move.nbytes, self._plan
+    def _use(self, move: Move, exchanges: Sequence[Exchange]) -> None:
+        group, moved = move.action.group, move.nbytes
         came_s = self._clocks[COMPUTE].free_s
         self._arrived.append(came_s)
-        spoken_s = self._spoken_s(move.action, came_s)
+        # a forward is known to need an expert when its router has chosen
+        table = self._experts.model.groups[group].table
+        is_chosen = bool(table) and move.action.verb is Verb.FORWARD
         fetched_read = fetched_sent = 0
         for fetch in move.fetches:
             asked_s = came_s
-            if self._plan.gpu and fetch.group == group:  # asked for as soon as it was updated
-                ahead = max(0, len(self._arrived) - 1 - self._plan.prefetch)
-                asked_s = max(self._arrived[ahead], spoken_s)
+            if self._plan.gpu and fetch.group == group and not is_chosen:
+                # asked for as soon as it was updated
+                asked_s = self._arrived[max(0, len(self._arrived) - 1 - self._plan.prefetch)]
             there_s = self._read(max(asked_s, self._updated[fetch.group]), fetch.read_nbytes)
             self._there[fetch.group] = self._send(there_s, fetch.to_device_nbytes, TO_DEVICE)
             fetched_read += fetch.read_nbytes
@@ -246,28 +247,15 @@ class _Pipeline:
         before_s = self._arrived[max(0, len(self._arrived) - 2)]
         saved_s = self._read(before_s, moved.read - fetched_read)
         saved_s = self._send(saved_s, moved.to_device - fetched_sent, TO_DEVICE)
-        for collective in self._exchanges.get(move.action, ()):
-            other = collective.group
-            asked_s = came_s if plan.sharding.parameters else self._begun_s
-            ready_s = max(asked_s, self._there[other], self._updated[other])
-            self._whole[other] = self._exchange(ready_s, collective)
+        there_s = max(before_s, self._there[group], self._updated[group])
+        self._whole[group] = max(self._whole[group], self._exchange(there_s, group, exchanges))
         ready_s = max(self._there[group], self._whole[group], self._updated[group], saved_s)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
         seconds += moved.decoded / self._speeds.compute_bytes_per_s
         end_s = self._clocks[COMPUTE].take(max(came_s, ready_s), seconds)
         self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written)
 
-    def _spoken_s(self, action: Action, came_s: float) -> float:
-        """The time from which a forward is known to need a group. For experts it is when the
-        forward reached the first one of the table, when the router has chosen."""
-        table = self._traffic.experts.model.groups[action.group].table
-        if not table or action.verb is not Verb.FORWARD:
-            return 0.0
-        if table != self._table:
-            self._table, self._table_s = table, came_s
-        return self._table_s
-
-    def _gradient(self, move: Move) -> None:
+    def _gradient(self, move: Move, exchanges: Sequence[Exchange]) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         there_s = self._clocks[COMPUTE].free_s
         numel = self._experts.used[group] * plan.groups[group].layout.shard_trainable
@@ -276,15 +264,14 @@ class _Pipeline:
             summed=plan.groups[group].summed, first=move.action.number == 0,
         )  # fmt: skip
         before_s = self._read(there_s, moved.read)
-        for collective in self._exchanges.get(move.action, ()):
-            there_s = self._exchange(there_s, collective)
+        there_s = self._exchange(there_s, group, exchanges)
         if plan.gpu:
             there_s = self._send(there_s, moved.to_host, TO_HOST)
         else:
             there_s = self._clocks[COMPUTE].take(before_s, seconds + self._lost_s(move))
         self._gradient_home[group] = self._write(there_s, moved.written)
 
-    def _update(self, move: Move) -> None:
+    def _update(self, move: Move, exchanges: Sequence[Exchange]) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         asked_s = max(self._begun_s, self._gradient_home[group])
         if self._config.optimizer.in_backward is True or group in self._tried:
@@ -303,8 +290,7 @@ class _Pipeline:
             optimizer.busy_s += busy
         end_s = self._send(end_s, moved.to_host, TO_HOST)
         self._updated[group] = end_s
-        for collective in self._exchanges.get(move.action, ()):  # other ranks wait for it, too
-            self._whole[group] = self._exchange(end_s, collective)
+        self._whole[group] = self._exchange(end_s, group, exchanges)  # other ranks wait for it, too
         self._write(end_s, moved.written)
 
     def _lost_s(self, move: Move) -> float:
@@ -343,16 +329,17 @@ class _Pipeline:
         rate = self._rates[link]
         return self._clocks[link].take(ready_s, nbytes / rate) if nbytes and rate else ready_s
 
-    def _exchange(self, ready_s: float, collective: Collective) -> float:
+    def _exchange(self, ready_s: float, group: int, exchanges: Sequence[Exchange]) -> float:
+        """The time at which the collectives for a group are over."""
         network, sharding = self._speeds.network, self._plan.sharding
-        if network is None or not network.knows(sharding.world_size):
+        if not exchanges or network is None or not network.knows(sharding.world_size):
             return ready_s
-        seconds = self._experts.used[collective.group] * sum(
+        seconds = self._experts.used[group] * sum(
             network.seconds(
                 each.nbytes, sharding.replicas if each.replicas else sharding.ranks,
                 apart=sharding.ranks if each.replicas else 1, to_each=each.to_each,
             )
-            for each in collective.exchanges
+            for each in exchanges
         )  # fmt: skip
         return self._clocks[NETWORK].take(ready_s, seconds)
 

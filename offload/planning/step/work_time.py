@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from offload.kernels.rules import StateFormat
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import ITEMSIZE, record_kinds
@@ -40,23 +42,17 @@ def forward_s(cost: PassCost, numel: float, precision: str, speeds: Speeds) -> f
 def _weight_s(rows: float, precision: str, speeds: Speeds) -> float:
     """Seconds per element of weights in a product of `rows` rows, interpolated linearly between the
     measurements of their format."""
-    measured = sorted(
-        (int(key.rpartition(" ")[2]), rate)
+    rates = {
+        int(key.rpartition(" ")[2]): rate
         for key, rate in speeds.forward_flops_per_s.items()
         if key.partition(" ")[0] == precision
-    )
-    if not measured:
+    }
+    if not rates:
         read_s = ITEMSIZE[precision] / speeds.compute_bytes_per_s
         return max(2 * rows / _matmul_rate(precision, speeds), read_s)
-    points = [(each, 2 * each / rate) for each, rate in measured]
-    most, most_s = points[-1]
-    if rows >= most:
-        return rows / most * most_s
-    below = max((point for point in points if point[0] <= rows), default=points[0])
-    above = min(point for point in points if point[0] > rows)
-    if rows <= below[0]:
-        return below[1]
-    return below[1] + (above[1] - below[1]) * (rows - below[0]) / (above[0] - below[0])
+    measured = sorted(rates)
+    seconds = np.interp(rows, measured, [2 * each / rates[each] for each in measured])
+    return float(seconds) * max(1.0, rows / measured[-1])
 
 
 def _matmul_rate(precision: str, speeds: Speeds) -> float:

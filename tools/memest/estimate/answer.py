@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from offload.planning.plan.estimate import Estimate
-from offload.planning.step.step_time import MOST_PASSES
+from offload.planning.step.planned_run import MOST_PASSES
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.changes import changes
 from offload.tools.memest.estimate.estimator import Estimator

@@ -104,7 +104,6 @@ class Estimator:
                     config, workload, device, trains=False
                 ),
                 source.cache,
-                gpu=device != "cpu",
             )  # fmt: skip
         return self._passes[key]
 

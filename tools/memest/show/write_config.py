@@ -10,7 +10,7 @@ from offload.config.file import dump_yaml
 from offload.config.model import WrittenFor
 from offload.config.training import ModelConfig, TrainConfig
 from offload.planning.plan.estimate import Estimate
-from offload.planning.plan.plan import home_nbytes, needed_nbytes
+from offload.planning.plan.plan import needed_nbytes
 from offload.planning.plan.sizes import class_of
 from offload.process import machine
 from offload.tiers.ledger import StateClass
@@ -160,7 +160,7 @@ def _placement(estimate: Estimate) -> Iterator[Key]:
             continue
         *above, name = placed.split(".")
         values = dumped.get("experts", {}) if above else dumped
-        held = sum(home_nbytes(plan, placed, tier) for tier in Tier)
+        held = sum(plan.homes[placed].values())
         value = values.get(name, str(where.tiers[0]))
         yield f"placement.{placed}", value, format_bytes(held)
     if trains:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, ModelConfig
 from offload.planning.machine.disk_cache import remembered
-from offload.planning.plan.kv_plan import CacheShape, alike
+from offload.planning.plan.kv_plan import CacheShape
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.model_source import key_of
 from offload.zero.groups.model_shape import ModelShape
@@ -55,7 +55,7 @@ def built_in_shape(config: ModelConfig, blocks: Sequence[str] = ()) -> ModelShap
 def built_in_cache(model: ModelConfig) -> CacheShape:
     """Return the cache of keys and values of the model, if it were served with one."""
     dim = model.hidden // model.heads
-    return alike(model.layers, CachedLayer(model.kv_head_count, dim, dim))
+    return CacheShape((CachedLayer(model.kv_head_count, dim, dim),) * model.layers)
 
 
 # ---------------------------------------------------------------- from numbers
