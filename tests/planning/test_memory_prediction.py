@@ -46,15 +46,6 @@ class Row:
         """Errors of the tiers whose peaks do not depend on the moment."""
         return {t: e for t, e in self.tier.items() if t != "nvme" or not self.nvme_is_bound}
 
-    def __str__(self) -> str:
-        tiers = "  ".join(
-            f"{name} {error:+7.2%}{'*' if self.nvme_is_bound and name == 'nvme' else ''}"
-            for name, error in self.tier.items()
-        )
-        rss = "" if self.rss is None else f"  RSS {self.measured['rss'] / 2**20:6.0f} MiB "
-        rss += "" if self.rss is None else f"{self.rss:+6.1%}"
-        return f"{self.case.name:10}{tiers}{rss}  {' '.join(self.case.keys)}"
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -72,24 +63,10 @@ def test_peak_ram_is_predicted(folder: Path) -> None:
     _judge([_fresh(case) for case in _drawn(FAST_RSS, folder)])
 
 
-@pytest.fixture(scope="module")
-def long_rows() -> list[Row]:
-    """Of all long cases so far."""
-    return []
-
-
 @pytest.mark.slow  # all of them take many minutes
 @pytest.mark.parametrize(("size", "seed"), LONG_CASES)
-def test_drawn_cases_up_to_300_million_parameters(
-    size: str, seed: int, folder: Path, long_rows: list[Row]
-) -> None:
-    long_rows.append(_fresh(draw(size, seed, folder)))
-    _judge(long_rows[-1:])
-
-
-@pytest.mark.slow
-def test_the_worst_of_the_long_cases(long_rows: list[Row]) -> None:
-    _judge(long_rows)
+def test_drawn_cases_up_to_300_million_parameters(size: str, seed: int, folder: Path) -> None:
+    _judge([_fresh(draw(size, seed, folder))])
 
 
 @pytest.mark.sample(3)
@@ -112,9 +89,7 @@ def _drawn(sizes: dict[str, int], folder: Path) -> Iterator[Case]:
 def _fresh(case: Case) -> Row:
     """Measured in a process of its own."""
     baseline = machine_baseline(case.loaded().precision)
-    row = _row(case, predict(case, baseline, activations=True), measure([case])[0], ram=True)
-    print(row, flush=True)
-    return row
+    return _row(case, predict(case, baseline, activations=True), measure([case])[0], ram=True)
 
 
 def _row(case: Case, predicted: Predicted, measured: dict[str, Any], *, ram: bool = False) -> Row:
@@ -136,21 +111,8 @@ def _row(case: Case, predicted: Predicted, measured: dict[str, Any], *, ram: boo
 
 
 def _judge(rows: list[Row]) -> None:
-    """Print the worst case of everything that is predicted, and refuse what is off by too much."""
-    if len(rows) > 1:
-        _print_worst(rows)
-    off = [str(r) for r in rows if any(abs(e) > LEDGER for e in r.exact().values())]
-    off += [str(row) for row in rows if abs(row.rss or 0.0) > RSS]
-    off += [str(row) for row in rows if row.nvme_is_bound and row.tier["nvme"] < 0]
-    assert not off, "\n".join(off)
-
-
-def _print_worst(rows: list[Row]) -> None:
-    worst = max(rows, key=lambda row: max(map(abs, row.exact().values())))
-    print(f"worst of {len(rows)} cases, ledger: {worst}")
-    of_ram = [row for row in rows if row.rss is not None]
-    if of_ram:
-        worst_ram = max(of_ram, key=lambda row: abs(row.rss or 0.0))
-        print(f"worst of {len(of_ram)} cases, RAM: {worst_ram}")
-    bounds = [row for row in rows if row.nvme_is_bound]
-    print(f"{len(bounds)} of them with an nvme peak by the moment (*): a bound is predicted")
+    """Refuse what is off by too much."""
+    off = [row for row in rows if any(abs(e) > LEDGER for e in row.exact().values())]
+    off += [row for row in rows if abs(row.rss or 0.0) > RSS]
+    off += [row for row in rows if row.nvme_is_bound and row.tier["nvme"] < 0]
+    assert not off, off

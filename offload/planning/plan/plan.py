@@ -172,6 +172,13 @@ def gathered_nbytes(plan: Plan) -> int:
     return plan.unit_nbytes if elsewhere else 0
 
 
+def mirrors_nbytes(plan: Plan) -> int:
+    """GPU memory for copies of all parameters that live elsewhere, and values of those in codes."""
+    pairs = zip(plan.groups, plan.parameters, strict=True)
+    elsewhere = sum(group.parameters for group, home in pairs if home is not Tier.DEVICE)
+    return elsewhere + sum(group.decoded for group in plan.groups)
+
+
 def host_window(plan: Plan) -> int:
     """The least memory for copies of states on nvme or stored in codes."""
     on_nvme = {c for c in CLASSES if Tier.NVME in tiers_of(plan.placements, c)}

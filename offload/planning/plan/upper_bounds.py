@@ -27,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from offload.planning.plan.plan import Plan, gathered_nbytes
-from offload.planning.plan.sizes import CLASSES, GroupBytes, pages
+from offload.planning.plan.plan import Plan, gathered_nbytes, mirrors_nbytes
+from offload.planning.plan.sizes import CLASSES, pages
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
@@ -72,22 +72,8 @@ def within_use(plan: Plan) -> Plan:
 def device_upper_bound(plan: Plan) -> int:
     """The most bytes of GPU memory in use, rounded up to PyTorch's allocation size; never less than
     is needed."""
-    elsewhere = [
-        group.parameters
-        for group, tier in zip(plan.groups, plan.parameters, strict=True)
-        if tier is not Tier.DEVICE
-    ]
-    sums = [
-        _sum_nbytes(group)
-        for group, tier in zip(plan.groups, plan.gradients, strict=True)
-        if tier is Tier.DEVICE
-    ]
-    decoded = sum(group.decoded for group in plan.groups)
-    most = plan.total(Tier.DEVICE) + sum(elsewhere) + decoded + sum(sums) + gathered_nbytes(plan)
+    pairs = zip(plan.groups, plan.gradients, strict=True)
+    there = ((g.gradients, pages(g.layout.shard_trainable * 4)) for g, t in pairs if t.on_device)
+    sums = sum(summed for planned, summed in there if summed > planned)  # not sums already
+    most = plan.total(Tier.DEVICE) + mirrors_nbytes(plan) + sums + gathered_nbytes(plan)
     return round_up(most, _BLOCK_NBYTES)
-
-
-def _sum_nbytes(group: GroupBytes) -> int:
-    """The bytes of an fp32 sum beside the planned gradient; 0 if that is already such a sum."""
-    nbytes = pages(group.layout.shard_trainable * 4)
-    return nbytes if nbytes > group.gradients else 0

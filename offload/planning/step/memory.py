@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING
 from offload.kernels.rules import StateFormat
 from offload.planning.activations.facts import fragmentation_nbytes
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
-from offload.planning.plan.plan import Plan, needed_nbytes, spare_nbytes, tried_groups
+from offload.planning.plan.plan import (
+    Plan,
+    mirrors_nbytes,
+    needed_nbytes,
+    spare_nbytes,
+    tried_groups,
+)
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.upper_bounds import nvme_upper_bound
 from offload.planning.step.traffic import find_copies
@@ -108,14 +114,10 @@ class PlannedMemory:
     # ---------------------------------------------------------------- device
     @property
     def _mirrors(self) -> int:
-        """The bytes on a GPU of parameters that live elsewhere, and of values stored in codes."""
+        """The bytes on a GPU of copies of parameters that live elsewhere."""
         plan = self._plan
-        if not plan.gpu:
-            return 0
-        pairs = zip(plan.groups, plan.parameters, strict=True)
-        codes = sum(group.parameters for group, tier in pairs if tier is not Tier.DEVICE)
-        all_of_them = codes + sum(group.decoded for group in plan.groups)
-        return min(plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE), all_of_them)
+        left = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
+        return min(left, mirrors_nbytes(plan)) if plan.gpu else 0
 
     def _gpu(self) -> PlaceEstimate:
         """The estimate of GPU memory: the tier, one block, beside activations and the context."""

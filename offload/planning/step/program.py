@@ -138,11 +138,6 @@ def working_groups(model: ModelShape) -> frozenset[int]:
     return frozenset(group for groups in _backward_uses(model).values() for group in groups)
 
 
-def pieces_of(config: OffloadConfig, batch: int) -> int:
-    """The number of pieces in which a block of a dispatched model computes a batch."""
-    return config.micro_batches if batch >= config.micro_batches else 1
-
-
 def _backward_uses(model: ModelShape) -> dict[int, list[int]]:
     """The groups that backward needs, by unit."""
     found: dict[int, list[int]] = {}

@@ -43,16 +43,16 @@ def representatives(
     """Select representatives. `workload` is None if every expert is touched."""
     alone = [index for index, group in enumerate(model.groups) if not group.table]
     alike, updated, used = (dict.fromkeys(alone, 1) for _ in range(3))
-    chosen = None if workload is None else model.experts_per_token
-    pass_tokens, step_tokens = (
-        (0, 0)
-        if workload is None
-        else (workload.batch * workload.sequence, workload.tokens * plan.sharding.world_size)
-    )
+    chosen, work = model.experts_per_token, workload
+    if work is None:
+        chosen, work = None, Workload(1, 1)
     is_large = len(model.groups) > most_groups
     for table in tables_of(model):
         bundles = max(1, (most_groups - len(alone)) // len(model.tables)) if is_large else None
-        here, few = len(table.indices), table.touched(chosen, step_tokens)
+        here, few = (
+            len(table.indices),
+            table.touched(chosen, work.tokens * plan.sharding.world_size),
+        )
         if few < here and not model.numel_trainable:
             # every pass chooses others: a copy is of use if it is of one of those
             bundles = min(few, bundles or few)
@@ -61,7 +61,7 @@ def representatives(
         touched = sum(in_step.values())
         alike.update(together)
         updated.update(in_step)
-        sent_here = pass_tokens * table.ep_size
+        sent_here = work.batch * work.sequence * table.ep_size
         used.update(_spread(in_step, table.touched(chosen, sent_here), touched))
     units = (
         replace(unit, groups=tuple(index for index in unit.groups if updated.get(index)))

@@ -20,7 +20,7 @@ lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -29,8 +29,7 @@ from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, tried_groups
 from offload.planning.step.exchanges import Exchange, exchanges_of
 from offload.planning.step.planned_run import MOST_PASSES
-from offload.planning.step.program import Move, Verb, pieces_of, working_groups
-from offload.planning.step.representatives import Representatives
+from offload.planning.step.program import Move, Verb, working_groups
 from offload.planning.step.traffic import StepTraffic, step_traffic
 from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
@@ -38,7 +37,7 @@ from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.planning.activations.facts import ActivationFacts, PassCost
+    from offload.planning.activations.facts import ActivationFacts
     from offload.planning.machine.speeds import Speeds
     from offload.planning.plan.workload import Workload
 
@@ -89,18 +88,6 @@ def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -
     return StepEstimate(max(seconds, slowest.seconds), links, slowest.name, tokens)
 
 
-def forward_work_s(
-    cost: PassCost, experts: Representatives, config: OffloadConfig, pieces: int, speeds: Speeds
-) -> float:
-    """Seconds of work in a pass without gradients."""
-    model, working = experts.model, working_groups(experts.model)
-    numel = sum(
-        used * model.groups[group].numel
-        for group, used in experts.used.items() if group in working
-    )  # fmt: skip
-    return forward_s(cost, pieces * numel, config.precision, speeds)
-
-
 @dataclass(slots=True)
 class _Clock:
     """The time at which a link is free, and how long it has worked."""
@@ -131,10 +118,7 @@ class _Pipeline:
         self._gradient_home: dict[int, float] = defaultdict(float)
         self._arrived: list[float] = []  # when the model's thread came to each use
         self._begun_s = 0.0
-        self._used_of_tables: Counter[str] = Counter()
-        for index, count in experts.used.items():
-            self._used_of_tables[experts.model.groups[index].table] += count
-        self._cost = self._costs(experts.model, facts)
+        self._cost = self._costs(facts)
         self._update_s = {
             group: count * update_s(plan, group, config.precision, speeds)
             for group, count in experts.updated.items()
@@ -156,39 +140,33 @@ class _Pipeline:
             yield tuple(exchanges_of(action, used, group, sharding, self._config))
             used = action if action.verb in (Verb.FORWARD, Verb.BACKWARD) else used
 
-    def _costs(self, model: ModelShape, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
+    def _costs(self, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
         """Seconds of each use: those of a pass, divided by parameters among the groups that
-        backward needs; experts count with the parameters that compute a token."""
-        precision = self._config.precision
-        first = [move.action for move in self._traffic.moves if move.action.number == 0]
-        uses = {
-            verb: [action.group for action in first if action.verb is verb]
-            for verb in (Verb.FORWARD, Verb.BACKWARD)
+        backward needs."""
+        precision, speeds, experts = self._config.precision, self._speeds, self._experts
+        needed = working_groups(experts.model)
+        numels = {
+            group: used * experts.model.groups[group].numel if group in needed else 0
+            for group, used in experts.used.items()
         }
-        needed = working_groups(model)
+        totals = {
+            Verb.FORWARD: pass_s(facts.forward, precision, speeds),
+            Verb.BACKWARD: pass_s(facts.backward, precision, speeds),
+        }
+        if not experts.model.numel_trainable:
+            pieces = self._config.micro_batches
+            pieces = pieces if self._workload.batch >= pieces else 1  # each reads the weights
+            numel = pieces * sum(numels.values())
+            totals[Verb.FORWARD] = forward_s(facts.forward, numel, precision, speeds)
         costs: dict[tuple[Verb, int], float] = {}
-        for verb, cost in ((Verb.FORWARD, facts.forward), (Verb.BACKWARD, facts.backward)):
-            total = pass_s(cost, precision, self._speeds)
-            if not model.numel_trainable:
-                pieces = pieces_of(self._config, self._workload.batch)
-                total = forward_work_s(
-                    facts.forward, self._experts, self._config, pieces, self._speeds
-                )
-            weights = {g: self._active_numel(model, g) if g in needed else 0 for g in uses[verb]}
-            whole = sum(weights[g] for g in uses[verb])
-            for group, weight in weights.items():
-                costs[verb, group] = total * (weight / whole if whole else 1 / len(uses[verb]))
+        for verb, total in totals.items():
+            actions = (move.action for move in self._traffic.moves if move.action.verb is verb)
+            uses = [action.group for action in actions if action.number == 0]
+            whole = sum(numels[group] for group in uses)
+            for group in uses:
+                share = numels[group] / whole if whole else 1 / len(uses)
+                costs[verb, group] = total * share
         return costs
-
-    def _active_numel(self, model: ModelShape, group: int) -> float:
-        """The parameters of a group in use; for experts only a token's share of them."""
-        shape, used = model.groups[group], self._experts.used[group]
-        chosen, table = model.experts_per_token, shape.table
-        if chosen is None or not table:
-            return shape.numel * used
-        # tokens of other ranks come to fewer experts
-        share = min(shape.ep_size, chosen / max(1, self._used_of_tables[table]))
-        return shape.numel * used * share
 
     # ---------------------------------------------------------------- running
     def estimate(self) -> StepEstimate:
