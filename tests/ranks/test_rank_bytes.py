@@ -193,7 +193,7 @@ def test_the_ledger_reaches_what_was_predicted(
 def test_the_collectives_of_a_step_are_those_predicted(
     stage: int, held: dict[tuple[int, str], list[Held]]
 ) -> None:
-    """All of them in stages 0 to 2; stage 3 also keeps what its room has."""
+    """Exactly in stages 0 to 2; what stage 3 gathers depends on what its room keeps."""
     loaded = OffloadConfig.load({"precision": "fp32"})
     for each in held[stage, "host"]:
         sharding = Sharding.of(stage, None, WORLD, each.rank)
@@ -205,5 +205,5 @@ def test_the_collectives_of_a_step_are_those_predicted(
             used = action if action.verb in (Verb.FORWARD, Verb.BACKWARD) else used
             said[action.verb] += calls[0].nbytes if calls else 0
         assert said.pop(Verb.GRADIENT) == sum(each.reduced)
-        gathered = sum(each.gathered)
-        assert gathered <= sum(said.values()) <= gathered * (1.4 if stage == 3 else 1)
+        near = pytest.approx(sum(each.gathered), rel=0.15 if stage == 3 else 0)
+        assert sum(said.values()) == near

@@ -46,12 +46,13 @@ def representatives(
     chosen, work = model.experts_per_token, workload
     if work is None:
         chosen, work = None, Workload(1, 1)
+    step_tokens = work.tokens * plan.sharding.world_size
     is_large = len(model.groups) > most_groups
     for table in tables_of(model):
         bundles = max(1, (most_groups - len(alone)) // len(model.tables)) if is_large else None
         here, few = (
             len(table.indices),
-            table.touched(chosen, work.tokens * plan.sharding.world_size),
+            table.touched(chosen, step_tokens),
         )
         if few < here and not model.numel_trainable:
             # every pass chooses others: a copy is of use if it is of one of those
