@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.config.fields import Percent
-from offload.planning.plan.device_plan import plan_device
+from offload.planning.plan.buffers import (
+    kinds_of,
+    plan_device,
+    plan_shared,
+    staging_nbytes_of,
+    sums_nbytes_of,
+)
 from offload.planning.plan.kv_plan import plan_kv
 from offload.planning.plan.plan import (
     ActivationPlan,
@@ -22,7 +28,6 @@ from offload.planning.plan.plan import (
     least_window,
     needed_nbytes,
 )
-from offload.planning.plan.shared_plan import plan_shared
 from offload.planning.plan.sizes import (
     CLASSES,
     EXPERTS_OF,
@@ -33,13 +38,10 @@ from offload.planning.plan.sizes import (
     Placements,
     class_of,
     gathered_unit,
-    kinds_of,
     largest_unit,
     least_nbytes,
     measure,
     sizes_of,
-    staging_nbytes_of,
-    sums_nbytes_of,
     tiers_of,
     with_records,
 )

@@ -26,9 +26,8 @@ from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.planning.plan.device_plan import DevicePlan
+    from offload.planning.plan.buffers import DevicePlan, SharedPlan
     from offload.planning.plan.kv_plan import KVPlan
-    from offload.planning.plan.shared_plan import SharedPlan
 
 LEAST_WINDOW_NBYTES = 8 << 20  # of activations: four pieces of 2 MiB on their way at a time
 _SPARE_SHARE = 0.9  # of what nvme has beyond the plan: extents of many sizes leave gaps

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -139,14 +138,14 @@ def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBy
     step, which reduces them."""
     layout, itemsize = group.layout, sizes.gradient_itemsize
     is_kept = group.ep_size > 1 and sharding.world_size > 1
-    before = _pages_or_none(layout.numel_trainable * itemsize) if is_kept else 0
+    before = pages_or_none(layout.numel_trainable * itemsize) if is_kept else 0
     here = layout.shard_numel if sharding.parameters else layout.numel
     values = pages(here * sizes.itemsize)
     return GroupBytes(
         name=group.name or "(root)",
         layout=layout,
         parameters=pages(stored_nbytes(layout, sizes.itemsize)) if layout.is_stored else values,
-        gradients=_pages_or_none(layout.shard_trainable * itemsize) + before,
+        gradients=pages_or_none(layout.shard_trainable * itemsize) + before,
         records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
@@ -164,19 +163,6 @@ def least_nbytes(group: GroupShape, itemsize: int) -> int:
 def stored_nbytes(layout: Layout, itemsize: int) -> int:
     """The bytes of a group whose weights are in codes."""
     return lay_out_codes(layout, itemsize).stored_nbytes
-
-
-def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
-    """A group of each kind (those with parts of equal length), and the number of such groups."""
-    firsts: dict[object, GroupBytes] = {}
-    counts: Counter[object] = Counter()
-    for group in groups:
-        layout = group.layout
-        stored = bool(group.decoded)
-        key = layout.shard_numel, layout.shard_trainable, group.trained_numels, stored
-        firsts.setdefault(key, group)
-        counts[key] += 1
-    return {group: counts[key] for key, group in firsts.items()}
 
 
 def _by_chunk(numel: int, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
@@ -264,40 +250,7 @@ def largest_unit(
     return largest
 
 
-def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
-    """The bytes of the largest block's fp32 gradients, summed over its micro-batches."""
-    blocks = [unit.groups for unit in model.units if unit.repeated]
-    numels = [sum(groups[index].layout.numel_trainable for index in block) for block in blocks]
-    return _pages_or_none(max(numels, default=0) * 4)
-
-
-def staging_nbytes_of(
-    placements: Placements, groups: Iterable[GroupBytes], sizes: Sizes, gpu: bool
-) -> int:  # fmt: skip
-    """The bytes of one buffer: the largest chunk of every class that an update may stage."""
-    trained = (g.layout for g in groups if g.layout.numel_trainable)
-    numel = min(sizes.chunk_numel, max((layout.shard_numel for layout in trained), default=0))
-    if not numel:
-        return 0
-    per_class = {
-        StateClass.PARAMETERS: pages(numel * sizes.itemsize),
-        StateClass.GRADIENTS: pages(numel * sizes.gradient_itemsize),
-        StateClass.OPTIMIZER: sizes.record_nbytes(numel),
-    }
-    staged = {state_class: {Tier.NVME} for state_class in per_class}
-    if gpu:  # records there are stepped there
-        staged[StateClass.PARAMETERS].add(Tier.DEVICE)
-        staged[StateClass.GRADIENTS].add(Tier.DEVICE)
-        if Tier.DEVICE in tiers_of(placements, StateClass.GRADIENTS):
-            # also fp32 sums of more passes than were planned; planned on nvme, they stay on host
-            per_class[StateClass.GRADIENTS] = pages(numel * 4)
-    return sum(
-        nbytes for state_class, nbytes in per_class.items()
-        if staged[state_class] & tiers_of(placements, state_class)
-    )  # fmt: skip
-
-
-def _pages_or_none(nbytes: int) -> int:
+def pages_or_none(nbytes: int) -> int:
     """Like `pages`, but 0 for 0 bytes."""
     return pages(nbytes) if nbytes else 0
 

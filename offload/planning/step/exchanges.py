@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.planning.plan.shared_plan import sent_nbytes
+from offload.planning.plan.buffers import sent_nbytes
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.step.program import Action, Verb
 from offload.zero.groups.model_shape import GroupShape
