@@ -26,7 +26,6 @@ from offload.zero.groups.model_shape import ModelShape
 from offload.zero.ranks.sharding import Sharding
 from tests.planning.test_experts import (
     HARDWARE,
-    assert_a_step_moves_what_is_predicted,
     model,
     plan_of,
 )
@@ -117,17 +116,6 @@ def test_homes_of_their_own_are_not_slower(work: Workload, gpu: bool, long: bool
         assert best.fits
         seconds.append(best.seconds)
     assert seconds[1] <= seconds[0] * 1.03
-
-
-# ---------------------------------------------------------------- a step
-def test_a_step_of_experts_on_nvme_moves_the_predicted_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The rest in memory: nothing but experts with tokens crosses."""
-    rest = {"parameters": "host", "gradients": "host", "optimizer": "host"}
-    keys = {"budget": {"host": "8MiB", "nvme": "1GiB"}, "optimizer": {"chunk": 65536}}
-    config = OffloadConfig.load({**keys, "placement": {**rest, "experts": "nvme"}})
-    assert_a_step_moves_what_is_predicted(monkeypatch, config)
 
 
 # ---------------------------------------------------------------- memest

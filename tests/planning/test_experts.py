@@ -159,10 +159,19 @@ class _Block(nn.Module):
         return out
 
 
-def assert_a_step_moves_what_is_predicted(
-    monkeypatch: pytest.MonkeyPatch, config: OffloadConfig
+REST = {"parameters": "host", "gradients": "host", "optimizer": "host"}
+
+
+@pytest.mark.parametrize(
+    ("placement", "host"), [(NVME["placement"], "6MiB"), ({**REST, "experts": "nvme"}, "8MiB")],
+    ids=["all on nvme", "experts on nvme"],
+)  # fmt: skip
+def test_a_step_with_experts_moves_the_predicted_bytes(
+    monkeypatch: pytest.MonkeyPatch, placement: Any, host: str
 ) -> None:
     """In training three blocks of experts, of which all get tokens."""
+    keys = {"budget": {"host": host, "nvme": "1GiB"}, "optimizer": {"chunk": 65536}}
+    config = OffloadConfig.load({**keys, "placement": placement})
     in_turn = OneAfterTheOther(monkeypatch)
     torch.manual_seed(0)
     net = nn.Sequential(*(_Block() for _ in range(3)))
@@ -180,9 +189,3 @@ def assert_a_step_moves_what_is_predicted(
     read, written = (moved[-1][link] - moved[-2][link] for link in ("nvme read", "nvme write"))
     assert said.written == pytest.approx(written, rel=0.03)
     assert said.read == pytest.approx(read, rel=0.06)
-
-
-def test_a_step_with_experts_moves_the_predicted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = {"host": "6MiB", "nvme": "1GiB"}
-    config = OffloadConfig.load({"budget": budget, "optimizer": {"chunk": 65536}, **NVME})
-    assert_a_step_moves_what_is_predicted(monkeypatch, config)
