@@ -182,7 +182,7 @@ class Dispatched(TieredModel):
         store = self.store
         batching = MicroBatching(
             int(self.config.micro_batches), store.units,
-            lambda indices, more: store.held([store.groups[index] for index in indices]),
+            lambda indices, more: store.hooks.held([store.groups[index] for index in indices]),
             check=check,
         )  # fmt: skip
         store.on_close.append(batching.remove)

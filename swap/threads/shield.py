@@ -21,8 +21,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import get_ident
 from types import FrameType
@@ -182,6 +183,20 @@ class _Whole:
 defer_signals = _Whole(firm=True)
 interrupted_in_waits = _Whole(firm=False)
 begin_wait, end_wait = _deferral.begin_wait, _deferral.end_wait
+
+
+@contextmanager
+def ending_with(end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` behind what is inside, again if a Ctrl-C comes just before it has begun. It is to
+    defer signals itself, and calling it twice must do no harm."""
+    try:
+        yield
+    finally:
+        try:
+            end()
+        except KeyboardInterrupt:
+            end()
+            raise
 
 
 def check_whole() -> None:

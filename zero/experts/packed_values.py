@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from offload.swap.threads.shield import defer_signals, interrupted_in_waits
+from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.group import digest
@@ -56,15 +56,8 @@ class PackedValues:
         except BaseException:
             self._hide(fresh)
             raise
-        kept = params if keep else []
-        try:
+        with ending_with(lambda: self._end(params if keep else [], fresh)):
             yield
-        finally:
-            try:
-                self._end(kept, fresh)
-            except KeyboardInterrupt:  # it may have come just before that had begun
-                self._end(kept, fresh)
-                raise
 
     @interrupted_in_waits  # between a switch of torch's modes and its end, one would stay switched
     @torch.no_grad()
@@ -141,5 +134,5 @@ class ExpertAccess:
     @contextmanager
     def using(self, expert: int) -> Iterator[Mapping[str, nn.Parameter]]:
         """Provide one expert's rows, gathered inside, by the names of the module's parameters."""
-        with self._store.expert(self._table.groups[expert]):
+        with self._store.hooks.expert(self._table.groups[expert]):
             yield self._table.rows_of(expert)

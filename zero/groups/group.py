@@ -27,8 +27,8 @@ from offload.swap.states.state import State
 from offload.swap.threads.lanes import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.layout import Layout, ParamSpec
-from offload.zero.tensors.local_tensors import hold, is_dtensor, local_of
+from offload.zero.groups.layout import Layout
+from offload.zero.tensors.local_tensors import hold, local_of
 from offload.zero.tensors.placeholders import exchanging, placeholder
 
 NO_COPIES = (
@@ -48,11 +48,6 @@ def _uses(tensor: torch.Tensor) -> int:
     """Return how many tensors share this one's memory (and storages of Python's)."""
     memory = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(memory._cdata))
-
-
-def _hold_plain(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Hold `values`, as `hold` does, in a parameter that is known to be no DTensor."""
-    param.data = values
 
 
 def _outside_inference(function: Callable[[ParamGroup], None]) -> Callable[[ParamGroup], None]:
@@ -110,29 +105,14 @@ class Classes:
     gathered: type
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A parameter in the flat buffer: its sizes, strides and offset in elements."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, spec: ParamSpec) -> _Place:
-        # not torch._prims_common's function, which imports sympy: a third of a second, 490 modules
-        return cls(spec.shape, torch.empty(spec.shape, device="meta").stride(), spec.offset)
-
-
 class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
     __slots__ = (
-        "__weakref__", "_any_dtensor", "_catch_up", "_classes", "_flat", "_home", "_placeholders",
-        "_places", "_shown", "_users", "_uses", "_views", "_watched", "_written", "check_assigned",
-        "copies", "device", "dtype", "ep_size", "has_masters", "index", "layout", "name",
-        "on_trial", "params", "pending", "permanent", "residing", "state", "updated_at", "version",
-        "written_at",
+        "__weakref__", "_catch_up", "_classes", "_placeholders", "_shown", "_users", "_uses",
+        "_watched", "_written", "check_assigned", "copies", "device", "dtype", "ep_size",
+        "has_masters", "index", "layout", "name", "on_trial", "params", "pending", "permanent",
+        "residing", "state", "updated_at", "version", "written_at",
     )  # fmt: skip
 
     def __init__(
@@ -167,18 +147,12 @@ class ParamGroup:
         # makes `pending` an update by the steps that were missed, if there are any
         self._catch_up: Callable[[ParamGroup], None] | None = None
         self._classes = [classes_of(type(param)) for param in self.params]
-        self._any_dtensor = any(is_dtensor(param) for param in self.params)
-        self._places = [_Place.of(spec) for spec in layout.params]
         self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
         self._users: set[object] = set()
         # refuses a tensor that `.data` of a gathered parameter was set to
         self.check_assigned: Callable[[torch.nn.Parameter, torch.Tensor], None] = lambda *_: None
         self._written = [param._version for param in self.params]  # counters of known writes
         self._placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
-        # of a home on the device, which never moves: its bytes, and views of them
-        self._home: torch.Tensor | None = None
-        self._flat: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
         """Return the parameters with their original classes."""
@@ -235,26 +209,7 @@ class ParamGroup:
     def flat(self) -> torch.Tensor:
         """Return the whole buffer, 1D, valid: waits for a pending update and for its arrival."""
         self.wait_for_update()
-        found = self.state.tensor()
-        if self._flat is not None and found is self._home:
-            return self._flat
-        flat = found.view(self.dtype)
-        if self.state.at_home_on_device and not self._any_dtensor:
-            self._home, self._flat, self._views = found, flat, []
-        return flat
-
-    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return one view for each parameter."""
-        if flat is self._flat and self._views:
-            return self._views
-        start = flat.storage_offset()
-        views = [
-            flat.as_strided(place.shape, place.stride, start + place.offset)
-            for place in self._places
-        ]
-        if flat is self._flat:
-            self._views = views
-        return views
+        return self.state.tensor().view(self.dtype)
 
     def gather(self) -> None:
         """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
@@ -275,11 +230,11 @@ class ParamGroup:
         self.residing = GroupState.GATHERED
 
     def _show(self, flat: torch.Tensor) -> None:
-        stays, held = self._stays, self._hold
-        for param, view, classes in zip(
-            self.params, self._views_of(flat), self._classes, strict=True
+        stays = self._stays
+        for param, spec, classes in zip(
+            self.params, self.layout.params, self._classes, strict=True
         ):
-            held(param, view)
+            hold(param, spec.of(flat))
             param.__class__ = classes.own if stays else classes.gathered
 
     def release(self) -> None:
@@ -292,20 +247,15 @@ class ParamGroup:
     def _stays(self) -> bool:
         return self.state.in_place and not self.has_masters
 
-    @property
-    def _hold(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        return hold if self._any_dtensor else _hold_plain
-
     @_outside_inference
     def _put_placeholders(self) -> None:
         self.residing = GroupState.RELEASED  # first: an interrupt must not leave NaN as gathered
-        held = self._hold
         with torch._C.DisableTorchFunctionSubclass(), exchanging():
             for param, placeholder, classes in zip(
                 self.params, self._placeholders, self._classes, strict=True
             ):
                 param.__class__ = classes.released  # first: the placeholder must not be read
-                held(param, placeholder)
+                hold(param, placeholder)
 
     def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
         """Give a parameter the class of released parameters again, unless it was gathered
@@ -341,8 +291,6 @@ class ParamGroup:
     def close(self) -> None:
         """Drop all references of this group to the buffer."""
         self._put_placeholders()
-        self._home = self._flat = None
-        self._views = []
 
     def invalidate(self) -> None:
         """Note that an update was submitted: values read before it are old."""
@@ -424,8 +372,7 @@ class ParamGroup:
             if given.untyped_storage()._cdata == own:  # its place, or what is there, is written to
                 values[index] = given.clone()
         for index, given in values.items():
-            spec = self.layout.params[index]
-            view = flat[spec.offset : spec.stop].view(spec.shape)
+            view = self.layout.params[index].of(flat)
             view.copy_(given)
             hold(self.params[index], view)
 
@@ -458,8 +405,6 @@ class ParamGroup:
     def _find_places(self) -> list[tuple[int, tuple[int, ...]]]:
         """Return the address and the strides of each parameter's values: those of `w.data.t()` are
         at the same address."""
-        if not self._any_dtensor:
-            return [(param.data_ptr(), param.stride()) for param in self.params]
         locals_ = [local_of(param) for param in self.params]
         return [(memory.data_ptr(), memory.stride()) for memory in locals_]
 

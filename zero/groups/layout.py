@@ -19,9 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.units import round_up
+
+if TYPE_CHECKING:
+    import torch
 
 # A parameter starts on a cache line, a full vector in every dtype and a block of 8-bit states.
 ALIGN_NUMEL = 256
@@ -64,6 +68,10 @@ class ParamSpec:
     @property
     def stop(self) -> int:
         return self.offset + self.numel
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's view of its flat buffer."""
+        return flat[self.offset : self.stop].view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +36,7 @@ from offload.zero.hooks.session import in_backward
 from offload.zero.hooks.transforms import refuse_capture
 from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.ranks.rank_weights import RankWeights
-from offload.zero.ranks.sharding import ALONE, Part, Sharding
+from offload.zero.ranks.sharding import Part, Sharding
 from offload.zero.tensors.released import ReleasedParameters, Values
 
 NextUse = Callable[[], float]
@@ -111,6 +110,7 @@ class WeightStore:
         self.on_close: list[Callable[[], None]] = []
         self.closed = ENGINE  # what is said of it once it is closed
         self.groups: list[ParamGroup] = []
+        self._shardings: list[Sharding] = []  # of each group
         self._homes = homes
         self._packed = {id(packed.param): packed for packed in self.packed}
         # by the id of a row, the id of its packed parameter
@@ -128,12 +128,13 @@ class WeightStore:
         self._handles = HandleTable(self.use, keeper)
         self._values: Values | None = None
         self._repeats = 0  # uses of the group used last, beside the first one
-        self.hooks: UnitHooks | None = None  # once started
+        self._hooks: UnitHooks | None = None  # once started
         self.recorder: Recorder | None = None  # of what this thread does, while somebody asks
 
     # ---------------------------------------------------------------- building
     def _add_group(self, plan: GroupPlan) -> None:
         index, sharding = self.fetcher.next_number, plan.shape.sharding(self.ranks.sharding)
+        self._shardings.append(sharding)
         layout = lay_out(plan.shape.params, sharding.ranks, sharding.replicas)
         by_names = dict(plan.params)
         ordered = [by_names[spec.names] for spec in layout.params]
@@ -168,11 +169,6 @@ class WeightStore:
                 tables[plan.shape.table].groups.append(group)
         self.tables = list(tables.values())
 
-    def _sharding_of(self, group: ParamGroup) -> Sharding:
-        if group.layout.is_stored:  # whole on every rank: codes are few bytes, and never change
-            return ALONE
-        return self.ranks.sharding.of_experts(group.ep_size)
-
     def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> State:
         # homes live as long as files, and keep no model
         this, fetcher = weakref.proxy(self), weakref.proxy(self.fetcher)
@@ -182,7 +178,7 @@ class WeightStore:
                 index, plan.name, numel, lambda: fetcher.next_use(index), edge, stride
             )
 
-        if layout.is_stored:  # see above
+        if layout.is_stored:  # whole on every rank: codes are few bytes, and never change
             return make(layout.numel, layout.edge, None)
         return self.ranks.of(plan.shape.ep_size).parameters(
             make,
@@ -193,7 +189,7 @@ class WeightStore:
 
     def part_of(self, group: ParamGroup) -> Part:
         """Return this rank's part of a group."""
-        sharding = self._sharding_of(group)
+        sharding = self._shardings[group.index]
         return Part.of(group.layout, sharding.rank, is_shard=sharding.parameters)
 
     def load(self, group: ParamGroup, values: ValuesOf) -> None:
@@ -224,12 +220,17 @@ class WeightStore:
         """Install the hooks: from here on `model` computes with this store's weights, and keeps
         their `owner`. `begin_forward` is called in place of the store's own."""
         self._values = values
-        self.hooks = UnitHooks(
+        self._hooks = UnitHooks(
             model, self.units, self.groups, self._handles, self.use, values.adopt_written,
             begin_forward or self.begin_forward, owner, self.one_thread,
         )  # fmt: skip
-        self._released.connect(self._handles, self.hooks.join_call, values)
-        return self.hooks
+        self._released.connect(self._handles, self._hooks.join_call, values)
+        return self._hooks
+
+    @property
+    def hooks(self) -> UnitHooks:
+        assert self._hooks is not None, "installed by `start`"
+        return self._hooks
 
     def expect_model_order(self) -> None:
         """Let the first pass fetch ahead, too: as if it came to the modules in the order in which
@@ -297,29 +298,14 @@ class WeightStore:
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
         """Begin to bring what a module that is being called has chosen to need next, in this order
-        (a router its experts). To compute with a group, hold it (`held`); what is not a group and
-        was added to the `fetcher` is used through that and its state."""
+        (a router its experts). To compute with a group, hold it (`UnitHooks.held`); what is not a
+        group and was added to the `fetcher` is used through that and its state."""
         with self.one_thread:
             self.check_usable()
             for item in chosen:
                 if isinstance(item, ParamGroup):
                     item.begin_missed()
             self.fetcher.announce(chosen)
-
-    def held(self, groups: Sequence[ParamGroup]) -> AbstractContextManager[None]:
-        """Keep `groups` gathered inside."""
-        assert self.hooks is not None, "installed by `start`"
-        return self.hooks.held(groups)
-
-    def expert(self, group: ParamGroup) -> AbstractContextManager[None]:
-        """Keep one packed expert gathered inside, around its computation."""
-        assert self.hooks is not None, "installed by `start`"
-        return self.hooks.expert(group)
-
-    def computing(self, unit: Unit) -> AbstractContextManager[None]:
-        """Wrap a unit's own forward, for a caller that computes it without calling the module."""
-        assert self.hooks is not None, "installed by `start`"
-        return self.hooks.computing(unit)
 
     def versions(self, unit: Unit) -> tuple[int, ...]:
         """Return numbers that change with every update of a unit's parameters."""
@@ -397,8 +383,8 @@ class WeightStore:
             self.ranks.finish()
         finally:
             self.ranks.close()
-        if self.hooks is not None:
-            self.hooks.remove()
+        if self._hooks is not None:
+            self._hooks.remove()
         if why is not None:
             self._released.close(self.closed.without_values(why))
         for each in self.on_close:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload.swap.threads.shield import defer_signals, interrupted_in_waits
+from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
 from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.experts.packed_values import PackedValues
@@ -63,15 +63,8 @@ class WeightValues:
         groups = self._groups_of(params)
         with self._entered(groups):
             before = [_digests(group) for group in groups]
-            try:
+            with ending_with(lambda: self._accept_changes(groups, before)):
                 yield
-            finally:
-                if self._store.unusable is None:  # else there is nothing to write to any more
-                    try:
-                        self._accept_changes(groups, before)
-                    except KeyboardInterrupt:  # it may have come just before that had begun
-                        self._accept_changes(groups, before)
-                        raise
 
     def _groups_of(self, params: Sequence[nn.Parameter]) -> list[ParamGroup]:
         return list(dict.fromkeys(self._find(param)[0] for param in params))
@@ -79,15 +72,9 @@ class WeightValues:
     @contextmanager
     def _entered(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
         user = object()
-        try:
+        with ending_with(lambda: _leave(groups, user)):
             self._enter(groups, user)
             yield
-        finally:
-            try:
-                _leave(groups, user)
-            except KeyboardInterrupt:
-                _leave(groups, user)
-                raise
 
     @interrupted_in_waits
     def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
@@ -108,6 +95,8 @@ class WeightValues:
     @defer_signals
     def _accept_changes(self, groups: Sequence[ParamGroup], known: Sequence[list[int]]) -> None:
         """Take over any rank's writes on all ranks, from each element's owner."""
+        if self._store.unusable is not None:
+            return  # there is nothing to write to any more
         changed: list[int] = []
         for group, before in zip(groups, known, strict=True):
             group.take_over()
@@ -205,7 +194,7 @@ class WeightValues:
             return self._packed.whole(packed)
         group, index = self._find(param)
         spec = group.layout.params[index]
-        return like(param, group.flat()[spec.offset : spec.stop].view(spec.shape).clone())
+        return like(param, spec.of(group.flat()).clone())
 
     def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
         self._store.check_usable()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _of_all
 
-from offload.swap.threads.shield import defer_signals, interrupted_in_waits
+from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import Unit
 from offload.zero.groups.group import NO_COPIES, ParamGroup
@@ -214,15 +214,9 @@ class UnitHooks:
         calls = self._calls[-1:]
         for call in calls:
             call.experts.append(user)
-        try:
+        with ending_with(lambda: self._end_expert(user, calls)):
             self._begin_expert(group, user)
             yield
-        finally:
-            try:
-                self._end_expert(user, calls)
-            except KeyboardInterrupt:  # it may have come just before that had begun
-                self._end_expert(user, calls)
-                raise
 
     @interrupted_in_waits
     def _begin_expert(self, group: ParamGroup, user: _User) -> None:
@@ -242,15 +236,9 @@ class UnitHooks:
     def held(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
         """Keep `groups` gathered inside."""
         user = _User()
-        try:
+        with ending_with(lambda: self._leave(user)):
             self._enter(groups, user)
             yield
-        finally:
-            try:
-                self._leave(user)
-            except KeyboardInterrupt:  # it may have come just before that had begun
-                self._leave(user)
-                raise
 
     def join_call(self, groups: Sequence[ParamGroup]) -> bool:
         """Let the outermost call under way use `groups`, too. False if there is none."""
@@ -264,15 +252,9 @@ class UnitHooks:
     def computing(self, unit: Unit) -> Iterator[None]:
         """Wrap a unit's own forward, for a caller that runs it without calling the module."""
         outer = len(self._calls)
-        try:
+        with ending_with(lambda: self._end(outer)):
             self._begin(unit.module, [self._groups[index] for index in unit.groups])
             yield
-        finally:
-            try:
-                self._end(outer)
-            except KeyboardInterrupt:  # it may have come just before that had begun
-                self._end(outer)
-                raise
 
     def remove(self) -> None:
         """Restore the modules and torch's stacks, also during a call, whose groups are not needed

@@ -339,7 +339,7 @@ class Runtime:
         assert self._sums is not None, "there are micro-batches"
         groups = [self.groups[index] for index in indices]
         with self._sums.open(groups):
-            with self.store.held(groups):
+            with self.store.hooks.held(groups):
                 yield
             for group in groups:
                 for index, total in self._sums.totals(group):
@@ -349,7 +349,7 @@ class Runtime:
         """Hold the parameters of a block that is computed again in backward."""
         if self._micro_batching is not None:  # `_block_backward` holds them
             return nullcontext()
-        return self.store.computing(unit)
+        return self.store.hooks.computing(unit)
 
     def await_progress(self) -> bool:
         """Send home gradients of groups whose backward is not over (an expert without tokens never
