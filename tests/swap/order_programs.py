@@ -109,7 +109,7 @@ class CheckedBench(Bench):
         pool = SlotPool(self.host, store._lock)
         ring = StagingRing([self.at_home(1)._lease.tensor for _ in range(2)], self.links)
         partials = DevicePartials(torch.zeros(64, dtype=torch.float64))
-        specs = [ParamSpec((str(i),), (numel,), i * numel, True) for i in range(count)]
+        specs = [ParamSpec((str(i),), (numel,), offset=i * numel) for i in range(count)]
 
         def make(itemsize: int) -> FileState:
             return self.in_file(count * numel * itemsize, store, pool)

@@ -43,7 +43,7 @@ class PackedParam:
         """The parameter's spec, as if it lay in a buffer of its own."""
         group, index = self.places[0]
         trainable = group.layout.params[index].trainable
-        return ParamSpec(self.names, tuple(self.param.shape), 0, trainable)
+        return ParamSpec(self.names, tuple(self.param.shape), trainable)
 
     def follow_requires_grad(self) -> None:
         """Let rows require gradients if the parameter does, which users may have changed."""

@@ -12,7 +12,7 @@ step moves them, too (weight decay, moments), once they are needed (lazy_updates
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,24 +151,15 @@ class PackedGradients:
         self._rows.drop_cleared()
         if packed.param.grad is None:
             return None
-        found = [self._rows.value_of_row(row) for row in packed.rows]
-        some = next((each for each in found if each is not None), None)
-        dtype = packed.param.dtype if some is None else some.dtype
-        whole = torch.zeros(packed.param.shape, dtype=dtype, device=packed.param.device)
-        for into, each in zip(whole, found, strict=True):
-            if each is not None:
-                into.copy_(each)
-        return whole
+        rows = [self._rows.value_of_row(row) for row in packed.rows]
+        dtype = next((row.dtype for row in rows if row is not None), packed.param.dtype)
+        return _whole(packed, rows, dtype)
 
     def value_of(self, source: PackedGradientSource) -> torch.Tensor:
         """Return a copy, in the parameter's format."""
-        param = source.packed.param
-        whole = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-        for row, into in zip(source.packed.rows, whole, strict=True):
-            found = self._rows.source_of(row)
-            if found is not None:
-                into.copy_(self._rows.value_of(found))
-        return whole
+        sources = (self._rows.source_of(row) for row in source.packed.rows)
+        rows = (None if each is None else self._rows.value_of(each) for each in sources)
+        return _whole(source.packed, rows, source.packed.param.dtype)
 
     def write(self, packed: PackedParam, value: torch.Tensor) -> None:
         """Let `value` be the gradient."""
@@ -196,6 +187,17 @@ class PackedGradients:
         """Return the sources of those rows that have a gradient."""
         found = [self._rows.source_of(row) for row in packed.rows]
         return [source for source in found if source is not None]
+
+
+def _whole(
+    packed: PackedParam, rows: Iterable[torch.Tensor | None], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the gradients of rows as one tensor; a row without one is zero."""
+    whole = torch.zeros(packed.param.shape, dtype=dtype, device=packed.param.device)
+    for into, row in zip(whole, rows, strict=True):
+        if row is not None:
+            into.copy_(row)
+    return whole
 
 
 def _keeps_zeros(args: Sequence[Any]) -> bool:

@@ -43,27 +43,19 @@ class ParamShape:
     stored: WeightFormat | None = None  # None: as the model computes with it
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class ParamSpec:
-    """One parameter in a flat buffer. Offsets and sizes in elements."""
-
-    names: tuple[str, ...]  # every qualified name it has in the model (tied weights: several)
-    shape: tuple[int, ...]
-    offset: int
-    trainable: bool
-    stored: WeightFormat | None = None  # None: as the model computes with it
-
-    @property
     def name(self) -> str:
         return self.names[0]
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec(ParamShape):
+    """One parameter in a flat buffer. Offsets and sizes in elements."""
+
+    offset: int = 0
 
     @property
     def stop(self) -> int:
@@ -128,7 +120,8 @@ def lay_out(params: Sequence[ParamShape], ranks: int = 1, replicas: int = 1) -> 
     for trainable in (True, False):
         for param in params:
             if param.trainable is trainable:
-                specs.append(ParamSpec(param.names, param.shape, offset, trainable, param.stored))
+                spec = ParamSpec(param.names, param.shape, trainable, param.stored, offset=offset)
+                specs.append(spec)
                 # one without elements takes room, too: no state is empty, every update has a chunk
                 offset = round_up(offset + max(param.numel, 1), ALIGN_NUMEL)
         offset = numel_trainable + round_up(offset - numel_trainable, whole)

@@ -61,7 +61,7 @@ class KVPages:
         self.seat = store.seat(name, self)
         self._store = store
         self._window = window
-        self._format: PageFormat | None = None  # once anything is known
+        self._known: PageFormat | None = None  # once there were tokens
         self._pages: list[tuple[_Page, Rows]] = []
         self._open: OpenPage | None = None
         self._filled = 0  # tokens of the open page
@@ -69,6 +69,13 @@ class KVPages:
         self._reading: int | None = None  # the first of the pages that a read has not come to yet
         self._places: dict[_Page, int] = {}  # which of the pages each is
         self._closed = False
+
+    @property
+    def _format(self) -> PageFormat:
+        """The format of a page. Raises StateError before there were tokens."""
+        if self._known is None:
+            raise StateError(f"{self.name} is read before anything was added")
+        return self._known
 
     # ---------------------------------------------------------------- fetching
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
@@ -109,7 +116,6 @@ class KVPages:
         """
         self._check(keys, values)
         self._learn(keys, values)
-        assert self._format is not None, "just learnt"
         past, count = self.length, keys.shape[2]
         with self._in_use():
             whole: Sequence[torch.Tensor]
@@ -146,7 +152,6 @@ class KVPages:
         if not count:
             self.drop_last(self.length)
             return
-        assert self._format is not None, "there are tokens"
         self._dropped += self.length - count
         self.length = count
         gone, self._dropped = divmod(self._dropped, self._format.tokens)
@@ -163,7 +168,6 @@ class KVPages:
             return
         if not left:
             self._dropped = 0
-        assert self._format is not None, "there are tokens"
         full, rest = divmod(self._dropped + left, self._format.tokens)
         if full < len(self._pages):
             reopened = self._pages[full] if rest else None
@@ -181,7 +185,7 @@ class KVPages:
     @interrupted_in_waits
     def select(self, rows: torch.Tensor) -> None:
         """Let the batch be its `rows`, which may repeat: their numbers (1D)."""
-        if self._format is None:
+        if self._known is None:
             return
         rows = rows.to(self._store.device, torch.long)
         self._select_open(rows)  # where there is no room for it, nothing has changed
@@ -198,7 +202,7 @@ class KVPages:
         """Return the same tokens once more, independent from now on. Full pages are shared."""
         self._check_open()
         other = KVPages(self._store, self.name, self._window)
-        other.batch, other._format = self.batch, self._format
+        other.batch, other._known = self.batch, self._known
         if self._open is not None and self._filled:
             try:
                 other._open_page().copy_(self._open.tensor[: other._open_page().numel()])
@@ -244,7 +248,7 @@ class KVPages:
                 f"{self.name} lives in tiers, which pass no gradient on; call the model inside "
                 "torch.no_grad(), or with use_cache=False"
             )
-        if self._format is None:
+        if self._known is None:
             return
         ours, theirs = self._format, (KVShape.of(keys, keys.dtype), KVShape.of(values, keys.dtype))
         for own, other in zip((ours.keys, ours.values), theirs, strict=True):
@@ -263,11 +267,11 @@ class KVPages:
 
     def _learn(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Note the shapes when they are first seen."""
-        if self._format is not None:
+        if self._known is not None:
             return
         self.batch = keys.shape[0]
         value_type = torch.promote_types(keys.dtype, values.dtype)  # as torch.cat has it
-        self._format = self._store.format(
+        self._known = self._store.format(
             KVShape.of(keys, keys.dtype),
             KVShape.of(values, value_type),
             self.batch,
@@ -275,7 +279,6 @@ class KVPages:
         )
 
     def _contiguous(self, *states: torch.Tensor) -> list[torch.Tensor]:
-        assert self._format is not None, "learnt"
         shapes = (self._format.keys, self._format.values)
         pairs = zip(states, shapes, strict=True)
         return [each.to(shape.dtype).contiguous() for each, shape in pairs]
@@ -284,8 +287,6 @@ class KVPages:
     def _room_for(
         self, length: int, *, keys: bool = True, values: bool = True
     ) -> tuple[torch.Tensor, ...]:
-        if self._format is None:
-            raise StateError(f"{self.name} is read before anything was added")
         room = round_up(length, self._format.tokens)  # as it grows, the next ones fit, too
         wanted = (("keys", keys, self._format.keys), ("values", values, self._format.values))
         return tuple(
@@ -326,7 +327,6 @@ class KVPages:
             self._reading = place + 1
             skipped = 0
         if self._open is not None and self._filled > skipped:
-            assert self._format is not None, "a page is open"
             start = self.length - (self._filled - skipped)
             into = [None if each is None else each[:, :, start:] for each in (keys, values)]
             span = slice(skipped, self._filled)
@@ -356,7 +356,6 @@ class KVPages:
 
     def _append_some(self, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Fill the open page as far as there are tokens; return how many went in."""
-        assert self._format is not None, "learnt"
         kind = self._format
         count = min(keys.shape[2], kind.tokens - self._filled)
         keys, values = keys[:, :, :count], values[:, :, :count]
@@ -376,7 +375,6 @@ class KVPages:
 
     def _add_page(self, fill: Callable[[torch.Tensor], object]) -> None:
         """Add another full page, in the tier that is its home."""
-        assert self._format is not None, "learnt"
         page = _Page(self._format, [self])
         page.state = self._store.new_page(self.name, self._format.nbytes, page.next_use)
         try:
@@ -395,25 +393,22 @@ class KVPages:
 
     def _open_page(self) -> torch.Tensor:
         """Return the open page's bytes."""
-        assert self._format is not None, "learnt"
         if self._open is None:
             self._open = self._store.open_page(f"{self.name}, the open page", self._format.nbytes)
         return self._open.tensor[: self._format.nbytes]
 
     def _reopen(self, page: _Page, rows: Rows, count: int) -> None:
         """Let the open page begin with the first tokens of a full one."""
-        assert self._format is not None, "learnt"
         into = self._open_page()
         page.format.copy(page.state.tensor(), slice(count), rows, self._format, into)
 
     def _select_open(self, rows: torch.Tensor) -> None:
-        assert self._format is not None, "learnt"
         kind, before, tokens = self._format, self._open, slice(self._filled)
         chosen = self._format_of(len(rows))
         if chosen == kind and before is not None:
             kind.copy(before.tensor, tokens, rows, kind, before.tensor)
             return
-        self._format, self._open = chosen, None
+        self._known, self._open = chosen, None
         if before is None:
             return
         try:
@@ -421,14 +416,13 @@ class KVPages:
                 kind.copy(before.tensor, tokens, rows, chosen, self._open_page())
         except BaseException:
             self._close_open()
-            self._format, self._open = kind, before
+            self._known, self._open = kind, before
             raise
         self._store.close_page(before)
 
     def _format_of(self, batch: int) -> PageFormat:
         """Return the format for another batch. A larger one has fewer tokens in a page, while no
         page is full: as many would not find room."""
-        assert self._format is not None, "learnt"
         kind = self._format
         tokens = kind.tokens
         if batch > kind.batch and not self._pages:

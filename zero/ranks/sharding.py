@@ -116,5 +116,5 @@ class Part:
                 shape = spec.shape if self.layout.ranks == 1 else (hi - lo,)
                 offset = lo - self.trainable.start
                 yield PartOfParam(
-                    index, lo - spec.offset, ParamSpec(spec.names, shape, offset, True)
+                    index, lo - spec.offset, ParamSpec(spec.names, shape, offset=offset)
                 )
