@@ -13,7 +13,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 _TOLD = "__dynamo_disable"  # where torch keeps what it was given for a function
@@ -63,23 +63,13 @@ class _InItsPlace(ModuleType):
             del sys.modules[self.NAME]
 
 
-class _Config:
-    """Stand-in for the compiler's configuration, with the default of what checkpoints read."""
-
-    error_on_nested_fx_trace = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module("torch._dynamo.config"), name)
-
-
 class _Dynamo(_InItsPlace):
     NAME = "torch._dynamo"
 
     def __init__(self) -> None:
         super().__init__()
         self._told: list[Any] = []
-
-        self.config = _Config()
+        self.config = SimpleNamespace(error_on_nested_fx_trace=True)  # what checkpoints read
 
     def disable(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._told.append(function)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from offload.planning.activations.live_bytes import Alive
 from offload.planning.activations.pass_watch import CountedOps, PassWatch
@@ -54,9 +53,9 @@ class Stretch:
         return run, list(blocks[first:last])
 
 
-def stretches(blocks: Sequence[Unit]) -> list[Stretch]:
+def stretches(model: nn.Module, blocks: Sequence[Unit]) -> list[Stretch]:
     """Find the stretches of blocks in which skipping saves work; other blocks are run."""
-    signatures = _signatures(blocks)
+    signatures = _signatures(model, blocks)
     found = []
     start = 0
     while start < len(signatures):
@@ -79,15 +78,28 @@ def _stretch(signatures: Sequence[Any], start: int, period: int) -> Stretch:
     return Stretch(start, min(stop, len(signatures)), period)
 
 
-def _signatures(blocks: Sequence[Unit]) -> list[dict[tuple[str, str], Any]]:
-    """Return what determines each block's work, except values and the block's own number."""
+def _signatures(model: nn.Module, blocks: Sequence[Unit]) -> list[dict[tuple[str, str], Any]]:
+    """Return what determines each block's work, except values and the block's own number; blocks
+    that are in no list of modules, or in different ones, have different signatures."""
     settings = [_settings(unit.module) for unit in blocks]
-    places = [unit.name.rpartition(".")[2] for unit in blocks]
     numbers = {
         key for key in (settings[0] if len(blocks) > 1 else ())
-        if all(str(each.get(key)) == n for n, each in zip(places, settings, strict=True))
+        if all(str(each.get(key)) == _list_of(unit)[1]
+               for unit, each in zip(blocks, settings, strict=True))
     }  # fmt: skip
-    return [{key: value for key, value in each.items() if key not in numbers} for each in settings]
+    signatures = []
+    for unit, each in zip(blocks, settings, strict=True):
+        where, _ = _list_of(unit)
+        in_list = isinstance(model.get_submodule(where), (nn.ModuleList, nn.Sequential))
+        kept = {key: value for key, value in each.items() if key not in numbers}
+        signatures.append({**kept, ("", "list"): where if in_list else unit.name})
+    return signatures
+
+
+def _list_of(unit: Unit) -> tuple[str, str]:
+    """The name of the module that a block is in, and the block's own name there."""
+    where, _, name = unit.name.rpartition(".")
+    return where, name
 
 
 def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
@@ -114,19 +126,16 @@ def watched_blocks(
     blocks = [unit for unit in units if unit.repeated]
     forwards: dict[str, Forward] = {}  # by the name of a block
     with ExitStack() as stack:
-        for stretch in stretches(blocks) if skip else ():
+        for stretch in stretches(model, blocks) if skip else ():
             run, left_out = stretch.split(blocks)
-            if _in_one_list(model, blocks[stretch.start : stretch.stop]):
-                stack.enter_context(_without(_list_of(model, run[0]), left_out))
-                forwards.update(_CountedStretch(stretch, run, left_out, watch).forwards())
+            there = model.get_submodule(_list_of(run[0])[0])
+            stack.enter_context(_without(there, left_out))
+            forwards.update(_CountedStretch(stretch, run, left_out, watch).forwards())
         for unit in units:
             in_block = any(unit.name.startswith(f"{block.name}.") for block in blocks)
-            if not (unit.repeated or in_block or unit.module is model):
-                for hook in _told_by_hooks(unit, watch):
-                    stack.callback(hook.remove)
-        for unit in blocks:
-            forward = forwards.get(unit.name) or _watched(unit, watch)
-            stack.enter_context(replaced_forward(unit.module, forward))
+            if unit.repeated or not (in_block or unit.module is model):
+                forward = forwards.get(unit.name) or _watched(unit, watch)
+                stack.enter_context(replaced_forward(unit.module, forward))
         begin = model.register_forward_pre_hook(lambda module, args: watch.begin())
         stack.callback(begin.remove)
         yield
@@ -148,21 +157,6 @@ def _watched(
     return forward
 
 
-def _list_of(model: nn.Module, unit: Unit) -> nn.Module:
-    return model.get_submodule(unit.name.rpartition(".")[0])
-
-
-def _in_one_list(model: nn.Module, blocks: Sequence[Unit]) -> bool:
-    """Whether the blocks are neighbours in one list of modules."""
-    there = _list_of(model, blocks[0])
-    names = [unit.name.rpartition(".") for unit in blocks]
-    first = int(names[0][2]) if names[0][2].isdigit() else 0
-    return isinstance(there, (nn.ModuleList, nn.Sequential)) and all(
-        (where, name) == (names[0][0], str(first + number))
-        for number, (where, _, name) in enumerate(names)
-    )
-
-
 @contextmanager
 def _without(modules: nn.Module, left_out: Sequence[Unit]) -> Iterator[None]:
     """Take blocks out of the list of modules that they are in."""
@@ -176,13 +170,6 @@ def _without(modules: nn.Module, left_out: Sequence[Unit]) -> Iterator[None]:
     finally:
         modules._modules.clear()
         modules._modules.update(before)
-
-
-def _told_by_hooks(unit: Unit, watch: PassWatch) -> list[RemovableHandle]:
-    return [
-        unit.module.register_forward_pre_hook(lambda module, args: watch.enter(unit.name)),
-        unit.module.register_forward_hook(lambda module, args, output: watch.leave(unit.name)),
-    ]
 
 
 class _CountedStretch:

@@ -14,7 +14,7 @@ from offload.planning.choice.durations import counted, duration, three_digits
 from offload.planning.choice.solver import Solution
 from offload.planning.machine.preflight import Preflight
 from offload.planning.plan.experts import ExpertEstimate
-from offload.planning.plan.plan import Plan, breakdown, needed_nbytes
+from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.planning.plan.sizes import PlacedClass
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
@@ -56,8 +56,7 @@ class Planned:
 
 def describe(planned: Planned) -> RenderableType:
     """Describe the placement with its reasons, bytes and time."""
-    parts: list[RenderableType] = [_headline(planned), "", _why(planned), "", _bytes(planned)]
-    parts += [_needs(planned.plan), ""]
+    parts: list[RenderableType] = [_headline(planned), "", _why(planned), "", _bytes(planned), ""]
     best = planned.solution.best
     if best.step is not None and planned.timed:
         parts.append(_time(best.step))
@@ -182,15 +181,6 @@ def _bytes(planned: Planned) -> Table:
 
 def _cell(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else "-"
-
-
-def _needs(plan: Plan) -> RenderableType:
-    lines = [
-        f"{tier} needs {format_bytes(needed_nbytes(plan, tier))}: {breakdown(plan, tier)}"
-        for tier in Tier
-        if needed_nbytes(plan, tier)
-    ]
-    return "\n".join(lines)
 
 
 def _time(step: StepEstimate) -> RenderableType:
