@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.config import OffloadConfig
-from offload.planning.activations.generation_facts import generation_facts
+from offload.planning.activations.facts import generation_facts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import UnsupportedError

@@ -14,18 +14,11 @@ from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import NOTHING
 from offload.planning.choice.solver import Candidate, RunFacts, Solution, solve
-from offload.planning.plan.estimate import (
-    InferenceEstimate,
-    MemoryClass,
-    MemoryEstimate,
-    PlaceEstimate,
-    Shortfall,
-)
+from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, Shortfall
 from offload.planning.plan.plan import Hardware, Plan
-from offload.planning.plan.sizes import ITEMSIZE, class_of
-from offload.planning.plan.workload import Generation, Workload
+from offload.planning.plan.sizes import class_of
+from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
-from offload.planning.step.step_time import estimate_step
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import in_one_unit
@@ -33,8 +26,6 @@ from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.planning.activations.generation_facts import GenerationFactsOf
-    from offload.planning.machine.speeds import Speeds
 
 
 @dataclass(frozen=True)
@@ -184,25 +175,3 @@ def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstima
         for tier, place in memory.places.items()
     }
     return replace(memory, places=places)
-
-
-def estimate_inference(
-    planned: RunPlan, generation: Generation, facts_of: GenerationFactsOf | None,
-    speeds: Speeds | None,
-) -> InferenceEstimate:  # fmt: skip
-    """Estimate text generation under a plan. `facts_of` is None if the model's code is not known,
-    `speeds` if they are not."""
-    best = planned.best
-    itemsize, cache = ITEMSIZE[best.config.precision], facts_of.cache if facts_of else None
-    held = token = None
-    if cache is not None:
-        held = generation.batch * itemsize * cache.kept_numel(generation.context)
-        token = itemsize * cache.token_numel
-    found = InferenceEstimate(generation, None, held, token)
-    if facts_of is None or speeds is None or best.step is None:
-        return found
-    facts = facts_of(best.config, generation)
-    prefill = estimate_step(
-        best.plan, best.config, planned.model, facts.prefill, generation.prefill, speeds
-    )
-    return replace(found, prefill=prefill)

@@ -7,15 +7,24 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from offload.config import OffloadConfig
-from offload.planning.activations.facts import NOTHING, ActivationFacts, PassCost
-from offload.planning.activations.generation_facts import GenerationFactsOf
+from offload.planning.activations.facts import (
+    NOTHING,
+    ActivationFacts,
+    GenerationFacts,
+    PassCost,
+    generation_facts,
+)
 from offload.planning.choice.planner import resolved_config
-from offload.planning.choice.run_plan import RunPlan, estimate_inference, plan_run
+from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import Estimate, InferenceEstimate, StepEstimate
 from offload.planning.plan.experts import estimate_experts
+from offload.planning.plan.kv_plan import CacheShape, kv_traffic
+from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.plan.workload import Generation, Workload
+from offload.planning.step.step_time import estimate_step
 from offload.tools.memest.estimate.case import Case
 
 Facts = TypeVar("Facts", ActivationFacts, PassCost)
@@ -26,7 +35,7 @@ class Estimator:
     """Estimates cases of one model; the facts about a pass are found once per kind of pass."""
 
     _facts: dict[object, dict[int, ActivationFacts]] = field(default_factory=dict)
-    _passes: dict[object, GenerationFactsOf] = field(default_factory=dict)
+    _passes: dict[object, ActivationFacts] = field(default_factory=dict)
 
     def __call__(self, case: Case) -> Estimate:
         """Return the estimate of the best plan that the configuration allows, fitting or not."""
@@ -56,11 +65,22 @@ class Estimator:
         return None if step is None else replace(step, tokens=step.tokens * case.profile.ranks)
 
     def _inference(self, case: Case, planned: RunPlan) -> InferenceEstimate:
-        assert case.generation is not None, "what is asked for"
-        facts_of = self._generation_facts(case) if case.source.has_graph else None
-        speeds = case.speeds if case.timed else None
-        found = estimate_inference(planned, case.generation, facts_of, speeds)
-        return replace(found, prefill=self._of_all_ranks(case, found.prefill))
+        """The prefill and the cache of the generation that is asked for, where they are known."""
+        best, generation = planned.best, case.generation
+        assert generation is not None, "what is asked for"
+        if not case.source.has_graph:
+            return InferenceEstimate(generation, None, None, None)
+        held = token = prefill = None
+        itemsize, cache = ITEMSIZE[best.config.precision], case.source.cache
+        if cache is not None:
+            held = generation.batch * itemsize * cache.kept_numel(generation.context)
+            token = itemsize * cache.token_numel
+        if case.timed and case.speeds is not None and best.step is not None:
+            facts = self._generation(case, best.config, generation).prefill
+            prefill = estimate_step(
+                best.plan, best.config, planned.model, facts, generation.prefill, case.speeds
+            )
+        return InferenceEstimate(generation, self._of_all_ranks(case, prefill), held, token)
 
     def fits(self, case: Case) -> bool:
         """Whether any plan fits. This mostly takes a fraction of the time of an estimate; if the
@@ -81,7 +101,7 @@ class Estimator:
         if not source.has_graph:
             return NOTHING
         if case.generation is not None:
-            return self._generation_facts(case)(config, case.generation).peak
+            return self._generation(case, config, case.generation).peak
         device = _device(case)
         key = (
             source.fingerprint, config.precision, config.placement.activations.checkpoint,
@@ -95,16 +115,22 @@ class Estimator:
             by_batch[workload.batch] = source.activations(config, workload, device)
         return by_batch[workload.batch]
 
-    def _generation_facts(self, case: Case) -> GenerationFactsOf:
+    def _generation(
+        self, case: Case, config: OffloadConfig, generation: Generation
+    ) -> GenerationFacts:
+        prefill, decode = (
+            self._forward(case, config, each) for each in (generation.prefill, generation.decode)
+        )
+        itemsize, cache = ITEMSIZE[config.precision], case.source.cache or CacheShape(())
+        held = kv_traffic(config, cache, generation.batch, generation.context, itemsize)
+        return generation_facts(prefill, decode, cache, generation, itemsize, held)
+
+    def _forward(self, case: Case, config: OffloadConfig, workload: Workload) -> ActivationFacts:
+        """One pass without gradients, found once per precision, micro_batches and workload."""
         source, device = case.source, _device(case)
-        key = source.fingerprint, device
+        key = source.fingerprint, config.precision, config.micro_batches, workload, device
         if key not in self._passes:
-            self._passes[key] = GenerationFactsOf(
-                lambda config, workload: source.activations(
-                    config, workload, device, trains=False
-                ),
-                source.cache,
-            )  # fmt: skip
+            self._passes[key] = source.activations(config, workload, device, trains=False)
         return self._passes[key]
 
     def _planned(self, case: Case, *, any_fit: bool = False) -> RunPlan:
