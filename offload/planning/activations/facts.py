@@ -34,6 +34,9 @@ class PassCost:
             self.operations + other.operations,
         )
 
+    def __sub__(self, other: PassCost) -> PassCost:
+        return self + other * -1
+
     def __mul__(self, times: int) -> PassCost:
         return PassCost(self.flops * times, self.touched_nbytes * times, self.operations * times)
 

@@ -20,22 +20,13 @@ _DEVICE = torch.ops.prim.device.default
 _DETACH = torch.ops.aten.detach.default
 
 
-@dataclass(slots=True)
-class CountedOps:
-    """The costs of operations that count `times` times."""
-
-    times: int = 1
-    forward: PassCost = NO_WORK
-    backward: PassCost = NO_WORK
-
-
 @dataclass(frozen=True, slots=True)
 class _Mark:
     """The place that operations from here on, and the graph nodes that they add, belong to."""
 
     node: int  # sequence number of the first
     where: str
-    part: CountedOps
+    times: int  # how often they count
     more: Alive  # on account of blocks that are not run
 
 
@@ -49,13 +40,12 @@ class PassWatch(TorchDispatchMode):
         self.saved = Alive()
         self.peak = Alive()  # each of the two at its own peak
         self.peak_at = "forward"
-        self.rest = CountedOps()  # what no other part has
-        self._parts = [self.rest]
-        self._alike: list[tuple[CountedOps, CountedOps]] = []
+        self.forward = self.backward = NO_WORK
+        self.ran = NO_WORK  # in forward, each operation once
         self._is_kernel: dict[Any, bool] = {}
         self._backward = False
         self._last_node = 0
-        self._now = _Mark(0, "the model", self.rest, Alive())
+        self._now = _Mark(0, "the model", 1, Alive())
         self._marks = [self._now]
 
     @classmethod
@@ -93,9 +83,10 @@ class PassWatch(TorchDispatchMode):
             return
         cost = PassCost(flops(func, args, result), touched_nbytes(func, given, results), 1)
         if self._backward:
-            self._now.part.backward += cost
+            self.backward += cost * self._now.times
         else:
-            self._now.part.forward += cost
+            self.forward += cost * self._now.times
+            self.ran += cost
 
     def _find_node(self) -> None:
         node = torch._C._current_autograd_node()
@@ -117,19 +108,20 @@ class PassWatch(TorchDispatchMode):
         """Start when the model is called: tensors made before are its inputs."""
         self.live.forget()
         self.peak = Alive()
-        self._mark("the model", self.rest, Alive())
+        self._mark("the model", 1, Alive())
 
-    def enter(self, where: str, part: CountedOps | None = None) -> None:
-        """Enter a block, or a module outside of all blocks."""
+    def enter(self, where: str, times: int = 1) -> None:
+        """Enter a block, or a module outside of all blocks. Its operations, and those between it
+        and the next, count `times` times."""
         if not self._backward:
-            self._mark(where, part or self.rest, self._now.more)
+            self._mark(where, times, self._now.more)
 
     def leave(self, where: str) -> None:
         if not self._backward:
-            self._mark(f"what follows {where}", self.rest, self._now.more)
+            self._mark(f"what follows {where}", self._now.times, self._now.more)
 
     def add_more(self, more: Alive) -> None:
-        self._mark(self._now.where, self._now.part, self._now.more + more)
+        self._mark(self._now.where, self._now.times, self._now.more + more)
 
     def end_forward(self, loss: Tensor) -> None:
         own = Alive.of(self.live.nbytes_of(loss))
@@ -137,31 +129,9 @@ class PassWatch(TorchDispatchMode):
         self._last_node = _next_node()
         self._backward = True
 
-    def _mark(self, where: str, part: CountedOps, more: Alive) -> None:
-        self._now = _Mark(_next_node(), where, part, more)
+    def _mark(self, where: str, times: int, more: Alive) -> None:
+        self._now = _Mark(_next_node(), where, times, more)
         self._marks.append(self._now)
-
-    # ---------------------------------------------------------------- what it cost
-    def part(self, times: int) -> CountedOps:
-        """Make a new part, whose operations count `times` times."""
-        part = CountedOps(times)
-        self._parts.append(part)
-        return part
-
-    def expect_alike(self, one: CountedOps, other: CountedOps) -> None:
-        """Require that both parts have the same costs in the end."""
-        self._alike.append((one, other))
-
-    @property
-    def looked_alike(self) -> bool:
-        return all(
-            (one.forward, one.backward) == (other.forward, other.backward)
-            for one, other in self._alike
-        )
-
-    def cost(self, *, backward: bool) -> PassCost:
-        costs = ((p.backward if backward else p.forward) * p.times for p in self._parts)
-        return sum(costs, start=NO_WORK)
 
 
 def _next_node() -> int:

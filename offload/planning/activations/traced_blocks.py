@@ -5,7 +5,7 @@ stretch of them, in which they may alternate with some period, four periods are 
 
     run      0    1    2    . . . . .    n-1        each a block, or a period of several
              │    │    └── counts for all that are left out as well
-             │    └─────── what every period keeps until backward; must be what 2 keeps
+             │    └─────── what every period does and keeps until backward; 2 must be the same
              └──────────── may differ: nothing was computed before it
 """
 
@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import nn
 
+from offload.planning.activations.facts import NO_WORK
 from offload.planning.activations.live_bytes import Alive
-from offload.planning.activations.pass_watch import CountedOps, PassWatch
+from offload.planning.activations.pass_watch import PassWatch
 from offload.zero.groups.discovery import Unit
 
 _RUN = 4  # periods of a stretch
@@ -141,15 +142,13 @@ def watched_blocks(
         yield
 
 
-def _watched(
-    unit: Unit, watch: PassWatch, name: str = "", part: CountedOps | None = None
-) -> Forward:
+def _watched(unit: Unit, watch: PassWatch, name: str = "", times: int = 1) -> Forward:
     """The forward of a block, reported to `watch` under its own name or another one."""
     own: Forward = unit.module.forward
     name = name or unit.name
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        watch.enter(name, part)
+        watch.enter(name, times)
         output = own(*args, **kwargs)
         watch.leave(name)
         return output
@@ -179,27 +178,19 @@ class _CountedStretch:
         self, stretch: Stretch, run: Sequence[Unit], left_out: Sequence[Unit], watch: PassWatch
     ) -> None:
         self._stretch, self._run, self._left_out, self._watch = stretch, run, left_out, watch
-        # by place in the period; the first two are compared
-        self._neighbours = [watch.part(1) for _ in range(stretch.period)]
-        self._for_all = [watch.part(1 + stretch.skipped) for _ in range(stretch.period)]
-        for one, other in zip(self._neighbours, self._for_all, strict=True):
-            watch.expect_alike(one, other)
-        self._alive = Alive()  # when the neighbours began, later when those that count for all did
-        self._each = Alive()  # what a period leaves alive
-        self._between = 0  # operations outside of blocks, when the neighbours began
+        self._alive, self._ran = Alive(), NO_WORK  # when the last period began
+        self._kept, self._work = Alive(), NO_WORK  # by the period before the one that counts
         self._next = 0
 
     def forwards(self) -> Iterator[tuple[str, Forward]]:
         """The forward to call for each block, by the block's name."""
-        period = self._stretch.period
-        last = self._left_out[-period:]  # of those that are counted by others
+        last = self._left_out[-self._stretch.period :]  # of those that are counted by others
         for number, unit in enumerate(self._run):
-            name, part, place = unit.name, None, number % period
-            if number // period == 1:
-                part = self._neighbours[place]
-            elif number // period == 2:
-                name, part = last[place].name, self._for_all[place]
-            yield unit.name, self._begun(number, _watched(unit, self._watch, name, part))
+            period, place = divmod(number, self._stretch.period)
+            name, times = unit.name, 1
+            if period == 2:
+                name, times = last[place].name, 1 + self._stretch.skipped
+            yield unit.name, self._begun(number, _watched(unit, self._watch, name, times))
 
     def _begun(self, number: int, own: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -213,18 +204,13 @@ class _CountedStretch:
         return forward
 
     def _begin(self, period: int) -> None:
-        """Begin a period. Raise CannotSkipError if anything is computed between blocks, which would
-        have to count for those that are left out, or if periods keep different bytes."""
-        now, between = self._watch.live.now, self._watch.rest.forward.operations
-        if period in (2, 3) and between != self._between:
-            raise CannotSkipError
-        self._between = between
-        if period == 1:
-            self._alive = now
-        elif period == 2:
-            self._each, self._alive = now - self._alive, now
-            self._watch.add_more(self._each * self._stretch.skipped)
-        elif period == 3 and now - self._alive != self._each:
+        """Begin a period. Raise CannotSkipError if the two before it differ."""
+        kept, self._alive = self._watch.live.now - self._alive, self._watch.live.now
+        work, self._ran = self._watch.ran - self._ran, self._watch.ran
+        if period == 2:
+            self._kept, self._work = kept, work
+            self._watch.add_more(kept * self._stretch.skipped)
+        elif period == 3 and (kept, work) != (self._kept, self._work):
             raise CannotSkipError
 
 
