@@ -25,6 +25,7 @@ from offload.planning.plan.plan import (
     ActivationPlan,
     Hardware,
     Plan,
+    device_upper_bound,
     least_window,
     needed_nbytes,
 )
@@ -46,7 +47,6 @@ from offload.planning.plan.sizes import (
     with_records,
 )
 from offload.planning.plan.tuning import chunk_in_memory, prefetch_depth, streamed_chunk
-from offload.planning.plan.upper_bounds import within_use
 from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
@@ -129,8 +129,10 @@ class PlanBuilder:
             sharding=self.hardware.sharding, shared=self.shared[moves], kv=self.kv,
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan))
-        if self._device_is_open:
-            plan = within_use(plan)
+        if self._device_is_open:  # the tier, taken in one piece, leaves the rest of the GPU
+            room = plan.budgets[Tier.DEVICE]
+            budgets = {**plan.budgets, Tier.DEVICE: min(room, device_upper_bound(plan))}
+            plan = replace(plan, budgets=budgets, device_room_nbytes=room)
         return _with_activations(plan, Tier(self.config.placement.activations.tier))
 
     def _assign(self, placements: Placements, state_class: StateClass) -> _Assigned:

@@ -15,12 +15,13 @@ from offload.planning.plan.sizes import (
     GroupBytes,
     PlacedClass,
     Placements,
+    pages,
     tiers_of,
 )
 from offload.process import machine
 from offload.tiers.ledger import OldBytes, StateClass
 from offload.tiers.tier import PAGE_NBYTES, Tier
-from offload.tiers.units import format_bytes
+from offload.tiers.units import format_bytes, round_up
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.records import RecordFormat
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from offload.planning.plan.kv_plan import KVPlan
 
 LEAST_WINDOW_NBYTES = 8 << 20  # of activations: four pieces of 2 MiB on their way at a time
+_BLOCK_NBYTES = 2 << 20  # what PyTorch's allocator takes of a GPU at a time, for large tensors
 _SPARE_SHARE = 0.9  # of what nvme has beyond the plan: extents of many sizes leave gaps
 
 
@@ -176,6 +178,18 @@ def mirrors_nbytes(plan: Plan) -> int:
     pairs = zip(plan.groups, plan.parameters, strict=True)
     elsewhere = sum(group.parameters for group, home in pairs if home is not Tier.DEVICE)
     return elsewhere + sum(group.decoded for group in plan.groups)
+
+
+def device_upper_bound(plan: Plan) -> int:
+    """The most bytes of GPU memory in use, rounded up to PyTorch's allocation size: the states at
+    home there, all mirrors, fp32 sums of gradients of more passes than were planned for (one that
+    begins has its first, 16-bit gradient beside it), and one unit once more, since copies that come
+    and go leave holes."""
+    pairs = zip(plan.groups, plan.gradients, strict=True)
+    there = ((g.gradients, pages(g.layout.shard_trainable * 4)) for g, t in pairs if t.on_device)
+    sums = sum(summed for planned, summed in there if summed > planned)  # not sums already
+    most = plan.total(Tier.DEVICE) + mirrors_nbytes(plan) + sums + gathered_nbytes(plan)
+    return round_up(most, _BLOCK_NBYTES)
 
 
 def host_window(plan: Plan) -> int:

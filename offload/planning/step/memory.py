@@ -3,8 +3,7 @@ its files.
 
     ledger    device   what the plan expects there, and mirrors (GPU)
               host     what the plan expects there, and copies of what lives on nvme (`traffic`)
-              nvme     at most: homes there, new versions beside the old ones (`nvme_upper_bound`),
-                       activations
+              nvme     at most: homes there, new versions beside the old ones, activations
     RAM       the part of the host tier that is ever touched, and of the device tier on a CPU
               + tensors of one forward and backward (`ActivationFacts`)
               + interpreter, libraries and kernels (`Baseline`)
@@ -16,7 +15,6 @@ candidate is the loading of the largest group, whose first values are there in f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -27,11 +25,8 @@ from offload.planning.plan.plan import (
     Plan,
     mirrors_nbytes,
     needed_nbytes,
-    spare_nbytes,
-    tried_groups,
 )
 from offload.planning.plan.sizes import ITEMSIZE
-from offload.planning.plan.upper_bounds import nvme_upper_bound
 from offload.planning.step.traffic import find_copies
 from offload.tiers.ledger import StateClass
 from offload.tiers.pinning import EXTENT_NBYTES
@@ -97,19 +92,20 @@ class PlannedMemory:
 
     def _expected(self, tier: Tier) -> ByClass:
         """What the plan expects in a tier, without the window of activations."""
-        by_class = _no_bytes()
+        by_class = dict.fromkeys(MemoryClass, 0)
         for name, nbytes in self._plan.expected[tier].items():
             if name is not StateClass.ACTIVATIONS:
                 by_class[_SHOWN_AS[name]] += nbytes
-        self._divide_records(by_class)
         return by_class
 
-    def _divide_records(self, by_class: ByClass) -> None:
-        """Divide the bytes of records between the optimizer's states and master weights."""
+    def _place(self, capacity_nbytes: int, by_class: ByClass) -> PlaceEstimate:
+        """The place that holds `by_class`, with master weights apart from the optimizer's states.
+        A class of no bytes is left out."""
         master, states = _record_split(self._plan.record_formats[Tier.HOST], 1 << 20)
-        whole = by_class[MemoryClass.OPTIMIZER]
-        by_class[MemoryClass.MASTER] = whole * master // max(1, master + states)
+        of_records = by_class[MemoryClass.OPTIMIZER]
+        by_class[MemoryClass.MASTER] = of_records * master // max(1, master + states)
         by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]
+        return PlaceEstimate(capacity_nbytes, {name: n for name, n in by_class.items() if n})
 
     # ---------------------------------------------------------------- device
     @property
@@ -129,7 +125,7 @@ class PlannedMemory:
         by_class[MemoryClass.CACHE] += cache
         by_class[MemoryClass.FRAMEWORK] = self._baseline.gpu_nbytes
         capacity = budget + self._tensors + self._baseline.gpu_nbytes
-        return PlaceEstimate(capacity, _without_zeros(by_class))
+        return self._place(capacity, by_class)
 
     # ---------------------------------------------------------------- RAM
     @property
@@ -182,7 +178,7 @@ class PlannedMemory:
         by_class[MemoryClass.FRAMEWORK] = self._baseline.ram_of(self._config, self._model.tensors)
         budget = plan.budgets[Tier.HOST] + (0 if plan.gpu else plan.budgets[Tier.DEVICE])
         beside = sum(by_class.values()) - sum(states.values())
-        return PlaceEstimate(budget + beside, _without_zeros(by_class))
+        return self._place(budget + beside, by_class)
 
     def _states_in_ram(self) -> ByClass:
         """The bytes of the arenas that have been touched after some steps."""
@@ -211,15 +207,20 @@ class PlannedMemory:
 
     # ---------------------------------------------------------------- nvme
     def _on_nvme(self) -> ByClass:
-        """The upper bound of the nvme ledger by class."""
-        plan, by_class = self._plan, _no_bytes()
-        saves = self._saves_beside  # whose old versions and those of trials share the spare room
-        tried = sum(each.files for each in tried_groups(plan, self._config).values())
-        old = spare_nbytes(plan).files if saves else tried
-        most = nvme_upper_bound(plan, self._activations_on_disk, old, 2 if saves else 1)
-        for name, nbytes in most.items():
-            by_class[_SHOWN_AS[name]] += nbytes
-        by_class[MemoryClass.CACHE] += plan.expected[Tier.NVME].get(StateClass.KV, 0)
+        """The most that the nvme ledger has of each class, however slow writes are.
+
+        A piece has one valid version there, and at most one more: a new one while it is written, or
+        an old one that is still read, or kept until an update on trial is accepted; a save beside
+        training keeps another one. Gradients have none: an old sum is freed before the next one is
+        written. Moves without room wait.
+        """
+        plan, by_class = self._plan, self._expected(Tier.NVME)
+        left = max(0, plan.budgets[Tier.NVME] - sum(by_class.values()))
+        replaced = by_class[MemoryClass.PARAMETERS] + by_class[MemoryClass.OPTIMIZER]
+        versions = int(plan.trains) * (2 if self._saves_beside else 1)
+        moving = min(versions * replaced, left)
+        by_class[MemoryClass.STAGING] += moving
+        by_class[MemoryClass.ACTIVATIONS] = min(self._activations_on_disk, left - moving)
         return by_class
 
     @property
@@ -236,13 +237,12 @@ class PlannedMemory:
         """The estimate of disk space: files are reserved, or extended by 256 MiB at a time."""
         by_class = self._on_nvme()
         total = sum(by_class.values())
-        self._divide_records(by_class)
         reserved = needed_nbytes(self._plan, Tier.NVME)
         if total > reserved:
             reserved = max(reserved, round_up(total, _FILE_GROWTH_NBYTES))
         budget = self._plan.budgets[Tier.NVME]
         by_class[MemoryClass.FRAGMENTATION] = max(0, min(reserved, budget) - total)
-        return PlaceEstimate(budget, _without_zeros(by_class))
+        return self._place(budget, by_class)
 
 
 def _record_split(kept: RecordFormat, numel: int) -> tuple[int, int]:
@@ -271,11 +271,3 @@ def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> i
             named = _NAMED_NBYTES + saved * (_TENSOR_NBYTES + len(spec.names[0]))
             total += group.ep_size * (spec.numel * ITEMSIZE[config.precision] + states + named)
     return total
-
-
-def _no_bytes() -> ByClass:
-    return dict.fromkeys(MemoryClass, 0)
-
-
-def _without_zeros(by_class: Mapping[MemoryClass, int]) -> ByClass:
-    return {name: nbytes for name, nbytes in by_class.items() if nbytes}
