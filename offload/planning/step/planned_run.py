@@ -32,6 +32,7 @@ from offload.planning.step.program import (
     Fetch,
     Move,
     Verb,
+    total_of,
     write_program,
 )
 from offload.planning.step.representatives import Representatives
@@ -61,7 +62,7 @@ class PlannedRun:
         most_chunks: int = _MOST_CHUNKS,
     ) -> None:  # fmt: skip
         """Of more than `most_chunks` records on nvme some are taken together."""
-        self._plan = plan
+        self._plan, self.experts = plan, experts
         self._tried = tried_groups(plan, config)
         self._itemsize = ITEMSIZE[config.precision]
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
@@ -116,6 +117,11 @@ class PlannedRun:
             self._fetcher.add(group, group.shape.table)
         return found
 
+    @property
+    def total(self) -> Bytes:
+        """The bytes of all moves."""
+        return total_of(self.moves)
+
     # ---------------------------------------------------------------- steps
     def _settled(self, program: Sequence[Action]) -> list[Move]:
         moves, before = self._run(program), -1
@@ -161,9 +167,7 @@ class PlannedRun:
             self._old.pop().free()
         if self._plan.trains:
             self._trace.end_cycle()
-        self.steps.append(Bytes())
-        for move in moves:
-            self.steps[-1].add(move.nbytes)
+        self.steps.append(total_of(moves))
         return moves
 
     def _move(self, action: Action) -> Move:

@@ -11,7 +11,7 @@ again in backward. Where nothing is trained there is no backward: a step is a pa
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,13 @@ class Move:
     action: Action
     nbytes: Bytes
     fetches: tuple[Fetch, ...] = ()
+
+
+def total_of(moves: Iterable[Move]) -> Bytes:
+    total = Bytes()
+    for move in moves:
+        total.add(move.nbytes)
+    return total
 
 
 def write_program(

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, tried_groups
 from offload.planning.step.exchanges import Exchange, exchanges_of
-from offload.planning.step.planned_run import MOST_PASSES
+from offload.planning.step.planned_run import MOST_PASSES, PlannedRun
 from offload.planning.step.program import Move, Verb, working_groups
-from offload.planning.step.traffic import StepTraffic, step_traffic
+from offload.planning.step.traffic import step_traffic
 from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s
 from offload.tiers.errors import ConfigError
 from offload.zero.groups.model_shape import ModelShape
@@ -63,8 +63,8 @@ def estimate_step(
 
     def of(passes: int) -> StepEstimate:
         some = replace(workload, passes=passes)
-        traffic = step_traffic(plan, config, model, facts, some)
-        return _Pipeline(plan, config, facts, some, speeds, traffic).estimate()
+        run = step_traffic(plan, config, model, facts, some)
+        return _Pipeline(plan, config, facts, some, speeds, run).estimate()
 
     beyond = workload.passes - MOST_PASSES
     if beyond <= 0:
@@ -105,11 +105,11 @@ class _Clock:
 class _Pipeline:
     def __init__(
         self, plan: Plan, config: OffloadConfig, facts: ActivationFacts, workload: Workload,
-        speeds: Speeds, traffic: StepTraffic,
+        speeds: Speeds, run: PlannedRun,
     ) -> None:  # fmt: skip
         self._plan, self._config, self._speeds = plan, config, speeds
-        self._experts = experts = traffic.experts
-        self._traffic, self._workload = traffic, workload
+        self._experts = experts = run.experts
+        self._moves, self._total, self._workload = run.moves, run.total, workload
         self._tried = tried_groups(plan, config)
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
         self._there: dict[int, float] = defaultdict(float)  # parameters of a group, by group
@@ -135,7 +135,7 @@ class _Pipeline:
         sharding = self._plan.sharding
         model = self._experts.model.sharded(sharding.ranks, sharding.replicas)
         used = None
-        for action in (move.action for move in self._traffic.moves):
+        for action in (move.action for move in self._moves):
             group = model.groups[action.group]
             yield tuple(exchanges_of(action, used, group, sharding, self._config))
             used = action if action.verb in (Verb.FORWARD, Verb.BACKWARD) else used
@@ -160,7 +160,7 @@ class _Pipeline:
             totals[Verb.FORWARD] = forward_s(facts.forward, numel, precision, speeds)
         costs: dict[tuple[Verb, int], float] = {}
         for verb, total in totals.items():
-            actions = (move.action for move in self._traffic.moves if move.action.verb is verb)
+            actions = (move.action for move in self._moves if move.action.verb is verb)
             uses = [action.group for action in actions if action.number == 0]
             whole = sum(numels[group] for group in uses)
             for group in uses:
@@ -175,7 +175,7 @@ class _Pipeline:
             for clock in self._clocks.values():
                 clock.busy_s = 0.0
             self._arrived, self._begun_s = [], ends[-1]
-            for move, exchanges in zip(self._traffic.moves, self._exchanges, strict=True):
+            for move, exchanges in zip(self._moves, self._exchanges, strict=True):
                 if move.action.verb is Verb.UPDATE:
                     self._update(move, exchanges)
                 elif move.action.verb is Verb.GRADIENT:
@@ -190,14 +190,14 @@ class _Pipeline:
         return StepEstimate(seconds, links, slowest.name, self._workload.tokens)
 
     def _links(self) -> tuple[LinkTime, ...]:
-        total = self._traffic.total
+        total = self._total
         nbytes = {
             READ: total.read, WRITE: total.written, TO_DEVICE: total.to_device,
             TO_HOST: total.to_host,
         }  # fmt: skip
         nbytes[NETWORK] = sum(
             self._experts.used[move.action.group] * sum(each.nbytes for each in exchanges)
-            for move, exchanges in zip(self._traffic.moves, self._exchanges, strict=True)
+            for move, exchanges in zip(self._moves, self._exchanges, strict=True)
         )
         names = [COMPUTE, OPTIMIZER, *(name for name, moved in nbytes.items() if moved)]
         return tuple(
@@ -217,21 +217,21 @@ class _Pipeline:
             if self._plan.gpu and fetch.group == group and not is_chosen:
                 # asked for as soon as it was updated
                 asked_s = self._arrived[max(0, len(self._arrived) - 1 - self._plan.prefetch)]
-            there_s = self._read(max(asked_s, self._updated[fetch.group]), fetch.read_nbytes)
-            self._there[fetch.group] = self._send(there_s, fetch.to_device_nbytes, TO_DEVICE)
+            there_s = self._carry(READ, max(asked_s, self._updated[fetch.group]), fetch.read_nbytes)
+            self._there[fetch.group] = self._carry(TO_DEVICE, there_s, fetch.to_device_nbytes)
             fetched_read += fetch.read_nbytes
             fetched_sent += fetch.to_device_nbytes
         # what is left are activations: read ahead by one group, written behind
         before_s = self._arrived[max(0, len(self._arrived) - 2)]
-        saved_s = self._read(before_s, moved.read - fetched_read)
-        saved_s = self._send(saved_s, moved.to_device - fetched_sent, TO_DEVICE)
+        saved_s = self._carry(READ, before_s, moved.read - fetched_read)
+        saved_s = self._carry(TO_DEVICE, saved_s, moved.to_device - fetched_sent)
         there_s = max(before_s, self._there[group], self._updated[group])
         self._whole[group] = max(self._whole[group], self._exchange(there_s, group, exchanges))
         ready_s = max(self._there[group], self._whole[group], self._updated[group], saved_s)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
         seconds += moved.decoded / self._speeds.compute_bytes_per_s
         end_s = self._clocks[COMPUTE].take(max(came_s, ready_s), seconds)
-        self._write(self._send(end_s, moved.to_host, TO_HOST), moved.written)
+        self._carry(WRITE, self._carry(TO_HOST, end_s, moved.to_host), moved.written)
 
     def _gradient(self, move: Move, exchanges: Sequence[Exchange]) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
@@ -241,21 +241,21 @@ class _Pipeline:
             numel, self._config.precision, self._speeds,
             summed=plan.groups[group].summed, first=move.action.number == 0,
         )  # fmt: skip
-        before_s = self._read(there_s, moved.read)
+        before_s = self._carry(READ, there_s, moved.read)
         there_s = self._exchange(there_s, group, exchanges)
         if plan.gpu:
-            there_s = self._send(there_s, moved.to_host, TO_HOST)
+            there_s = self._carry(TO_HOST, there_s, moved.to_host)
         else:
             there_s = self._clocks[COMPUTE].take(before_s, seconds + self._lost_s(move))
-        self._gradient_home[group] = self._write(there_s, moved.written)
+        self._gradient_home[group] = self._carry(WRITE, there_s, moved.written)
 
     def _update(self, move: Move, exchanges: Sequence[Exchange]) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         asked_s = max(self._begun_s, self._gradient_home[group])
         if self._config.optimizer.in_backward is True or group in self._tried:
             asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
-        ready_s = self._read(asked_s, moved.read)
-        ready_s = self._send(ready_s, moved.to_device, TO_DEVICE)
+        ready_s = self._carry(READ, asked_s, moved.read)
+        ready_s = self._carry(TO_DEVICE, ready_s, moved.to_device)
         seconds = self._update_s[group]
         optimizer = self._clocks[OPTIMIZER]
         if plan.gpu:
@@ -266,10 +266,10 @@ class _Pipeline:
             end_s = compute.take(ready_s, busy)
             compute.busy_s -= busy
             optimizer.busy_s += busy
-        end_s = self._send(end_s, moved.to_host, TO_HOST)
+        end_s = self._carry(TO_HOST, end_s, moved.to_host)
         self._updated[group] = end_s
         self._whole[group] = self._exchange(end_s, group, exchanges)  # other ranks wait for it, too
-        self._write(end_s, moved.written)
+        self._carry(WRITE, end_s, moved.written)
 
     def _lost_s(self, move: Move) -> float:
         """Seconds that the cores lose to the bytes that an action moves."""
@@ -280,32 +280,21 @@ class _Pipeline:
         return bytes_s + moved.requests * _REQUEST_CALL_S
 
     # ---------------------------------------------------------------- links
-    def _read(self, asked_s: float, nbytes: int) -> float:
-        """The time at which the bytes have been read."""
-        return self._disk(READ, asked_s, nbytes)
-
-    def _write(self, ready_s: float, nbytes: int) -> float:
-        return self._disk(WRITE, ready_s, nbytes)
-
-    def _disk(self, link: str, ready_s: float, nbytes: int) -> float:
-        if not nbytes:
-            return ready_s
-        rate = self._rates[link]
-        if rate <= 0:
+    def _carry(self, link: str, ready_s: float, nbytes: int) -> float:
+        """The time at which the bytes have crossed the link."""
+        rate, on_disk = self._rates[link], link in (READ, WRITE)
+        if nbytes and on_disk and rate <= 0:
             raise ConfigError(
                 f"placement: states are on nvme, and the speed of a disk of {self._speeds.name} is "
                 "not known; measure it (memest calibrate), or name an SSD"
             )
+        if not nbytes or rate <= 0:
+            return ready_s
         seconds = nbytes / rate
-        end_s = self._clocks[link].take(ready_s, seconds)
-        # a disk that does not read and write side by side does one for the other's time
-        other = WRITE if link == READ else READ
-        self._clocks[other].free_s += (1 - self._disk_overlap) * seconds
-        return end_s
-
-    def _send(self, ready_s: float, nbytes: int, link: str) -> float:
-        rate = self._rates[link]
-        return self._clocks[link].take(ready_s, nbytes / rate) if nbytes and rate else ready_s
+        if on_disk:  # that does not read and write side by side: one takes the other's time
+            other = WRITE if link == READ else READ
+            self._clocks[other].free_s += (1 - self._disk_overlap) * seconds
+        return self._clocks[link].take(ready_s, seconds)
 
     def _exchange(self, ready_s: float, group: int, exchanges: Sequence[Exchange]) -> float:
         """The time at which the collectives for a group are over."""

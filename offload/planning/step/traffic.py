@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.plan import Plan
 from offload.planning.step.planned_run import PlannedRun
 from offload.planning.step.program import Bytes, Move, Verb
-from offload.planning.step.representatives import Representatives, representatives
+from offload.planning.step.representatives import representatives
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import ModelShape
@@ -31,20 +31,11 @@ _MOST_COPIED = 2048  # groups whose copies are looked at one by one
 _REQUEST_NBYTES = 2 << 20  # of one request: storages differ, pieces are at least that long
 
 
-@dataclass(frozen=True)
-class StepTraffic:
-    """The moves of one step in a long run."""
-
-    moves: Sequence[Move]  # of actions of representatives
-    experts: Representatives
-    total: Bytes
-
-
 def step_traffic(
     plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts | None,
     workload: Workload,
-) -> StepTraffic:  # fmt: skip
-    """The bytes of one step of at most `MOST_PASSES`. Without `facts`, those of states alone."""
+) -> PlannedRun:  # fmt: skip
+    """The moves of one step of at most `MOST_PASSES`. Without `facts`, those of states alone."""
     experts = representatives(plan, model, workload)
     run = PlannedRun(plan, config, experts, workload.passes)
     if facts is not None:
@@ -52,10 +43,7 @@ def step_traffic(
         if facts.kv is not None:
             left = run.memory.arena.nbytes - run.memory.peak_nbytes
             _add_caches(plan, experts.model, facts.kv, left, run.moves)
-    total = Bytes()
-    for move in run.moves:
-        total.add(move.nbytes)
-    return StepTraffic(run.moves, experts, total)
+    return run
 
 
 def _add_activations(
