@@ -212,7 +212,6 @@ def test_a_step_moves_the_predicted_bytes(seed: int, monkeypatch: pytest.MonkeyP
     ]
 
 
-@pytest.mark.sample(9)
 def test_a_step_moves_the_predicted_bytes_behind_compute() -> None:
     """With threads, moves end when they end: what is kept may differ."""
     keys = homes("{device: 20%, host: 30%, nvme: 50%}", "nvme", "{host: 30%, nvme: 70%}")

@@ -57,46 +57,37 @@ def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
                 f"({breakdown(plan, tier)}); "
                 f"{_remedy(plan, tier, needed - budget)}",
             )  # fmt: skip
-        elif tier is Tier.NVME:
-            yield from _of_activations(plan)
-
-
-def _of_activations(plan: Plan) -> Iterator[Shortfall]:
-    if not _leaves_none_to_activations(plan):
-        return
-    needed, budget = needed_nbytes(plan, Tier.NVME), plan.budgets[Tier.NVME]
-    yield Shortfall(
-        Tier.NVME, needed + 1, budget, "placement.activations.tier",
-        "placement.activations.tier: nvme, but the other states need all of budget.nvme "
-        f"({format_bytes(budget - needed)} are left); raise budget.nvme",
-    )  # fmt: skip
+        elif tier is Tier.NVME and _leaves_none_to_activations(plan):
+            yield Shortfall(
+                tier, needed + 1, budget, "placement.activations.tier",
+                "placement.activations.tier: nvme, but the other states need all of budget.nvme "
+                f"({format_bytes(budget - needed)} are left); raise budget.nvme",
+            )  # fmt: skip
 
 
 def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
-    room = hardware.host_nbytes
-    if plan.budgets[Tier.HOST] > room:
-        budget, there = in_one_unit(plan.budgets[Tier.HOST], room)
-        yield Shortfall(
-            Tier.HOST, plan.budgets[Tier.HOST], room, "budget.host",
-            f"budget.host: {budget} is more than the {there} of RAM that this process may use; "
-            "lower it, or write a percentage",
-        )  # fmt: skip
-    memory = ram_nbytes(plan)
-    if memory > room:
-        needed, there = in_one_unit(memory, room)
-        yield Shortfall(
-            Tier.HOST, memory, room, "budget.host",
-            f"budget.host: the plan needs {needed} of RAM, this process may use {there}; "
-            f"{_to_disk(plan, hardware)}",
-        )  # fmt: skip
-    disk = needed_nbytes(plan, Tier.NVME)
-    if disk > hardware.nvme_free_nbytes:
-        needed, there = in_one_unit(disk, hardware.nvme_free_nbytes)
-        yield Shortfall(
-            Tier.NVME, disk, hardware.nvme_free_nbytes, "budget.nvme",
-            f"budget.nvme: the plan needs {needed} on disk, {there} are free under nvme.paths; "
-            "free space, or add a path to nvme.paths",
-        )  # fmt: skip
+    room, disk = hardware.host_nbytes, hardware.nvme_free_nbytes
+    checks = (
+        (
+            Tier.HOST, plan.budgets[Tier.HOST], room,
+            "budget.host: {} is more than the {} of RAM that this process may use; lower it, or "
+            "write a percentage",
+        ),
+        (
+            Tier.HOST, ram_nbytes(plan), room,
+            "budget.host: the plan needs {} of RAM, this process may use {}; "
+            + _to_disk(plan, hardware),
+        ),
+        (
+            Tier.NVME, needed_nbytes(plan, Tier.NVME), disk,
+            "budget.nvme: the plan needs {} on disk, {} are free under nvme.paths; free space, or "
+            "add a path to nvme.paths",
+        ),
+    )  # fmt: skip
+    for tier, needed, there, text in checks:
+        if needed > there:
+            message = text.format(*in_one_unit(needed, there))
+            yield Shortfall(tier, needed, there, f"budget.{tier}", message)
 
 
 def _to_disk(plan: Plan, hardware: Hardware) -> str:
