@@ -172,8 +172,8 @@ class PlannedMemory:
             leaves = plan.activations is not None
             steps[MemoryClass.FRAGMENTATION] += fragmentation_nbytes(facts, leaves=leaves)
         loading = {**states, MemoryClass.GRADIENTS: 0, MemoryClass.CACHE: 0}
-        loading[MemoryClass.STAGING] = self._largest_values + copies.nbytes
-        loading[MemoryClass.STAGING] -= copies.by_class.get(StateClass.GRADIENTS, 0)
+        staged = self._largest_values + copies.nbytes - copies.gradients_nbytes
+        loading[MemoryClass.STAGING] = staged
         by_class = max((steps, loading), key=lambda moment: sum(moment.values()))
         by_class[MemoryClass.FRAMEWORK] = self._baseline.ram_of(self._config, self._model.tensors)
         budget = plan.budgets[Tier.HOST] + (0 if plan.gpu else plan.budgets[Tier.DEVICE])

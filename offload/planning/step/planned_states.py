@@ -22,7 +22,7 @@ from offload.swap.io.io_request import Priority
 from offload.swap.states.slot_pool import MADE_HERE, SlotPool
 from offload.tiers.arena import Arena
 from offload.tiers.errors import TierFullError
-from offload.tiers.ledger import StateClass
+from offload.tiers.ledger import StateClass, TierAccount
 from offload.tiers.tier import Tier
 from offload.zero.groups.fetching import Fetcher
 
@@ -40,7 +40,9 @@ class PlannedLease:
     offset: int | None  # None: in pieces
 
     def free(self) -> None:
-        self.tier.give_back(self)
+        if self.offset is not None:
+            self.tier.arena.free(self.offset)
+        self.tier.account.move(self.state_class, -self.nbytes)
 
 
 class PlannedTier:
@@ -48,13 +50,15 @@ class PlannedTier:
 
     def __init__(self, nbytes: int) -> None:
         self.arena = Arena(max(0, nbytes))
-        self.used_nbytes = self.peak_nbytes = 0
-        self._used = dict.fromkeys(StateClass, 0)
-        self.peak = dict(self._used)  # bytes by class, when all together were most
+        self.account = TierAccount(self.arena.nbytes)
+
+    @property
+    def used_nbytes(self) -> int:
+        return self.account.used_nbytes
 
     @property
     def free_nbytes(self) -> int:
-        return self.arena.nbytes - self.used_nbytes
+        return self.arena.nbytes - self.account.used_nbytes
 
     def fits(self, nbytes: int) -> bool:
         return nbytes <= min(self.free_nbytes, self.arena.largest_free_nbytes)
@@ -65,18 +69,8 @@ class PlannedTier:
             raise TierFullError(
                 Tier.HOST, owner, nbytes, self.free_nbytes, self.arena.nbytes, "plan for less"
             )
-        lease = PlannedLease(self, nbytes, state_class, self.arena.allocate(nbytes))
-        self._used[state_class] += nbytes
-        self.used_nbytes += nbytes
-        if self.used_nbytes > self.peak_nbytes:
-            self.peak_nbytes, self.peak = self.used_nbytes, dict(self._used)
-        return lease
-
-    def give_back(self, lease: PlannedLease) -> None:
-        if lease.offset is not None:
-            self.arena.free(lease.offset)
-        self._used[lease.state_class] -= lease.nbytes
-        self.used_nbytes -= lease.nbytes
+        self.account.move(state_class, nbytes)
+        return PlannedLease(self, nbytes, state_class, self.arena.allocate(nbytes))
 
 
 def pool_of(nbytes: int) -> tuple[PlannedTier, SlotPool]:

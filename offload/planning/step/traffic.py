@@ -41,7 +41,7 @@ def step_traffic(
     if facts is not None:
         _add_activations(plan, experts.model, facts.saved_nbytes, run.moves)
         if facts.kv is not None:
-            left = run.memory.arena.nbytes - run.memory.peak_nbytes
+            left = run.memory.arena.nbytes - run.memory.account.peak_nbytes
             _add_caches(plan, experts.model, facts.kv, left, run.moves)
     return run
 
@@ -100,27 +100,26 @@ def _spread(whole: Bytes, verb: Verb, model: ModelShape, moves: Sequence[Move]) 
 
 @dataclass(frozen=True)
 class PeakCopies:
-    """The host tier's copies of states on nvme or in codes, at their peak, in bytes."""
+    """The host tier's copies of states on nvme or in codes, at their peak."""
 
-    by_class: dict[StateClass, int]  # copies in host memory, when they are most
+    nbytes: int
+    gradients_nbytes: int  # most of them
     touched_nbytes: int  # of host memory that copies have ever lain in
     staged: bool  # whether chunks pass through the staging buffers
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.by_class.values())
 
 
 def find_copies(plan: Plan, config: OffloadConfig, model: ModelShape, passes: int) -> PeakCopies:
     """Find the copies beside the homes in host memory, in steps of `passes`. In a long run every
-    expert is touched and leaves copies."""
+    expert is touched and leaves copies, and so do pages of caches on nvme as far as there is room.
+    """
     if not plan.copies_on_host:
-        return PeakCopies({}, 0, staged=False)
+        return PeakCopies(0, 0, 0, staged=False)
     experts = representatives(plan, model, None, _MOST_COPIED)
     run = PlannedRun(plan, config, experts, passes, most_chunks=_MOST_CHUNKS_HELD)
-    memory, peak = run.memory, dict(run.memory.peak)
-    left = memory.arena.nbytes - memory.peak_nbytes
-    pages = min(left, plan.expected[Tier.NVME].get(StateClass.KV, 0))
-    peak[StateClass.KV] += pages
-    touched = min(memory.arena.nbytes, memory.arena.high_water_nbytes + pages)
-    return PeakCopies(peak, touched, run.stages)
+    account, arena = run.memory.account, run.memory.arena
+    on_nvme = plan.expected[Tier.NVME].get(StateClass.KV, 0)
+    pages = min(arena.nbytes - account.peak_nbytes, on_nvme)
+    return PeakCopies(
+        account.peak_nbytes + pages, account.peak_by_class[StateClass.GRADIENTS],
+        min(arena.nbytes, arena.high_water_nbytes + pages), run.stages,
+    )  # fmt: skip
