@@ -291,14 +291,12 @@ def _waits(run: _Run) -> Section:
 
 
 def _check(run: _Run) -> Section:
-    """The comparison with the prediction; empty without a readable prediction or a step."""
+    """The comparison with the prediction; empty until the run has ended."""
     try:
         found = check_run(run.folder)
     except ConfigError:
         return Section("")
     notes = list(found.missing)
-    if not found.finished:
-        notes.append("memory as it was at the ends of steps: the run has not ended")
     if any(row.is_bound for row in found.rows):
         notes.append("at most: the upper bound is predicted, not the usual value")
     table = Table(("", "predicted", "measured", "ratio"), [_check_row(row) for row in found.rows])

@@ -30,18 +30,16 @@ PREDICTION = Prediction({"device": 0, "host": 110, "nvme": 200}, 330, 2.0)
 MEASURED = Measured({"device": 0, "host": 100, "nvme": 200}, 300, 2.5, 20)
 
 
-def leave(folder: Path, *, measured: bool = True) -> None:
+def leave(folder: Path) -> None:
     folder.mkdir()
     (folder / "prediction.json").write_text(PREDICTION.to_json())
-    if measured:
-        (folder / "measured.json").write_text(MEASURED.to_json())
+    (folder / "measured.json").write_text(MEASURED.to_json())
 
 
 def test_the_line_has_every_tier_that_holds_something(tmp_path):
     leave(tmp_path / "run")
     found = check_run(tmp_path / "run")
     assert found.line == "predicted / measured: host 1.10, nvme 1.00, RSS 1.10, step 0.80"
-    assert found.finished
     assert [row.unit for row in found.rows] == ["bytes", "bytes", "bytes", "seconds"]
 
 
@@ -50,27 +48,8 @@ def test_of_a_tier_that_depends_on_the_moment_a_bound_is_predicted(tmp_path):
     assert "host 1.10, nvme 1.00 (a bound), RSS" in found.line
 
 
-def test_a_run_that_was_cut_short_is_checked_by_its_metrics(tmp_path):
-    leave(tmp_path / "run", measured=False)
-    steps = [
-        {"seconds": s, "tiers": {"host": held, "nvme": 200}, "rss_nbytes": 300}
-        for s, held in zip((9.0, 5.0, 2.0, 2.5, 2.2), (40, 50, 45, 45, 30), strict=True)
-    ]
-    lines = [json.dumps(step) for step in steps]
-    (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines) + '\n{"seconds": 3.')
-    found = check_run(tmp_path / "run")
-    assert not found.finished
-    assert found.steps == 5
-    assert found.line == "predicted / measured: host 2.20, nvme 1.00, RSS 1.10, step 0.91"
-
-
 def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-
-def without_a_step(run: Path) -> None:
-    (run / "measured.json").unlink()
-    (run / "metrics.jsonl").write_text("")
 
 
 @pytest.mark.parametrize(
@@ -79,10 +58,9 @@ def without_a_step(run: Path) -> None:
         (lambda run: (run / "prediction.json").unlink(), "prediction.json: No such file"),
         (lambda run: (run / "prediction.json").write_text("{"), "prediction.json is damaged"),
         (lambda run: (run / "measured.json").write_text('{"format": 1}'), "measured.json is dam"),
-        (lambda run: (run / "measured.json").unlink(), "no step to compare"),
+        (lambda run: (run / "measured.json").unlink(), "killed or still trains"),
         (lambda run: change(run / "prediction.json", rss_nbytes="x"), "prediction.json is dam"),
         (lambda run: change(run / "measured.json", rss_nbytes=0), "measured.json is damaged"),
-        (lambda run: without_a_step(run), "no step has ended yet"),
     ],
 )
 def test_a_folder_that_cannot_be_checked_says_why(tmp_path: Path, damage: Any, said: str):

@@ -2,7 +2,6 @@
 
     prediction.json    written before the first step: the expected figures of the run's plan
     measured.json      written after the last: ledger peaks, peak RSS, seconds of a usual step
-    metrics.jsonl      seconds of every step, also of a run that has not ended
 
 Ratios are predicted over measured: 1.10 means that the prediction was 10 % too high.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -66,15 +65,6 @@ class Measured(_Kept):
 
 
 @dataclass(frozen=True)
-class _Step:
-    """The part of a line of metrics.jsonl that is read."""
-
-    seconds: Positive
-    tiers: Mapping[str, Nbytes]
-    rss_nbytes: Annotated[Nbytes, Field(gt=0)]
-
-
-@dataclass(frozen=True)
 class Row:
     """One figure, predicted and measured."""
 
@@ -96,7 +86,6 @@ class RunCheck:
 
     rows: tuple[Row, ...]
     steps: int
-    finished: bool = True  # False: tiers and RSS are of the ends of steps, not peaks
     missing: tuple[str, ...] = ()  # rows that cannot be given, and why
 
     @property
@@ -108,10 +97,8 @@ class RunCheck:
         return f"predicted / measured: {', '.join(parts) or 'nothing to compare yet'}"
 
 
-def compare(
-    prediction: Prediction, measured: Measured, *, finished: bool = True, step: str = "step"
-) -> RunCheck:  # fmt: skip
-    """Compare the figures that both sides have and that are not 0. `step` names the timed unit."""
+def compare(prediction: Prediction, measured: Measured) -> RunCheck:
+    """Compare the figures that both sides have and that are not 0."""
     rows = [
         Row(name, prediction.tiers[name], held, "bytes", name in prediction.bounds)
         for name, held in measured.tiers.items()
@@ -120,8 +107,8 @@ def compare(
     if prediction.rss_nbytes is not None:
         rows.append(Row("RSS", prediction.rss_nbytes, measured.rss_nbytes, "bytes"))
     if prediction.seconds is not None and measured.seconds is not None:
-        rows.append(Row(step, prediction.seconds, measured.seconds, "seconds"))
-    return RunCheck(tuple(rows), measured.steps, finished, tuple(_missing(prediction, measured)))
+        rows.append(Row("step", prediction.seconds, measured.seconds, "seconds"))
+    return RunCheck(tuple(rows), measured.steps, tuple(_missing(prediction, measured)))
 
 
 def _missing(prediction: Prediction, measured: Measured) -> Iterator[str]:
@@ -158,47 +145,26 @@ class StepTimes:
 
 
 def check_run(folder: Path) -> RunCheck:
-    """Compare predicted with measured figures of the run in `folder`, ended or not, without torch.
+    """Compare predicted with measured figures of the run in `folder`, which has ended, without
+    torch.
 
     Raises ConfigError, naming what is missing, if the folder has no run that can be checked.
     """
     prediction = _read(folder, PREDICTION, Prediction.from_json)
-    if (folder / MEASURED).exists():
-        return compare(prediction, _read(folder, MEASURED, Measured.from_json))
-    return compare(prediction, _so_far(folder), finished=False)
+    return compare(prediction, _read(folder, MEASURED, Measured.from_json))
 
 
-def _so_far(folder: Path) -> Measured:
-    """The measurement of an unfinished run from metrics.jsonl: its largest figures so far."""
-    path = folder / "metrics.jsonl"
-    try:
-        lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
-        steps = TypeAdapter(list[_Step]).validate_python([json.loads(line) for line in lines])
-        names = steps[-1].tiers
-        tiers = {name: max(step.tiers.get(name, 0) for step in steps) for name in names}
-        seconds = usual_step_s([step.seconds for step in steps])
-        return Measured(tiers, max(step.rss_nbytes for step in steps), seconds, len(steps))
-    except IndexError:
-        why = "no step has ended yet"
-    except (OSError, ValueError) as error:
-        why = _why(path, error)
-    raise ConfigError(
-        f"{folder}: no step to compare with the prediction ({why}); train at least one"
-    )
-
-
-def _read(folder: Path, name: str, parse: Any) -> Any:
+def _read(folder: Path, name: str, parse: Callable[[str], Any]) -> Any:
     path = folder / name
     try:
         return parse(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder} cannot be checked: {_why(path, error)}; name the folder of a run of "
-            "`offload train`, or of offload.initialize(..., run_folder=...)"
-        ) from None
-
-
-def _why(path: Path, error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{path.name}: {error.strerror}"
-    return f"{path.name} is damaged"
+    except ValueError:
+        why = f"{name} is damaged"
+    except OSError as error:
+        why = f"{name}: {error.strerror}"
+        if name == MEASURED and isinstance(error, FileNotFoundError):
+            why = f"{name} is written when a run ends, and this one was killed or still trains"
+    raise ConfigError(
+        f"{folder} cannot be checked: {why}; name the folder of a run of `offload train`, or of "
+        "offload.initialize(..., run_folder=...)"
+    )

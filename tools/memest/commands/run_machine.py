@@ -117,8 +117,7 @@ def print_check(folder: Path) -> None:
     show(table)
     for reason in found.missing:
         print(reason)
-    ended = "" if found.finished else ", cut short: the most that was held at the end of one"
-    print(f"{found.steps:,} step{'' if found.steps == 1 else 's'}{ended}")
+    print(f"{found.steps:,} step{'' if found.steps == 1 else 's'}")
 
 
 def _figure(row: Row, value: float) -> str:
