@@ -123,9 +123,7 @@ class WithoutValues(TorchDispatchMode):
         if torch.Tag.inplace_view in func.tags:
             return self._changed_view(func, args, kwargs)
         metas = {id(x): self._meta(x) for x in inputs}
-        place = {
-            id(meta): x for x, meta in zip(inputs, map(metas.get, map(id, inputs)), strict=True)
-        }
+        place = {id(metas[id(x)]): x for x in inputs}
         args = mapped(args, lambda x: metas[id(x)])
         kwargs = {key: mapped(value, lambda x: metas[id(x)]) for key, value in kwargs.items()}
         result = _run_on_meta(func, args, kwargs, self.kernels)

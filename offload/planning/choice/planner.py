@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from offload.planning.choice.solver import solve
 from offload.planning.plan.plan import Hardware, Plan
-from offload.planning.plan.shortfalls import shortfalls as shortfalls
+from offload.planning.plan.shortfalls import shortfalls
 from offload.planning.plan.sizes import class_of
 from offload.swap.threads.worker import available_cores
 from offload.tiers.errors import BudgetError
