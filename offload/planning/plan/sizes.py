@@ -144,7 +144,7 @@ def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBy
     return GroupBytes(
         name=group.name or "(root)",
         layout=layout,
-        parameters=pages(stored_nbytes(layout, sizes.itemsize)) if layout.is_stored else values,
+        parameters=pages(least_nbytes(group, sizes.itemsize)) if layout.is_stored else values,
         gradients=pages_or_none(layout.shard_trainable * itemsize) + before,
         records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
@@ -157,12 +157,9 @@ def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBy
 def least_nbytes(group: GroupShape, itemsize: int) -> int:
     """The bytes of a group's parameters at home as stored: codes, or values without padding."""
     layout = group.layout
-    return stored_nbytes(layout, itemsize) if layout.is_stored else group.numel * itemsize
-
-
-def stored_nbytes(layout: Layout, itemsize: int) -> int:
-    """The bytes of a group whose weights are in codes."""
-    return lay_out_codes(layout, itemsize).stored_nbytes
+    if layout.is_stored:
+        return lay_out_codes(layout, itemsize).stored_nbytes
+    return group.numel * itemsize
 
 
 def _by_chunk(numel: int, chunk_numel: int, nbytes_of: Callable[[int], int]) -> tuple[int, ...]:
@@ -192,7 +189,6 @@ class RecordKind:
 
     tier: Tier
     numel: int
-    nbytes: int
     count: int
 
 
@@ -206,8 +202,8 @@ def record_kinds(
     for tier in Tier:
         count = tiers.count(tier) - (tiers[-1] is tier)
         if count:
-            yield RecordKind(tier, chunk_numel, group.records[tiers.index(tier)], count)
-    yield RecordKind(tiers[-1], last, group.records[-1], 1)
+            yield RecordKind(tier, chunk_numel, count)
+    yield RecordKind(tiers[-1], last, 1)
 
 
 def gathered_unit(

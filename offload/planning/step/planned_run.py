@@ -248,14 +248,8 @@ class PlannedRun:
 
     def _read_weights(self, group: PlannedGroup) -> None:
         """Count the read of those of a group's parameters that are needed."""
-        count, sizes = group.updated if self._updates else group.used, group.sizes
-        chunk = self._plan.chunk_numel
-        if sizes.decoded:
-            chunks = -(-sizes.parameters // (chunk * self._itemsize))
-        else:
-            frozen = sizes.home_numel - sizes.updated_numel
-            chunks = -(-sizes.updated_numel // chunk) - (-frozen // chunk)
-        self._moved.from_nvme(count * sizes.parameters, count * chunks)
+        count = group.updated if self._updates else group.used
+        self._moved.read += count * group.sizes.parameters
 
     # ---------------------------------------------------------------- gradients
     def _gradient(self, group: PlannedGroup, action: Action) -> None:
@@ -268,7 +262,7 @@ class PlannedRun:
         if group.gradient_home is not Tier.NVME:
             return
         if action.number > 0 and not gradients.is_held:
-            self._moved.from_nvme(used * sizes.gradients, used * len(sizes.records))
+            self._moved.read += used * sizes.gradients
         # a block that was computed again holds its weights until its gradients are there
         self._lock(gradients, group.weights if group.group in self._recomputed else None)
         were_held = group.weights.is_held
@@ -284,7 +278,7 @@ class PlannedRun:
             self._write_gradients(group)
 
     def _write_gradients(self, group: PlannedGroup) -> None:
-        self._moved.to_nvme(group.gradients.nbytes, group.updated * len(group.sizes.records))
+        self._moved.written += group.gradients.nbytes
 
     # ---------------------------------------------------------------- updates
     def _update(self, group: PlannedGroup) -> None:
@@ -325,12 +319,11 @@ class PlannedRun:
 
     def _record(self, group: PlannedGroup, record: PlannedState) -> None:
         nbytes = record.nbytes // group.alike * group.updated
-        chunks = group.updated * record.chunks
         if not record.is_held:
             kept = self._keep_records and record.take(record.next_use())
             self._staged |= not kept
-            self._moved.from_nvme(nbytes, chunks)
-        self._moved.to_nvme(nbytes, chunks)
+            self._moved.read += nbytes
+        self._moved.written += nbytes
 
     def _update_kind(self, group: PlannedGroup, kind: RecordKind) -> None:
         """Move the weights and gradients of chunks whose records are equal."""
@@ -341,10 +334,10 @@ class PlannedRun:
         if group.home is Tier.NVME:
             nbytes = count * pages(kind.numel * self._itemsize)
             if not group.weights.is_held and not (stepped_there and mirrored):
-                moved.from_nvme(nbytes, count)
-            moved.to_nvme(nbytes, count)
+                moved.read += nbytes
+            moved.written += nbytes
         if group.gradient_home is Tier.NVME and not group.gradients.is_held:
-            moved.from_nvme(count * pages(kind.numel * gradient_itemsize), count)
+            moved.read += count * pages(kind.numel * gradient_itemsize)
         if not gpu:
             return
         parameters, gradients = numel * self._itemsize, numel * gradient_itemsize

@@ -84,10 +84,10 @@ class PlannedState:
 
     def __init__(
         self, name: str, nbytes: int, state_class: StateClass, pool: SlotPool,
-        next_use: Callable[[], float], chunks: int = 1,
+        next_use: Callable[[], float],
     ) -> None:  # fmt: skip
-        """`next_use` gives the uses from now; `chunks` is the number of pieces in a file."""
-        self.name, self.nbytes, self.chunks = name, nbytes, chunks
+        """`next_use` gives the uses from now."""
+        self.name, self.nbytes = name, nbytes
         self.state_class, self.next_use = state_class, next_use
         self.is_locked = False  # in use, as by a view in the runtime
         self.filled: Callable[[], None] = lambda: None  # called when the copy is made
@@ -193,7 +193,7 @@ class PlannedGroup:
             PlannedState(
                 f"{self._name} optimizer chunk {some[0]}",
                 self.alike * sum(self.sizes.records[number] for number in some),
-                StateClass.OPTIMIZER, host, self._next_update, len(some),
+                StateClass.OPTIMIZER, host, self._next_update,
             )
             for some in joined
         ]  # fmt: skip

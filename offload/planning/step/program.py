@@ -39,29 +39,19 @@ class Action:
 
 @dataclass(slots=True)
 class Bytes:
-    """The bytes over each link, the requests to nvme, and the bytes decoded for computing."""
+    """The bytes over each link, and those decoded for computing."""
 
     read: int = 0
     written: int = 0
     to_device: int = 0
     to_host: int = 0
-    requests: int = 0
     decoded: int = 0
-
-    def from_nvme(self, nbytes: int, requests: int) -> None:
-        self.read += nbytes
-        self.requests += requests
-
-    def to_nvme(self, nbytes: int, requests: int) -> None:
-        self.written += nbytes
-        self.requests += requests
 
     def add(self, other: Bytes) -> None:
         self.read += other.read
         self.written += other.written
         self.to_device += other.to_device
         self.to_host += other.to_host
-        self.requests += other.requests
         self.decoded += other.decoded
 
     def part(self, index: int, count: int) -> Bytes:

@@ -123,6 +123,7 @@ class _Pipeline:
             group: count * update_s(plan, group, config.precision, speeds)
             for group, count in experts.updated.items()
         }
+        self._request_nbytes = _request_nbytes(plan)
         self._disk_overlap = _disk_overlap(speeds)
         self._rates = {
             READ: speeds.nvme_read_bytes_per_s, WRITE: speeds.nvme_write_bytes_per_s,
@@ -277,7 +278,8 @@ class _Pipeline:
             return 0.0
         moved = move.nbytes
         bytes_s = (moved.read + moved.written) * self._speeds.io_lost_s_per_byte
-        return bytes_s + moved.requests * _REQUEST_CALL_S
+        requests = (moved.read + moved.written) / self._request_nbytes
+        return bytes_s + requests * _REQUEST_CALL_S
 
     # ---------------------------------------------------------------- links
     def _carry(self, link: str, ready_s: float, nbytes: int) -> float:
@@ -309,6 +311,14 @@ class _Pipeline:
             for each in exchanges
         )  # fmt: skip
         return self._clocks[NETWORK].take(ready_s, seconds)
+
+
+def _request_nbytes(plan: Plan) -> float:
+    """About the bytes of one request to nvme: of a chunk's weights, gradients or record."""
+    numels = [group.layout.shard_numel for group in plan.groups]
+    chunks = sum(-(-numel // plan.chunk_numel) for numel in numels)
+    nbytes = sum(group.parameters + group.gradients + group.optimizer for group in plan.groups)
+    return max(1, nbytes) / max(1, chunks * (3 if plan.trains else 1))
 
 
 def _disk_overlap(speeds: Speeds) -> float:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _MOST_CHUNKS_HELD = 1000  # whose copies are looked at one by one where no bytes are asked for
 _MOST_COPIED = 2048  # groups whose copies are looked at one by one
-_REQUEST_NBYTES = 2 << 20  # of one request: storages differ, pieces are at least that long
 
 
 def step_traffic(
@@ -93,9 +92,7 @@ def _spread(whole: Bytes, verb: Verb, model: ModelShape, moves: Sequence[Move]) 
         return
     count = len(inside) // (inside[-1].action.number + 1) or 1
     for index, move in enumerate(inside):
-        part = whole.part(index % count, count)
-        part.requests = -(-(part.read + part.written) // _REQUEST_NBYTES)
-        move.nbytes.add(part)
+        move.nbytes.add(whole.part(index % count, count))
 
 
 @dataclass(frozen=True)
