@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.planning.plan.kv_plan import CacheShape, KVTraffic
+from offload.planning.plan.kv_plan import CacheShape
 from offload.planning.plan.workload import Generation
 from offload.swap.activations.activation_rules import TRIM_NBYTES
 
@@ -57,7 +57,6 @@ class ActivationFacts:
     heap_peak_nbytes: int = 0
     heap_peak_elsewhere_nbytes: int = 0
     cache_nbytes: int = 0  # of the peak, what a cache of keys and values holds
-    kv: KVTraffic | None = None  # in tiers instead, and so in no peak
 
 
 NO_WORK = PassCost(0, 0, 0)
@@ -105,10 +104,10 @@ class GenerationFacts:
 
 def generation_facts(
     prefill: ActivationFacts, decode: ActivationFacts, cache: CacheShape,
-    generation: Generation, itemsize: int, held: KVTraffic | None = None,
+    generation: Generation, itemsize: int, *, in_tiers: bool = False,
 ) -> GenerationFacts:  # fmt: skip
     """Add a cache to `prefill` and `decode`, which are traced without one. `itemsize` is the bytes
-    of a cache element; `held` is given if the cache lives in tiers."""
+    of a cache element; a cache `in_tiers` is in no peak."""
     element = generation.batch * itemsize
     first, last = generation.prompt, generation.context
     touched = _CACHE_PASSES * element * cache.read_numel((first + last) // 2)
@@ -121,7 +120,7 @@ def generation_facts(
     before, after = (element * cache.kept_numel(tokens) for tokens in (first, last))
     # the layer at work has its cache twice, before and behind the new token
     copied = element * cache.largest_numel(last)
-    if held is not None:
+    if in_tiers:
         before = after = copied = 0
     prefill_nbytes, decode_nbytes = prefill.peak_nbytes + before, decode.peak_nbytes + copied
     peak = max(prefill_nbytes, decode_nbytes + after)
@@ -129,8 +128,7 @@ def generation_facts(
     both = replace(
         decode, peak_nbytes=peak, peak_elsewhere_nbytes=peak,
         peak_at=prefill.peak_at if peak == prefill_nbytes else decode.peak_at,
-        heap_peak_nbytes=heap, heap_peak_elsewhere_nbytes=heap, kv=held,
+        heap_peak_nbytes=heap, heap_peak_elsewhere_nbytes=heap,
         cache_nbytes=before if peak == prefill_nbytes else after,
     )  # fmt: skip
-    first_pass = replace(prefill, kv=held.of_prefill if held is not None else None)
-    return GenerationFacts(first_pass, replace(decode, kv=held), both, after)
+    return GenerationFacts(prefill, decode, both, after)

@@ -32,12 +32,6 @@ def touched(experts: int, chosen: int | None, tokens: int) -> float:
     return experts * -math.expm1(tokens * math.log1p(-chosen / experts))
 
 
-def touched_whole(experts: int, chosen: int | None, tokens: int, ep_size: int = 1) -> int:
-    """The expected number, rounded up, on one of the `ep_size` ranks that share the experts."""
-    here = touched(experts, chosen, tokens) / ep_size
-    return min(experts // ep_size, math.ceil(here - 1e-9))
-
-
 @dataclass(frozen=True, slots=True)
 class Table:
     """A module of experts."""
@@ -52,7 +46,8 @@ class Table:
 
     def touched(self, chosen: int | None, tokens: int) -> int:
         """The touched experts of this rank, rounded up. `tokens`: of all ranks that share."""
-        return touched_whole(self.experts, chosen, tokens, self.ep_size)
+        here = touched(self.experts, chosen, tokens) / self.ep_size
+        return min(len(self.indices), math.ceil(here - 1e-9))
 
 
 def tables_of(model: ModelShape) -> list[Table]:

@@ -61,6 +61,7 @@ class KVPlan:
     tokens: int  # of all sequences together
     planned_tokens: int  # ... that the configuration names; 0: it names none
     layers: int
+    token_nbytes: int  # of a token in all layers, as it is stored
     page_nbytes: int | None  # of a page, about; None: as there is room
     computing: Tier
     expected: Mapping[Tier, int]  # bytes
@@ -81,35 +82,10 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
         expected[Tier.HOST] += 2 * page
     for tier, share in placement.shares:
         expected[tier] += sum(_whole(int(tokens * each * share)) + page for each in stored)
-    known = page if config.kv.tokens else None
-    planned = tokens if config.kv.tokens else 0
-    return KVPlan(placement, tokens, planned, len(stored), known, computing, expected)
-
-
-@dataclass(frozen=True, slots=True)
-class KVTraffic:
-    """The bytes of caches in tiers that a pass of one token uses, as they are stored."""
-
-    read_nbytes: int  # full pages
-    added_nbytes: int  # a token of each sequence
-
-    @property
-    def of_prefill(self) -> KVTraffic:
-        """The same for the pass over the prompts, which reads none and adds all."""
-        return KVTraffic(0, self.read_nbytes)
-
-
-def kv_traffic(
-    config: OffloadConfig, cache: CacheShape, batch: int, tokens: int, itemsize: int
-) -> KVTraffic | None:
-    """The bytes for `batch` sequences of `tokens` each; None if caches are in no tier."""
-    layers = [layer for layer in cache.layers if layer.token_numel]
-    if config.placement.kv is None or not layers:
-        return None
-    stored, page = _stored(config, layers, config.kv.tokens or batch * tokens, itemsize)
-    pairs = zip(layers, stored, strict=True)
-    kept = [batch * layer.kept_tokens(tokens) * nbytes for layer, nbytes in pairs]
-    return KVTraffic(sum(nbytes // page * page for nbytes in kept), batch * sum(stored))
+    known, planned = (page, tokens) if config.kv.tokens else (None, 0)
+    return KVPlan(
+        placement, tokens, planned, len(stored), sum(stored), known, computing, expected
+    )  # fmt: skip
 
 
 def kv_in_tiers(

@@ -23,7 +23,7 @@ from offload.zero.groups.model_shape import ModelShape
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.planning.activations.facts import ActivationFacts
-    from offload.planning.plan.kv_plan import KVTraffic
+    from offload.planning.plan.kv_plan import KVPlan
     from offload.planning.plan.workload import Workload
 
 _MOST_CHUNKS_HELD = 1000  # whose copies are looked at one by one where no bytes are asked for
@@ -39,9 +39,8 @@ def step_traffic(
     run = PlannedRun(plan, config, experts, workload.passes)
     if facts is not None:
         _add_activations(plan, experts.model, facts.saved_nbytes, run.moves)
-        if facts.kv is not None:
-            left = run.memory.arena.nbytes - run.memory.account.peak_nbytes
-            _add_caches(plan, experts.model, facts.kv, left, run.moves)
+        if plan.kv is not None:
+            _add_caches(plan, plan.kv, run, workload)
     return run
 
 
@@ -65,22 +64,18 @@ def _add_activations(
     _spread(Bytes(read=read, to_device=across), Verb.BACKWARD, model, moves)
 
 
-def _add_caches(
-    plan: Plan, model: ModelShape, kv: KVTraffic, left_nbytes: int, moves: Sequence[Move]
-) -> None:
-    """Add the caches that a pass reads and adds to. Pages on nvme have copies in the memory that
-    weights leave (`left_nbytes`)."""
-    assert plan.kv is not None, "caches are in tiers"
-    shares = dict(plan.kv.placement.shares)
+def _add_caches(plan: Plan, kv: KVPlan, run: PlannedRun, workload: Workload) -> None:
+    """Add the caches that a pass adds its tokens to, and that it reads, with all planned tokens, if
+    it is not over a prompt. Pages on nvme have copies in the memory that weights leave."""
+    added = workload.batch * workload.sequence * kv.token_nbytes
+    used = kv.tokens * kv.token_nbytes if workload.sequence == 1 else 0
+    shares = dict(kv.placement.shares)
     on_nvme, away = shares.get(Tier.NVME, 0.0), 1 - shares.get(Tier.DEVICE, 0.0)
-    moved = Bytes(
-        read=max(0, int(on_nvme * kv.read_nbytes) - left_nbytes),
-        written=int(on_nvme * kv.added_nbytes),
-    )
+    left = run.memory.arena.nbytes - run.memory.account.peak_nbytes
+    moved = Bytes(max(0, int(on_nvme * used) - left), int(on_nvme * added))
     if plan.gpu:
-        moved.to_device = int(away * kv.read_nbytes)
-        moved.to_host = int(away * kv.added_nbytes)
-    _spread(moved, Verb.FORWARD, model, moves)
+        moved.to_device, moved.to_host = int(away * used), int(away * added)
+    _spread(moved, Verb.FORWARD, run.experts.model, run.moves)
 
 
 def _spread(whole: Bytes, verb: Verb, model: ModelShape, moves: Sequence[Move]) -> None:

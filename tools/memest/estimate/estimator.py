@@ -21,7 +21,7 @@ from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import Estimate, InferenceEstimate, StepEstimate
 from offload.planning.plan.experts import estimate_experts
-from offload.planning.plan.kv_plan import CacheShape, kv_traffic
+from offload.planning.plan.kv_plan import CacheShape
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.workload import Generation, Workload
 from offload.planning.step.step_time import estimate_step
@@ -122,8 +122,8 @@ class Estimator:
             self._forward(case, config, each) for each in (generation.prefill, generation.decode)
         )
         itemsize, cache = ITEMSIZE[config.precision], case.source.cache or CacheShape(())
-        held = kv_traffic(config, cache, generation.batch, generation.context, itemsize)
-        return generation_facts(prefill, decode, cache, generation, itemsize, held)
+        in_tiers = config.placement.kv is not None and cache.token_numel > 0
+        return generation_facts(prefill, decode, cache, generation, itemsize, in_tiers=in_tiers)
 
     def _forward(self, case: Case, config: OffloadConfig, workload: Workload) -> ActivationFacts:
         """One pass without gradients, found once per precision, micro_batches and workload."""
