@@ -12,6 +12,7 @@ tokens of all of these ranks are sent.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.planning.plan.plan import Plan
@@ -76,18 +77,17 @@ def estimate_experts(
     if not tables:
         return None
     chosen = model.experts_per_token
-    experts = sum(table.experts for table in tables)
     in_pass = workload.batch * workload.sequence
     in_step = workload.tokens * plan.sharding.world_size
     return ExpertEstimate(
         tables=len(tables),
-        experts=experts,
+        experts=sum(table.experts for table in tables),
         chosen=chosen,
         numel=sum(_numel(model, table) for table in tables),
         active_numel=active_numel(model),
         tokens=in_pass,
-        touched_pass=sum(touched(t.experts, chosen, in_pass) for t in tables) / experts,
-        touched_step=sum(touched(t.experts, chosen, in_step) for t in tables) / experts,
+        touched_pass=_touched_share(tables, chosen, in_pass),
+        touched_step=_touched_share(tables, chosen, in_step),
     )
 
 
@@ -98,9 +98,8 @@ def idle_nbytes(plan: Plan, model: ModelShape, workload: Workload) -> Held:
     tables = tables_of(model)
     if ExpertClass.PARAMETERS not in plan.placements or not tables:
         return idle
-    tokens, chosen = workload.tokens * plan.sharding.world_size, model.experts_per_token
-    used = sum(touched(table.experts, chosen, tokens) for table in tables)
-    share = 1 - used / sum(table.experts for table in tables)
+    in_step = workload.tokens * plan.sharding.world_size
+    share = 1 - _touched_share(tables, model.experts_per_token, in_step)
     for placed in ExpertClass:
         for tier, nbytes in plan.homes[placed].items():
             idle[tier][class_of(placed)] += int(share * nbytes)
@@ -115,6 +114,11 @@ def active_numel(model: ModelShape) -> int:
         if chosen is not None and chosen < table.experts:
             idle += _numel(model, table) * (table.experts - chosen) // table.experts
     return model.numel_of_all_ranks - idle
+
+
+def _touched_share(tables: Sequence[Table], chosen: int | None, tokens: int) -> float:
+    used = sum(touched(table.experts, chosen, tokens) for table in tables)
+    return used / sum(table.experts for table in tables)
 
 
 def _numel(model: ModelShape, table: Table) -> int:

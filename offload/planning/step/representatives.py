@@ -49,15 +49,12 @@ def representatives(
     step_tokens = work.tokens * plan.sharding.world_size
     is_large = len(model.groups) > most_groups
     for table in tables_of(model):
-        bundles = max(1, (most_groups - len(alone)) // len(model.tables)) if is_large else None
-        here, few = (
-            len(table.indices),
-            table.touched(chosen, step_tokens),
-        )
+        here, few = len(table.indices), table.touched(chosen, step_tokens)
+        bundles = (most_groups - len(alone)) // len(model.tables) if is_large else here
         if few < here and not model.numel_trainable:
             # every pass chooses others: a copy is of use if it is of one of those
-            bundles = min(few, bundles or few)
-        together = dict(_bundles(plan, table.indices, bundles))
+            bundles = min(few, bundles)
+        together = dict(_bundles(plan, table.indices, max(1, bundles)))
         in_step = _spread(together, few, here)
         touched = sum(in_step.values())
         alike.update(together)
@@ -72,18 +69,12 @@ def representatives(
     return Representatives(replace(model, units=kept), alike, used, updated)
 
 
-def _bundles(plan: Plan, table: Sequence[int], most: int | None) -> Iterator[tuple[int, int]]:
-    """The first expert and the size of each of about `most` bundles, or one bundle each."""
-    if most is None:
-        yield from ((index, 1) for index in table)
-        return
+def _bundles(plan: Plan, table: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """The first expert and the size of each of about `most` bundles of the same homes."""
     homes: dict[object, list[int]] = defaultdict(list)
     for index in table:
-        group = plan.groups[index]
-        sizes = group.parameters, group.gradients, group.records
-        homes[plan.parameters[index], plan.gradients[index], plan.records[index], sizes].append(
-            index
-        )
+        home = plan.parameters[index], plan.gradients[index], plan.records[index]
+        homes[home].append(index)
     length = -(-len(table) // most)
     for same in homes.values():
         for start in range(0, len(same), length):
