@@ -112,9 +112,8 @@ class _Pipeline:
         self._moves, self._total, self._workload = run.moves, run.total, workload
         self._tried = tried_groups(plan, config)
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
-        self._there: dict[int, float] = defaultdict(float)  # parameters of a group, by group
-        self._whole: dict[int, float] = defaultdict(float)  # the same with the other ranks' shards
-        self._updated: dict[int, float] = defaultdict(float)
+        # parameters of a group: updated, where it computes, with the other ranks' shards
+        self._ready: dict[int, float] = defaultdict(float)
         self._gradient_home: dict[int, float] = defaultdict(float)
         self._arrived: list[float] = []  # when the model's thread came to each use
         self._begun_s = 0.0
@@ -218,20 +217,19 @@ class _Pipeline:
             if self._plan.gpu and fetch.group == group and not is_chosen:
                 # asked for as soon as it was updated
                 asked_s = self._arrived[max(0, len(self._arrived) - 1 - self._plan.prefetch)]
-            there_s = self._carry(READ, max(asked_s, self._updated[fetch.group]), fetch.read_nbytes)
-            self._there[fetch.group] = self._carry(TO_DEVICE, there_s, fetch.to_device_nbytes)
+            asked_s = max(asked_s, self._ready[fetch.group])
+            read_s = self._carry(READ, asked_s, fetch.read_nbytes)
+            self._ready[fetch.group] = self._carry(TO_DEVICE, read_s, fetch.to_device_nbytes)
             fetched_read += fetch.read_nbytes
             fetched_sent += fetch.to_device_nbytes
         # what is left are activations: read ahead by one group, written behind
         before_s = self._arrived[max(0, len(self._arrived) - 2)]
         saved_s = self._carry(READ, before_s, moved.read - fetched_read)
         saved_s = self._carry(TO_DEVICE, saved_s, moved.to_device - fetched_sent)
-        there_s = max(before_s, self._there[group], self._updated[group])
-        self._whole[group] = max(self._whole[group], self._exchange(there_s, group, exchanges))
-        ready_s = max(self._there[group], self._whole[group], self._updated[group], saved_s)
+        there_s = self._exchange(max(before_s, self._ready[group]), group, exchanges)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
         seconds += moved.decoded / self._speeds.compute_bytes_per_s
-        end_s = self._clocks[COMPUTE].take(max(came_s, ready_s), seconds)
+        end_s = self._clocks[COMPUTE].take(max(there_s, saved_s), seconds)
         self._carry(WRITE, self._carry(TO_HOST, end_s, moved.to_host), moved.written)
 
     def _gradient(self, move: Move, exchanges: Sequence[Exchange]) -> None:
@@ -268,8 +266,7 @@ class _Pipeline:
             compute.busy_s -= busy
             optimizer.busy_s += busy
         end_s = self._carry(TO_HOST, end_s, moved.to_host)
-        self._updated[group] = end_s
-        self._whole[group] = self._exchange(end_s, group, exchanges)  # other ranks wait for it, too
+        self._ready[group] = self._exchange(end_s, group, exchanges)  # which other ranks wait for
         self._carry(WRITE, end_s, moved.written)
 
     def _lost_s(self, move: Move) -> float:
