@@ -404,10 +404,13 @@ def test_a_refused_model_begins_from_files(tmp_path: Path) -> None:
     torch.manual_seed(5)
     values = {name: p.detach().clone() for name, p in NanoGPT(norm=OwnNorm).named_parameters()}
     save_file(values, tmp_path / "model.safetensors")
-    model = on_meta(lambda: NanoGPT(norm=OwnNorm, rescale=True))
+
+    def build() -> nn.Module:
+        return on_meta(lambda: NanoGPT(norm=OwnNorm, rescale=True))
+
     with pytest.raises(UnsupportedError, match=r"blocks\.0\.norm\.weight, .*bias on .* OwnNorm"):
-        begun(tmp_path, model)
-    found = begun(tmp_path, model, weights=tmp_path / "model.safetensors")
+        begun(tmp_path, build())
+    found = begun(tmp_path, build(), weights=tmp_path / "model.safetensors")
     assert_same_bits({name: found[name] for name in values}, values)
 
 

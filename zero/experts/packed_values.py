@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
-from offload.tiers.errors import UnsupportedError
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.group import digest
+from offload.zero.groups.shared_views import check_format
 from offload.zero.groups.store import WeightStore
 
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
@@ -94,13 +94,8 @@ class PackedValues:
         any rank's writes."""
         for packed in list(self._shown) if params is None else params:
             values = packed.param.detach()
-            wanted = packed.spec.shape, self._store.dtype
-            if (tuple(values.shape), values.dtype) != wanted:
-                raise UnsupportedError(
-                    f"{packed.name}.data was set to {tuple(values.shape)}, {values.dtype}, and is "
-                    f"{wanted[0]}, {wanted[1]} in its tiers; change the model before "
-                    "offload.initialize or offload.dispatch"
-                )
+            shape, dtype = packed.spec.shape, self._store.dtype
+            check_format(packed.name, values, shape, dtype, values.device)
             now = [digest(row) for row in values]
             pairs = zip(now, self._shown[packed], strict=True)
             changed = [int(digested != known) for digested, known in pairs]

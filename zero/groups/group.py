@@ -28,6 +28,7 @@ from offload.swap.threads.lanes import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import Layout
+from offload.zero.groups.shared_views import check_format
 from offload.zero.tensors.local_tensors import hold, local_of
 from offload.zero.tensors.placeholders import exchanging, placeholder
 
@@ -358,13 +359,7 @@ class ParamGroup:
         values = {index: local_of(self.params[index]).detach() for index in rebound}
         for index, given in values.items():
             spec = self.layout.params[index]
-            if (given.shape, given.dtype, given.device) != (spec.shape, self.dtype, flat.device):
-                raise UnsupportedError(
-                    f"{spec.name}.data was set to {tuple(given.shape)}, {given.dtype} on "
-                    f"{given.device}, and is {tuple(spec.shape)}, {self.dtype} on {flat.device} in "
-                    "its tiers; change the model before offload.initialize or offload.dispatch, or "
-                    "precision: and device: in the configuration"
-                )
+            check_format(spec.name, given, spec.shape, self.dtype, flat.device)
         for index, given in values.items():
             self.check_assigned(self.params[index], given)
         own = flat.untyped_storage()._cdata

@@ -117,6 +117,20 @@ class AssignedMemory:
         self._given[name] = storage, taken
 
 
+def check_format(
+    name: str, given: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Raise UnsupportedError if `.data` of a parameter of this format was set to a tensor of
+    another one."""
+    if (tuple(given.shape), given.dtype, given.device) != (tuple(shape), dtype, device):
+        raise UnsupportedError(
+            f"{name}.data was set to {tuple(given.shape)}, {given.dtype} on {given.device}, and is "
+            f"{tuple(shape)}, {dtype} on {device} in its tiers; change the model before "
+            "offload.initialize or offload.dispatch, or precision: and device: in the configuration"
+        )
+
+
 def refuse_shared_data(name: str, other: str) -> NoReturn:
     """Raise the error of `.data` of one parameter that was set to memory of another."""
     raise UnsupportedError(

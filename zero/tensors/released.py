@@ -33,7 +33,7 @@ from torch import nn
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.group import Classes, ParamGroup
-from offload.zero.groups.shared_views import refuse_shared_data
+from offload.zero.groups.shared_views import check_format, refuse_shared_data
 from offload.zero.hooks.compilers import uncompiled
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.hooks.session import Session
@@ -389,14 +389,7 @@ class ReleasedParameters:
             return
         name = self._name_of(param)
         self._check([param])
-        wanted = param.shape, param.dtype, param.device
-        if (value.shape, value.dtype, value.device) != wanted:
-            raise UnsupportedError(
-                f"{name}.data was set to {tuple(value.shape)}, {value.dtype} on {value.device}, "
-                f"and is {tuple(param.shape)}, {param.dtype} on {param.device} in its tiers; "
-                "change the model before offload.initialize or offload.dispatch, or precision: and "
-                "device: in the configuration"
-            )
+        check_format(name, value, param.shape, param.dtype, param.device)
         source = value.source if isinstance(value, PagedTensor) else None
         if type(value) in self._released:
             refuse_shared_data(name, self._name_of(value))
