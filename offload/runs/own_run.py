@@ -8,6 +8,7 @@ allocated; from then on every optimizer step adds a line to metrics.jsonl, also 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from offload.config import OffloadConfig
 from offload.loggers import Logger, Values
 from offload.memory.tier_manager import compute_device, this_machine
 from offload.planning.choice.planner import make_plan, resolved_config
-from offload.planning.choice.run_check import Measured, Prediction, StepTimes
+from offload.planning.choice.run_check import Measured, Prediction, usual_step_s
 from offload.planning.plan.workload import Workload
 from offload.process.machine import peak_rss_nbytes, rank_here
 from offload.runs.folder import RunFolder
@@ -45,7 +46,7 @@ class RunRecord:
     """
 
     def __init__(self, engine: Trained, folder: RunFolder) -> None:
-        self.times = StepTimes()
+        self.seconds = array("d")  # of each step
         self._engine = engine
         self._folder = folder
         self._recording: Recording | None = None
@@ -53,7 +54,7 @@ class RunRecord:
 
     def log(self, values: Values, step: int) -> None:
         """Note the seconds of a step; begin and end the recording."""
-        self.times.note(values["seconds"])
+        self.seconds.append(values["seconds"])
         recording = self._recording
         if recording is not None and recording.ended_steps >= _KEPT_STEPS + _SETTLING:
             self.stop_recording()
@@ -75,7 +76,8 @@ class RunRecord:
     def measured(self) -> Measured:
         """Return the peaks and the usual step so far."""
         peaks = {name: tier.peak_nbytes for name, tier in self._engine.report().tiers.items()}
-        return Measured(peaks, peak_rss_nbytes(), self.times.usual_s, self.times.count)
+        usual_s = usual_step_s(self.seconds)
+        return Measured(peaks, peak_rss_nbytes(), usual_s, len(self.seconds))
 
     def write(self, measured: Measured) -> None:
         """Write the recording, and measured.json unless there was no step."""

@@ -184,8 +184,8 @@ class Trainer:
             for step in range(start, self.settings.steps):
                 self._step_or_save(step)
                 watch.flush()
-                last = step + 1 == self.settings.steps and self.record.times.count < _COMPARED
-                if self.record.times.count == _COMPARED or last:
+                last = step + 1 == self.settings.steps and len(self.record.seconds) < _COMPARED
+                if len(self.record.seconds) == _COMPARED or last:
                     self._compare()
                 stops = bool(self.world.greatest(self.interrupts.seen))
                 self._checkpoint_if_due(now=stops)

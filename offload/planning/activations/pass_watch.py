@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +15,91 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.planning.activations.facts import NO_WORK, PassCost
-from offload.planning.activations.live_bytes import Alive, LiveBytes
 from offload.planning.activations.op_costs import flops, is_kernel, scratch_nbytes, touched_nbytes
 from offload.planning.activations.valueless import tensors_of
 
 _DEVICE = torch.ops.prim.device.default
 _DETACH = torch.ops.aten.detach.default
+# From this size on glibc takes every block from the system by itself (DEFAULT_MMAP_THRESHOLD_MAX).
+_HEAP_LIMIT_NBYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A number of bytes in storages."""
+
+    nbytes: int = 0
+    heap_nbytes: int = 0  # of those below `_HEAP_LIMIT_NBYTES`
+
+    @classmethod
+    def of(cls, nbytes: int) -> Alive:
+        """Return the bytes of one storage of `nbytes`."""
+        return cls(nbytes, nbytes if nbytes < _HEAP_LIMIT_NBYTES else 0)
+
+    def __add__(self, other: Alive) -> Alive:
+        return Alive(self.nbytes + other.nbytes, self.heap_nbytes + other.heap_nbytes)
+
+    def __sub__(self, other: Alive) -> Alive:
+        return Alive(self.nbytes - other.nbytes, self.heap_nbytes - other.heap_nbytes)
+
+    def __mul__(self, times: int) -> Alive:
+        return Alive(self.nbytes * times, self.heap_nbytes * times)
+
+
+class LiveBytes:
+    """Counts each storage once, from the operation that made it until nothing refers to it.
+
+    Storages that existed before (parameters, inputs) are not counted.
+    """
+
+    def __init__(self, grown: Callable[[], None]) -> None:
+        """`grown` is called whenever the number of bytes has increased."""
+        self.now = Alive()
+        self._grown = grown
+        self._counts = True
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._nbytes: dict[int, int] = {}
+
+    def made(self, results: Iterable[Tensor], given: Sequence[Tensor]) -> None:
+        """Register the `results` of an operation, which received the tensors in `given`."""
+        before = self.now
+        for tensor in results:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._alive:
+                is_old = any(other.untyped_storage()._cdata == key for other in given)
+                self._add(storage, storage.nbytes() if self._counts and not is_old else 0)
+        if self.now.nbytes > before.nbytes:
+            self._grown()
+
+    @contextmanager
+    def counting(self, counts: bool) -> Iterator[None]:
+        """Set whether storages made inside are counted."""
+        before, self._counts = self._counts, counts
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    def nbytes_of(self, tensor: Tensor) -> int:
+        """The bytes counted for the storage of `tensor`."""
+        return self._nbytes.get(tensor.untyped_storage()._cdata, 0)
+
+    def forget(self) -> None:
+        """Start again from zero: storages that are alive now are not counted."""
+        self.now = Alive()
+        for key in self._nbytes:
+            self._nbytes[key] = 0
+
+    def _add(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        key = storage._cdata
+        self._alive[key] = weakref.ref(storage, partial(self._died, key))
+        self._nbytes[key] = nbytes
+        self.now += Alive.of(nbytes)
+
+    def _died(self, key: int, _: Any) -> None:
+        del self._alive[key]
+        self.now -= Alive.of(self._nbytes.pop(key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +177,7 @@ class PassWatch(TorchDispatchMode):
             place = bisect.bisect_right(self._marks, number, key=lambda mark: mark.node)
             self._now = self._marks[max(place, 1) - 1]
 
-    def _grown(self, scratch: Alive = Alive()) -> None:  # noqa: B008 (immutable)
+    def _grown(self, scratch: Alive = Alive()) -> None:
         now = self.live.now + self._now.more + scratch
         if now.nbytes > self.peak.nbytes:
             self.peak_at = f"{'backward' if self._backward else 'forward'} of {self._now.where}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.planning.activations.live_bytes import LiveBytes
+from offload.planning.activations.pass_watch import LiveBytes
 from offload.planning.plan.plan import LEAST_WINDOW_NBYTES
 from offload.swap.activations.activation_rules import LEAST_NBYTES, WHOLE
 from offload.swap.activations.activations import span_of

@@ -19,8 +19,7 @@ from typing import Any
 from torch import nn
 
 from offload.planning.activations.facts import NO_WORK
-from offload.planning.activations.live_bytes import Alive
-from offload.planning.activations.pass_watch import PassWatch
+from offload.planning.activations.pass_watch import Alive, PassWatch
 from offload.zero.groups.discovery import Unit
 
 _RUN = 4  # periods of a stretch

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,25 +122,6 @@ def usual_step_s(seconds: Sequence[float]) -> float | None:
     """The median seconds of a run's steps without the first ones; None if there are no others."""
     settled = list(seconds)[SETTLING_STEPS:]
     return statistics.median(settled) if settled else None
-
-
-class StepTimes:
-    """The step times of a running run, in seconds; of a long run, those of the last steps."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._settled: deque[float] = deque(maxlen=1000)
-
-    def note(self, seconds: float) -> None:
-        """Record a step that has been taken."""
-        self.count += 1
-        if self.count > SETTLING_STEPS:
-            self._settled.append(seconds)
-
-    @property
-    def usual_s(self) -> float | None:
-        """The median as in `usual_step_s`."""
-        return statistics.median(self._settled) if self._settled else None
 
 
 def check_run(folder: Path) -> RunCheck:

@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -56,12 +57,16 @@ def remembered(
     try:
         _save(kind, key, answer, found)
     except OSError as error:
-        _log.warning(
-            "%s cannot be kept in %s (%s), and takes its time again when it is needed; set "
-            "XDG_CACHE_HOME to a folder that can be written",
-            kind, cache_folder(), error.strerror or error,
-        )  # fmt: skip
+        _warn_once(kind, cache_folder(), error.strerror or str(error))
     return found
+
+
+@cache
+def _warn_once(kind: str, folder: Path, why: str) -> None:
+    _log.warning(
+        "%s cannot be kept in %s (%s) and will be found anew each time; set XDG_CACHE_HOME to a "
+        "folder that can be written", kind, folder, why,
+    )  # fmt: skip
 
 
 def load(kind: str, key: str, answer: Any) -> tuple[Any] | None:

@@ -131,7 +131,7 @@ def matmul_rate(
     gpu = accelerator.is_accelerator(device)
     trial = _product_rate(dtype, device, _TRIAL)
     wanted = shape or (_PRODUCT_GPU if gpu else _PRODUCT)
-    if is_slow(trial, wanted) and not gpu:
+    if _is_slow(trial, wanted) and not gpu:
         return trial
     return _product_rate(dtype, device, wanted)
 
@@ -143,7 +143,7 @@ def _forward_rates(
     gpu = accelerator.is_accelerator(device)
     _, inputs, outputs = _PRODUCT_GPU if gpu else _PRODUCT
     for name, dtype in DTYPES.items():
-        if not gpu and is_slow(products[name], _PRODUCT):
+        if not gpu and _is_slow(products[name], _PRODUCT):
             continue
         weights = [_random(device, outputs, inputs).to(dtype) for _ in range(_OUT_OF_CACHE)]
         for rows in _FEW_ROWS:
@@ -159,18 +159,13 @@ def _products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
             F.linear(x, weight)
 
 
-def is_slow(flops_per_s: float, shape: tuple[int, int, int]) -> bool:
+def _is_slow(flops_per_s: float, shape: tuple[int, int, int]) -> bool:
     """Whether a layer of that shape takes too long to be timed, as without a fast kernel."""
-    return 6 * _product(shape) / flops_per_s > _MOST_PRODUCT_S
-
-
-def _product(shape: tuple[int, int, int]) -> int:
-    tokens, inputs, outputs = shape
-    return tokens * inputs * outputs
+    return 6 * math.prod(shape) / flops_per_s > _MOST_PRODUCT_S
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> float:
-    return 6 * _product(shape) / seconds(_layer(dtype, device, shape), 5, device)
+    return 6 * math.prod(shape) / seconds(_layer(dtype, device, shape), 5, device)
 
 
 def _layer(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> Work:
