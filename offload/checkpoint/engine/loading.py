@@ -69,13 +69,14 @@ def _open(engine: Trained, path: Path, stack: ExitStack) -> tuple[_Loader, Resto
     adopt(path)
     reader = stack.enter_context(CheckpointReader(path))
     reader.check(contents=False)
-    reader.check_headers()
-    loader = _Loader(engine, reader, match(engine, reader.manifest, path))
+    records = match(engine, reader.manifest, path)
+    reader.check_tensors()
+    loader = _Loader(engine, reader, records)
     return loader, Restoring(engine, reader)
 
 
 class _Loader:
-    """Overwrites an engine's state. Every tensor has been found before `apply` changes any."""
+    """Overwrites an engine's state."""
 
     def __init__(
         self, engine: Trained, reader: CheckpointReader, records: dict[str, ParameterRecord]
@@ -87,12 +88,6 @@ class _Loader:
         self._records = records  # by the engine's first name
         self._entries = model.Entries(engine)
         self._saved_format = model.saved_format(engine)
-        self._weights = {name: reader.parameter(r) for name, r in self._records.items()}
-        self._states = {
-            (name, field): reader.field(record, field)
-            for name, record in self._records.items() if record.trainable
-            for field in self._manifest.optimizer.fields if 0 not in record.shape
-        }  # fmt: skip
         states = [group.state for group in self._runtime.groups]
         updated = [r for state in self._runtime.optimizer_states for r in state.records]
         self._access = PieceAccess([*states, *updated])
@@ -163,9 +158,10 @@ class _Loader:
         """Read the group's `elements` into `raw`, from its element `start` on."""
         itemsize = group.dtype.itemsize
         for spec, here, there in self._entries.overlaps(group.layout.params, elements):
+            saved = self._reader.parameter(self._records[spec.name])
             mine = slice((here.start + start) * itemsize, (here.stop + start) * itemsize)
             view = raw[mine].numpy().data
-            self._reader.read_into(self._weights[spec.name], there.start * itemsize, view)
+            self._reader.read_into(saved, there.start * itemsize, view)
             del view
 
     def _read_optimizer(self, state: OptimizerState) -> None:
@@ -197,7 +193,8 @@ class _Loader:
             for field, array in arrays.items():
                 view = array[mine[field]].view(np.uint8).data
                 start = theirs[field].start * array.itemsize
-                self._reader.read_into(self._states[spec.name, field], start, view)
+                stored = self._reader.field(self._records[spec.name], field)
+                self._reader.read_into(stored, start, view)
 
     def _read_steps(self, group: ParamGroup) -> None:
         for index, spec in enumerate(group.layout.params):

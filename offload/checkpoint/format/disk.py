@@ -164,7 +164,9 @@ class OpenFile:
         self.close()
 
     def status(self) -> os.stat_result:
-        return make_call("stat", self.path, os.fstat, self.fd)
+        """Its status. Raises StorageError."""
+        with storage_errors("looking at", self.path):
+            return make_call("stat", self.path, os.fstat, self.fd)
 
     def write_all(self, data: memoryview, offset_bytes: int) -> None:
         """Write all of `data`. Raises NoSpaceError or StorageError."""

@@ -154,10 +154,21 @@ class CheckpointReader:
         for buffer in self.manifest.buffers if buffers_file in wanted else ():
             yield [buffer.name], self.buffer(buffer)
 
-    def check_headers(self) -> None:
-        """Raise CheckpointError unless every file has a valid header, even one without tensors."""
-        for file in self.manifest.files:
+    def check_tensors(self) -> None:
+        """Raise CheckpointError unless every file has a valid header, and all the tensors that the
+        manifest says; StorageError."""
+        manifest = self.manifest
+        for file in manifest.files:
             self._header(file)
+        for record in manifest.parameters:
+            self.parameter(record)
+            if record.trainable and 0 not in record.shape:
+                for field in manifest.optimizer.fields:
+                    self.field(record, field)
+        for buffer in manifest.buffers:
+            self.buffer(buffer)
+        for tensor in manifest.run.tensors if manifest.run is not None else []:
+            self.run_tensor(tensor)
 
     def _tensor(self, file: str, expected: TensorInfo) -> StoredTensor:
         found = self._header(file).get(expected.name)
@@ -219,23 +230,10 @@ class CheckpointReader:
                     whole = False
                     yield problem
         if whole:
-            yield from self._tensor_problems()
-
-    def _tensor_problems(self) -> Iterator[str]:
-        manifest = self.manifest
-        try:
-            self.check_headers()
-            for record in manifest.parameters:
-                self.parameter(record)
-                if record.trainable and 0 not in record.shape:
-                    for field in manifest.optimizer.fields:
-                        self.field(record, field)
-            for buffer in manifest.buffers:
-                self.buffer(buffer)
-            for tensor in manifest.run.tensors if manifest.run is not None else []:
-                self.run_tensor(tensor)
-        except CheckpointError as error:
-            yield str(error)
+            try:
+                self.check_tensors()
+            except CheckpointError as error:
+                yield str(error)
 
     def _size_problem(self, name: str, record: FileRecord) -> str | None:
         path = self.path / name
