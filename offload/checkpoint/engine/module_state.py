@@ -10,9 +10,10 @@ stands for itself: none is read or written.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ from offload.zero.groups.bits import DTYPE_NAMES
 if TYPE_CHECKING:
     from offload.models.trained import Trained
 
+_log = logging.getLogger("offload")
 _EXTRA = "_extra_state"  # torch's key for what `get_extra_state()` returns
-_TORCHS_VERSION = {"version": 1}
 
 
 @dataclass(frozen=True)
@@ -34,33 +35,22 @@ class ModuleState:
     """The state that the modules of an engine's model saved."""
 
     tensors: dict[str, torch.Tensor]  # the live ones, by their key
-    values: dict[str, Any] = field(default_factory=dict)  # other entries, by their key
-    extra: dict[str, Any] = field(default_factory=dict)  # extra state, by module
-    versions: dict[str, Any] | None = None  # of state dicts, by module; None: unknown
+    values: dict[str, Any]  # other entries, by their key: extra state, for instance
 
     @classmethod
     def of(cls, engine: Trained) -> ModuleState:
         """The modules' state now, under the keys of their state dicts.
 
         UnsupportedError for a tensor that no safetensors file can have."""
-        tensors, values, extra = {}, {}, {}
-        saved, in_tiers = _state_dict(engine), _in_tiers(engine)
-        for key, value in saved.items():
-            if key in in_tiers or _is_in_tiers(engine, value):
-                continue
-            path, _, last = key.rpartition(".")
-            if last == _EXTRA:
-                extra[path] = value
-            elif isinstance(value, torch.Tensor):
-                tensors[key] = value
-            else:
-                values[key] = value
+        in_tiers = _in_tiers(engine)
+        tensors: dict[str, torch.Tensor] = {}
+        values: dict[str, Any] = {}
+        for key, value in _state_dict(engine).items():
+            if key not in in_tiers and not _is_in_tiers(engine, value):
+                found = tensors if isinstance(value, torch.Tensor) else values
+                found[key] = value
         _check_tensors(tensors)
-        versions = {
-            path: dict(version) for path, version in getattr(saved, "_metadata", {}).items()
-            if version != _TORCHS_VERSION
-        }  # fmt: skip
-        return cls(tensors, values, extra, versions)
+        return cls(tensors, values)
 
 
 def _check_tensors(found: dict[str, torch.Tensor]) -> None:
@@ -71,12 +61,6 @@ def _check_tensors(found: dict[str, torch.Tensor]) -> None:
                 f"buffer {name} ({tensor.dtype}, {tensor.layout}) cannot be in a safetensors file; "
                 "register it with persistent=False and rebuild it in the model's code"
             )
-
-
-def with_extra_state(model: nn.Module) -> list[str]:
-    """The paths of the modules that take an extra state."""
-    own = nn.Module.set_extra_state
-    return [path for path, each in model.named_modules() if type(each).set_extra_state is not own]
 
 
 def _state_dict(engine: Trained) -> Mapping[str, Any]:
@@ -117,13 +101,8 @@ class ModuleLoading:
             if key in in_tiers or _is_in_tiers(engine, value)
         }  # fmt: skip
         self._entries |= saved.tensors | saved.values
-        self._entries |= {
-            f"{path}.{_EXTRA}" if path else _EXTRA: v for path, v in saved.extra.items()
-        }
-        versions: dict[str, Any] = getattr(now, "_metadata", {})
-        if saved.versions is not None:
-            versions = {path: saved.versions.get(path, _TORCHS_VERSION) for path in versions}
-        self._versions = versions
+        # of the modules as they are: a checkpoint does not keep the versions of state dicts
+        self._metadata: Any = getattr(now, "_metadata", {})
 
     def apply(self) -> None:
         """Load the state. Raises CheckpointError if the modules refuse it: they may have loaded a
@@ -152,7 +131,7 @@ class ModuleLoading:
             for key, value in self._entries.items()
         }
         given: Any = OrderedDict(entries)
-        given._metadata = OrderedDict((path, dict(each)) for path, each in self._versions.items())
+        given._metadata = self._metadata
         model = self._engine.module
         pardon = model.register_load_state_dict_post_hook(self._pardon)
         try:
@@ -165,11 +144,10 @@ class ModuleLoading:
         return isinstance(value, torch.Tensor) and not _is_in_tiers(self._engine, value)
 
     def _pardon(self, module: nn.Module, keys: Any) -> None:
-        """Accept that a module's extra state is missing: it was no plain value, or the checkpoint
-        is an older one. A warning was logged."""
-        keys.missing_keys[:] = [
-            key for key in keys.missing_keys if key.rpartition(".")[2] != _EXTRA
-        ]  # fmt: skip
+        """Warn where a module's extra state is missing: it was no plain value."""
+        for key in [key for key in keys.missing_keys if key.rpartition(".")[2] == _EXTRA]:
+            keys.missing_keys.remove(key)
+            _log.warning("%s has no %s: that module goes on as it is", self._path, key)
 
     def _check_formats(self, now: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a dtype differs: values must not be rounded silently."""

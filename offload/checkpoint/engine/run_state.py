@@ -4,9 +4,7 @@ Each is an archive of `torch.save` (see `user_state`) in the checkpoint's file `
 
     random/RANK           generator -> its state
     objects/RANK/NAME     what `state_dict()` gave; of rank 0 alone where all ranks have the same
-    extra/MODULE          what its `get_extra_state()` gave
     entries/KEY           what modules have at this key of the state dict that is no tensor
-    versions              module -> the metadata of its state dict, where that is not just version 1
     state                 what `save_checkpoint(state=)` was given
 
 The configuration, every `auto` resolved, is in the manifest.
@@ -15,7 +13,6 @@ The configuration, every `auto` resolved, is in the manifest.
 from __future__ import annotations
 
 import logging
-import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -23,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from zlib import crc32
 
-import numpy as np
 import torch
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import nn
 
-from offload.checkpoint.engine.module_state import ModuleLoading, ModuleState, with_extra_state
+from offload.checkpoint.engine.module_state import ModuleLoading, ModuleState
 from offload.checkpoint.engine.shards import on_all
 from offload.checkpoint.format.manifest import BufferRecord, RunRecord
 from offload.checkpoint.format.reader import CheckpointReader
@@ -56,7 +52,7 @@ if TYPE_CHECKING:
     from offload.models.trained import Trained
 
 _log = logging.getLogger("offload")
-_RANDOM, _OBJECTS, _EXTRA, _ENTRIES, _VERSIONS = "random", "objects", "extra", "entries", "versions"
+_RANDOM, _OBJECTS, _ENTRIES = "random", "objects", "entries"
 _MALFORMED = (
     KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError,
 )  # fmt: skip
@@ -101,7 +97,7 @@ def _check_state(name: str, value: Carried) -> None:
     if isinstance(value, Stateful):
         return
     try:
-        set_state(_another(value), state)
+        _try_state(value, state)
     except _MALFORMED:
         raise UnsupportedError(
             f"{name} is a {type(value).__name__} with a getstate() of its own kind; give it "
@@ -159,25 +155,16 @@ def _own_archives(
         f"{_OBJECTS}/{name}": packed(_state_of(each), f"{name}.state_dict()")
         for name, each in engine.carried.items()
     }
-    found |= _where_plain(_EXTRA, modules.extra, "{}.get_extra_state()")
-    found |= _where_plain(_ENTRIES, modules.values, "{} of the state dict")
-    if modules.versions is not None:
-        found[_VERSIONS] = packed(modules.versions, "the versions of state dicts")
+    for key, value in modules.values.items():
+        try:
+            found[f"{_ENTRIES}/{key}"] = packed(value, f"{key} of the state dict")
+        except UnsupportedError as error:
+            _log.warning("the checkpoint leaves it out: %s", error)
     if state is not None:
         found[STATE] = packed(dict(state), STATE)
     # last: what the others do for it may draw
     states = {name: _state_of(each) for name, each in generators.items()}
     found[_RANDOM] = packed(states, "the state of the generators")
-    return found
-
-
-def _where_plain(section: str, values: Mapping[str, Any], name: str) -> Archives:
-    found = {}
-    for key, value in values.items():
-        try:
-            found[f"{section}/{key}"] = packed(value, name.format(key))
-        except UnsupportedError as error:
-            _log.warning("the checkpoint leaves it out: %s", error)
     return found
 
 
@@ -235,7 +222,7 @@ class Restoring:
         self._rank, self._ranks = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         buffers = {n: t.to(engine.device) for n, t in buffers_of(reader).items()}
         try:
-            saved = self._prepare(reader.manifest.run or RunRecord(), buffers)
+            saved = ModuleState(buffers, self._prepare(reader.manifest.run or RunRecord()))
         except _MALFORMED as error:
             self._refuse(
                 f"its state of the run is malformed: {type(error).__name__}: {error!s:.99}"
@@ -254,38 +241,26 @@ class Restoring:
     def _refuse(self, why: str) -> None:
         raise CheckpointError(f"{self._reader.path} was not loaded: {why}")
 
-    def _prepare(self, run: RunRecord, buffers: dict[str, torch.Tensor]) -> ModuleState:
-        """Prepare all sections, in the order in which they are in the file; returns all that
-        modules have saved, `buffers` included."""
+    def _prepare(self, run: RunRecord) -> dict[str, Any]:
+        """Prepare all sections, in the order in which they are in the file; returns the entries of
+        modules that are no tensors."""
         self._prepare_objects(run)
-        extra = self._extra_of(run.named(_EXTRA))
         values = {key: self._value(record) for key, record in run.named(_ENTRIES).items()}
-        versions = next((self._value(r) for r in run.tensors if r.name == _VERSIONS), None)
-        if versions is not None:
-            versions = {path: dict(each) for path, each in versions.items()}
         self.state = state_in(self._reader)
         self._prepare_random(run.named(_RANDOM))  # last: what is set before may draw
-        return ModuleState(buffers, values, extra, versions)
+        return values
 
     def _value(self, record: BufferRecord) -> Any:
         return value_of(self._reader, record)
 
     def _prepare_random(self, saved: Mapping[str, BufferRecord]) -> None:
         path = self._reader.path
-        if not saved:  # no engine has saved it
-            _log.warning("%s has no state of random numbers: they go on as they are", path)
-            return
         if str(self._rank) not in saved:
             _log.warning(
-                "%s was saved by %d ranks: the random numbers of rank %d go on as they are",
+                "%s has random numbers of %d ranks: those of rank %d go on as they are",
                 path, len(saved), self._rank,
             )  # fmt: skip
             return
-        if self._rank == 0 and len(saved) > self._ranks:
-            _log.info(
-                "%s was saved by %d ranks: the random numbers of the last %d are not taken over",
-                path, len(saved), len(saved) - self._ranks,
-            )  # fmt: skip
         own = dict(self._value(saved[str(self._rank)]))
         mine = named_generators(self._engine.module, self._engine.device)
         self._tell_left(own, mine, "state of the generators", "there are no such generators here")
@@ -298,14 +273,6 @@ class Restoring:
                 "%s has no state of the generators %s: they go on as they are", path,
                 _listed(missing),
             )  # fmt: skip
-
-    def _extra_of(self, saved: Mapping[str, BufferRecord]) -> dict[str, Any]:
-        mine = with_extra_state(self._engine.module)
-        self._tell_left(saved, mine, "extra state of the modules", "none by that name has one here")
-        missing = [path for path in mine if path not in saved]
-        if missing:
-            _log.warning("%s has no extra state of %s", self._reader.path, _listed(missing))
-        return {path: self._value(saved[path]) for path in mine if path in saved}
 
     def _prepare_objects(self, run: RunRecord) -> None:
         mine = self._engine.carried
@@ -326,7 +293,7 @@ class Restoring:
             put = partial(value.load_state_dict, state)
             self._sets.append((f"{name}.load_state_dict()", put))
             return
-        set_state(_another(value), state)  # whether it can be set
+        _try_state(value, state)
         self._sets.append((name, partial(set_state, value, state)))
 
     def _tell_left(
@@ -354,15 +321,13 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def _another(generator: Generator) -> Generator:
-    """A new generator of the same kind."""
-    if isinstance(generator, torch.Generator):
-        return torch.Generator(generator.device)
-    if isinstance(generator, np.random.Generator):
-        return np.random.Generator(type(generator.bit_generator)())
-    if isinstance(generator, np.random.RandomState):
-        return np.random.RandomState(type(generator._bit_generator)())
-    return random.Random()
+def _try_state(generator: Generator, state: Any) -> None:
+    """Raise an error of `_MALFORMED` unless a generator can take a state over; it keeps its own."""
+    own = state_of(generator)
+    try:
+        set_state(generator, state)
+    finally:
+        set_state(generator, own)
 
 
 def saved_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

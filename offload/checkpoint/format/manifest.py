@@ -141,11 +141,8 @@ class RunRecord(_Record):
         ranks = len(self.named("random"))
         parts = [f"random numbers of {ranks} rank{'' if ranks == 1 else 's'}"]
         registered = dict.fromkeys(key.partition("/")[2] for key in self.named("objects"))
-        for title, names in (
-            ("registered", [*registered]), ("extra state", [*self.named("extra")]),
-        ):  # fmt: skip
-            if names:
-                parts.append(f"{title}: {', '.join(names)}")
+        if registered:
+            parts.append(f"registered: {', '.join(registered)}")
         return "; ".join(parts)
 
 
