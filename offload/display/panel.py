@@ -44,9 +44,6 @@ class Run:
 class Display(Protocol):
     """A logger that shows the figures of steps (see `offload.loggers.Logger`)."""
 
-    def wants(self, step: int) -> bool:
-        """Whether `log` would show this step if it were called now."""
-
     def log(self, values: Values, step: int) -> None: ...
 
     def close(self) -> None:
@@ -218,13 +215,13 @@ class Panel:
         self._is_open = False
         self._ended = False
 
-    def wants(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         due = time.monotonic() - self._shown_at >= _REFRESH_S
         return due or step == self._recent.run.steps
 
     def log(self, values: Values, step: int) -> None:
         """Draw, unless the last drawing is too recent."""
-        if not self.wants(step):
+        if not self._is_due(step):
             self._recent.leave_out(values, step)
             return
         self._recent.note(values, step)
@@ -280,14 +277,14 @@ class Lines:
         self._every = every
         self._said_at: float | None = None
 
-    def wants(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         every, before = self._every, self._said_at
         by_number = step == self._recent.run.steps or (every is not None and step % every == 0)
         return by_number or before is None or time.monotonic() - before >= _QUIET_S
 
     def log(self, values: Values, step: int) -> None:
         """Print a line if it is due."""
-        if not self.wants(step):
+        if not self._is_due(step):
             self._recent.leave_out(values, step)
             return
         self._recent.note(values, step)

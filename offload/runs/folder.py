@@ -34,7 +34,7 @@ from offload.loggers import Logger, TensorBoardLogger, WandbLogger
 from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.runs.metrics import MetricsFile, write_whole
 from offload.runs.page import PAGE, write_page
-from offload.runs.recording import Recorded, trace_json
+from offload.runs.recording import Recording
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
 
 TRACE = "trace.json"
@@ -149,9 +149,9 @@ class RunFolder:
         """Write measured.json."""
         self._write(MEASURED, measured.to_json())
 
-    def write_trace(self, recorded: Recorded) -> None:
-        """Write trace.json."""
-        self._write(TRACE, trace_json(recorded))
+    def write_trace(self, recording: Recording) -> None:
+        """Write trace.json. StateError if no step was recorded."""
+        self._write(TRACE, recording.trace())
 
     def _write(self, name: str, text: str) -> None:
         if self._writes:

@@ -71,7 +71,7 @@ class RunRecord:
             return
         recording.stop()
         if recording.ended_steps:
-            self._folder.write_trace(recording.recorded())
+            self._folder.write_trace(recording)
 
     def measured(self) -> Measured:
         """Return the peaks and the usual step so far."""
@@ -136,30 +136,25 @@ def predicted(model: nn.Module, config: OffloadConfig) -> Prediction:
     config = config.settled()
     device, written_for = compute_device(config), config.written_for
     if dist.is_initialized() and dist.get_world_size() > 1:
-        return _nothing(_RANKS)
+        return _nothing("nothing is predicted for one of several ranks in a loop of one's own")
     if written_for is None:
-        return _nothing(_NO_BATCH)
+        return _nothing(
+            "nothing is predicted for a loop whose batch is not known; a file of "
+            "`memest MODEL --write FILE` says it under written_for"
+        )
     discovery = discover(model, config.groups.blocks, experts=config.splits_experts(1))
     shape = discovery.stored(config.stored).shape()
     plan = make_plan(config, shape, this_machine(config.nvme, device))
     work = Workload(written_for.batch, written_for.sequence, config.gradient_accumulation_steps)
     found = forecast(resolved_config(config, plan, device.type), model, work)
     if found is None:
-        return _nothing(_NO_TRACE)
+        return _nothing("nothing is predicted for a model whose passes cannot be traced")
     prediction = found.prediction()
-    return prediction if found.timed else replace(prediction, missing=(_NO_SPEED,))
+    if found.timed:
+        return prediction
+    why = "step: not predicted: this machine's speed has not been measured; `memest calibrate` does"
+    return replace(prediction, missing=(why,))
 
 
 def _nothing(why: str) -> Prediction:
     return Prediction({}, None, None, missing=(why,))
-
-
-_RANKS = "nothing is predicted for one of several ranks in a loop of one's own"
-_NO_BATCH = (
-    "nothing is predicted for a loop whose batch is not known; a file of "
-    "`memest MODEL --write FILE` says it under written_for"
-)
-_NO_TRACE = "nothing is predicted for a model whose passes cannot be traced"
-_NO_SPEED = (
-    "step: not predicted: this machine's speed has not been measured; `memest calibrate` does that"
-)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,9 +24,7 @@ from offload.tiers.units import format_bytes
 
 PAGE = "run.html"
 _METRICS, _PLAIN, _CONFIG = "metrics.jsonl", "plain.jsonl", "config.resolved.yaml"
-_LINKS = ("nvme read", "nvme write", "host to device", "device to host")
 _LOOP = "loop"  # beside the waits: what the program did between a step and the next forward
-_MAX_TEXT = 64 << 10  # of the configuration
 _MAX_VALUE = 1e300  # larger ones have no sum
 
 Numbers = npt.NDArray[np.float64]
@@ -96,8 +93,8 @@ class Rows:
 
     def __init__(self, path: Path) -> None:
         """Read a file of metrics; no steps if there is no such file."""
-        lines, self.damaged = dict[int, str](), 0  # lines that are no step
-        by_step: dict[int, StepMetrics] = {}
+        self.damaged = 0  # lines that are no step
+        by_step: dict[int, tuple[StepMetrics, str]] = {}
         try:
             text = path.read_text(errors="replace")
         except OSError:
@@ -108,13 +105,12 @@ class Rows:
             except ValueError:
                 self.damaged += bool(line.strip())
                 continue
-            by_step[row.step], lines[row.step] = row, line
-        self._rows = [by_step[step] for step in sorted(by_step)]
+            by_step[row.step] = row, line
+        found = [by_step[step] for step in sorted(by_step)]
+        self._rows = [row for row, _ in found]
         self.steps = np.array([row.step for row in self._rows], np.float64)
-        self.nonfinite = [  # steps whose loss is null, and not left out
-            row.step for row in self._rows
-            if math.isnan(row.loss) and "loss" in json.loads(lines[row.step])
-        ]  # fmt: skip
+        # steps whose loss is null, and not left out
+        self.nonfinite = [row.step for row, line in found if '"loss": null' in line]
 
     def column(self, name: str, group: str = "") -> Numbers:
         """The value of each step, of a plain figure or of one in a group; nan if it is unknown, or
@@ -162,8 +158,6 @@ def _config(path: Path) -> tuple[Mapping[str, Any], str]:
         text = path.read_text(errors="replace")
     except OSError:
         return {}, ""
-    if len(text) > _MAX_TEXT:
-        text = f"{text[:_MAX_TEXT]}\n... (cut)"
     try:
         value = read_document(path).value
     except OffloadError:
@@ -189,20 +183,14 @@ def _state(run: _Run) -> tuple[str, str]:
 
 def _figures(run: _Run) -> Iterator[Figure]:
     rows = run.rows
-    losses, validation = rows.known("loss"), rows.known("validation_loss")
+    losses = rows.known("loss")
     if losses:
         last = "not finite" if rows.steps[-1] in rows.nonfinite else f"{losses[-1]:.4g}"
         yield Figure("loss", last, f"from {losses[0]:.4g}")
-    if validation:
-        lowest = f"lowest {min(validation):.4g}"
-        yield Figure("validation loss", f"{validation[-1]:.4g}", lowest)
     seconds = [value for value in rows.known("seconds") if value > 0]
     if seconds:
         usual = usual_step_s(seconds) or statistics.median(seconds)
         yield Figure("usual step", duration(usual), _count(len(rows.steps), "step"))
-    tokens = [value for value in rows.known("tokens_per_second") if value > 0]
-    if tokens:
-        yield Figure("tokens/s", f"{statistics.median(tokens):,.0f}", "median")
     waited, whole = rows.sums("waited"), rows.step_seconds()
     waited.pop(_LOOP, None)
     if waited and whole:
@@ -223,12 +211,6 @@ def _remarks(run: _Run) -> Iterator[str]:
     skipped = max(rows.known("skipped_steps"), default=0.0)
     if skipped > 0:
         yield f"{_count(int(skipped), 'step')} skipped: gradients not finite"
-    if _has_ranks(rows):
-        yield "of several ranks: memory, traffic and waits are those of rank 0"
-
-
-def _has_ranks(rows: Rows) -> bool:
-    return any(name not in _LINKS for name in rows.sums("moved"))
 
 
 # ---------------------------------------------------------------- sections
@@ -265,21 +247,18 @@ def _memory(run: _Run) -> Section:
             peak = run.measured.get("rss_nbytes") if of is rows else None
             table.append((name, _bytes(max(sizes)), _bytes(peak), "-"))
     heads = ("", "most at the end of a step", "peak", "budget")
-    return Section(
-        "Memory",
-        [line_picture("share of each tier's budget", lines, "{:.0%}".format, from_zero=True)]
-        if lines
-        else (),
-        [Table(heads, table)] if table else (),
-    )
+    title = "share of each tier's budget"
+    pictures = [line_picture(title, lines, "{:.0%}".format, from_zero=True)] if lines else ()
+    return Section("Memory", pictures, [Table(heads, table)] if table else ())
 
 
 def _waits(run: _Run) -> Section:
     rows, whole = run.rows, run.rows.step_seconds()
+    if not whole:
+        return Section("")
     table = [
         ("between steps" if name == _LOOP else name, duration(seconds), _percent(seconds / whole))
         for name, seconds in rows.sums("waited").items()
-        if whole
     ]
     note = (
         "the thread that trains waited for files (nvme), copies over the link, updates and other "

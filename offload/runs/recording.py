@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,27 +27,7 @@ _ORDER = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The contents of a recording: whole steps, their events, and bytes held by each tier."""
-
-    steps: tuple[RecordedStep, ...]
-    events: tuple[Event, ...]  # by their beginning
-    held: tuple[Held, ...]
-    truncated: bool  # there were more than `MOST_EVENTS`: the first step lacks its first events
-
-    def lanes(self) -> dict[str, list[list[Event]]]:
-        """Return the rows of each lane by name, the model's thread first. Events on a row follow
-        each other or lie within one another."""
-        names = dict.fromkeys(event.lane for event in self.events)
-        known = [name for name in _ORDER if name in names]
-        return {
-            name: rows_of(event for event in self.events if event.lane == name)
-            for name in [*known, *sorted(set(names) - set(known))]
-        }
-
-
-def rows_of(events: Iterable[Event]) -> list[list[Event]]:
+def _rows_of(events: Iterable[Event]) -> list[list[Event]]:
     """Arrange events, sorted by beginning, on the fewest rows without partial overlaps."""
     rows: list[list[Event]] = []
     open_: list[list[float]] = []  # of each row, the ends of the events around now
@@ -99,18 +79,24 @@ class Recording:
     ) -> None:  # fmt: skip
         self.stop()
 
-    def recorded(self) -> Recorded:
-        """Return the whole steps so far."""
+    def write(self, path: StrPath, *, rank: int = 0) -> None:
+        """Write the whole steps so far as a trace (see the top of this file). Raises StateError if
+        no step has ended yet, OSError if the file cannot be written."""
+        path_of(path, "path").write_text(self.trace(rank))
+
+    def trace(self, rank: int = 0) -> str:
+        """Return the text of that file; `rank` is the number of the process in it. StateError if no
+        step has ended yet."""
         recorder = self._recorder
-        steps = tuple(recorder.steps)
+        steps = list(recorder.steps)
         if not steps:
-            return Recorded((), (), (), truncated=False)
+            raise StateError("no step has ended since the recording began: take a step first")
         first, last = steps[0].start_s, steps[-1].stop_s
         events = [
             replace(e, start_s=max(e.start_s, first))
             for e in list(recorder.events) if e.stop_s > first and e.start_s < last
         ]  # fmt: skip
-        truncated = len(recorder.events) == MOST_EVENTS
+        truncated = len(recorder.events) == MOST_EVENTS  # the first step lacks its first events
         if truncated:
             _log.warning(
                 "more than %d events in %d steps: the earliest are left out of the recording; "
@@ -118,17 +104,13 @@ class Recording:
             )  # fmt: skip
         # of two that begin at once the longer one is around the other
         events.sort(key=lambda event: (event.start_s, -event.stop_s))
-        held = tuple(each for each in list(recorder.held) if first <= each.at_s <= last)
-        return Recorded(steps, tuple(events), held, truncated)
-
-    def write(self, path: StrPath, *, rank: int = 0) -> None:
-        """Write the whole steps so far as a trace (see the top of this file). Raises StateError if
-        no step has ended yet, OSError if the file cannot be written."""
-        path = path_of(path, "path")
-        recorded = self.recorded()
-        if not recorded.steps:
-            raise StateError("no step has ended since the recording began: take a step first")
-        path.write_text(trace_json(recorded, rank))
+        held = [each for each in list(recorder.held) if first <= each.at_s <= last]
+        other = {"steps": [step.number for step in steps], "truncated": truncated}
+        lines = ",\n".join(json.dumps(each) for each in _trace_events(rank, steps, events, held))
+        return (
+            f'{{"traceEvents":[\n{lines}\n],"displayTimeUnit":"ms",'
+            f'"otherData":{json.dumps(other)}}}\n'
+        )
 
 
 def _end(recorder: Recorder, tell: Callable[[Recorder | None], None]) -> None:
@@ -136,42 +118,37 @@ def _end(recorder: Recorder, tell: Callable[[Recorder | None], None]) -> None:
     tell(None)
 
 
-def trace_json(recorded: Recorded, rank: int = 0) -> str:
-    """Return the file's text; `rank` is the number of the process in it."""
-    other = {"steps": [step.number for step in recorded.steps], "truncated": recorded.truncated}
-    events = ",\n".join(json.dumps(each) for each in _trace_events(recorded, rank))
-    return (
-        f'{{"traceEvents":[\n{events}\n],"displayTimeUnit":"ms","otherData":{json.dumps(other)}}}\n'
-    )
-
-
-def _trace_events(recorded: Recorded, pid: int) -> Iterator[dict[str, Any]]:
-    start = recorded.steps[0].start_s
+def _trace_events(
+    pid: int, steps: Sequence[RecordedStep], events: Sequence[Event], held: Iterable[Held]
+) -> Iterator[dict[str, Any]]:
+    start = steps[0].start_s
 
     def micros(at_s: float) -> float:
         return round((at_s - start) * 1e6, 3)
 
-    def span(event: Event, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-        began = micros(event.start_s)
-        return {
-            "ph": "X", "pid": pid, "tid": tid, "name": event.name, "cat": event.lane, "ts": began,
-            "dur": round(micros(event.stop_s) - began, 3), "args": args,
-        }  # fmt: skip
+    def named(tid: int, what: str, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args}
 
-    yield _named(pid, 0, "process_name", {"name": f"offload, rank {pid}"})
-    steps = [Event("steps", f"step {s.number}", s.start_s, s.stop_s) for s in recorded.steps]
-    rows = [("steps", steps)]
-    for lane, found in recorded.lanes().items():
+    yield named(0, "process_name", name=f"offload, rank {pid}")
+    rows = [("steps", [Event("steps", f"step {s.number}", s.start_s, s.stop_s) for s in steps])]
+    order = {name: number for number, name in enumerate(_ORDER)}
+    for lane in sorted({e.lane for e in events}, key=lambda name: (order.get(name, 99), name)):
+        found = _rows_of(event for event in events if event.lane == lane)
         rows += [(lane if not n else f"{lane} ({n + 1})", row) for n, row in enumerate(found)]
     for tid, (name, row) in enumerate(rows, 1):
-        yield _named(pid, tid, "thread_name", {"name": name})
-        yield _named(pid, tid, "thread_sort_index", {"sort_index": tid})
+        yield named(tid, "thread_name", name=name)
+        yield named(tid, "thread_sort_index", sort_index=tid)
         for event in row:
-            yield span(event, tid, _arguments(event))
-    for held in recorded.held:
-        for tier, nbytes in held.nbytes.items():
+            began = micros(event.start_s)
             yield {
-                "ph": "C", "pid": pid, "name": f"{tier} holds", "ts": micros(held.at_s),
+                "ph": "X", "pid": pid, "tid": tid, "name": event.name, "cat": event.lane,
+                "ts": began, "dur": round(micros(event.stop_s) - began, 3),
+                "args": _arguments(event),
+            }  # fmt: skip
+    for each in held:
+        for tier, nbytes in each.nbytes.items():
+            yield {
+                "ph": "C", "pid": pid, "name": f"{tier} holds", "ts": micros(each.at_s),
                 "args": {"bytes": nbytes},
             }  # fmt: skip
 
@@ -185,7 +162,3 @@ def _arguments(event: Event) -> dict[str, Any]:
     if event.detail:
         found["for"] = event.detail
     return found
-
-
-def _named(pid: int, tid: int, what: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": dict(args)}

@@ -118,7 +118,7 @@ class Watch:
         if engine is None or not self._is_first or self._outlet.interrupted:
             return
         self._outlet.interrupted = True
-        self._outlet.flush(is_last=True)
+        self._outlet.flush()
         self._outlet.stop_showing()
         _say(_what_is_kept(engine.steps_done, engine.last_checkpoint))
 
@@ -213,22 +213,13 @@ class _Outlet:
     own: list[Logger]  # those of them that are closed in the end
     display: Display | None
     held: _Held | None = None
-    left_out: _Held | None = None  # the last step, if it was not wanted
     warning: LossWarning = field(default_factory=lambda: LossWarning(_log.warning))
     interrupted: bool = False
 
-    def wants(self, step: int) -> bool:
-        """Whether the row of this step will be shown or logged."""
-        return bool(self.loggers) or (self.display is not None and self.display.wants(step))
-
-    def flush(self, *, is_last: bool = False) -> None:
-        """Show and log the step that has ended, if it is wanted or the last one."""
-        held, self.held = self.held or (self.left_out if is_last else None), None
+    def flush(self) -> None:
+        """Show and log the step that has ended, if there is one."""
+        held, self.held = self.held, None
         if held is None:
-            return
-        self.left_out = None
-        if not is_last and not self.wants(held.row.step):
-            self.left_out = held  # and its loss is not waited for
             return
         row, values = _completed(held)
         for logger in (self.warning, *self.loggers):
@@ -243,7 +234,7 @@ class _Outlet:
     def close(self) -> None:
         with closing_all(self.own):
             try:
-                self.flush(is_last=True)
+                self.flush()
             finally:
                 self.stop_showing()
 

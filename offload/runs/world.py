@@ -52,12 +52,9 @@ class World:
         """Return the first rank's value on every rank."""
         if self.size == 1:
             return text
-        mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        length = torch.tensor([len(mine)], device=self.device)
-        dist.broadcast(length, 0)
-        said = mine if self.is_first else mine.new_empty(int(length))
-        dist.broadcast(said, 0)
-        return bytes(said.tolist()).decode()
+        said = [text]
+        dist.broadcast_object_list(said, 0, device=self.device)
+        return said[0]
 
     def mean(self, number: float) -> float:
         """Return the mean over all ranks."""
