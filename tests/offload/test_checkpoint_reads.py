@@ -170,7 +170,7 @@ def big_file(path: Path, bound_to: str) -> FileRecord:
     """Two sections of three blocks, one of them written in many pieces."""
     path.mkdir(parents=True)
     numel = 2 * blocks.BLOCK_NBYTES + 100
-    sections = {name: [TensorInfo(name, "U8", (numel,))] for name in "ab"}
+    sections = [[TensorInfo(name, "U8", (numel,))] for name in "ab"]
     values = torch.randint(256, (2, numel), dtype=torch.uint8).numpy()
     with WriteBehind() as behind:
         file = SafetensorsWriter(path / "000.safetensors", sections, {}, behind, bound_to)
@@ -255,9 +255,9 @@ def test_weights_of_a_checkpoint_are_all_used_and_compared_with_their_hashes(
     unlock(lock_folder(saved))  # nobody keeps it
     for name in (file.name for file in (saved / "parameters").iterdir()):
         damage(saved / "parameters" / name)
-        with pytest.raises(CheckpointError, match=rf"{name} is damaged: tensors"):
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged: "):
             weights_in(keys_of(tmp_path), saved / part)
-        with pytest.raises(CheckpointError, match=rf"{name} is damaged: tensors"):
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged: "):
             offload.dispatch(seeded(TinyLM, 3), keys_of(tmp_path), weights=saved / part)
         damage(saved / "parameters" / name)  # back
     assert_same_bits(weights_in(keys_of(tmp_path), saved / part), expected)

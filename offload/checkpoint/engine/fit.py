@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,24 +87,22 @@ def _match_parameters(
     }
     pairs = [(record, found[record.names[0]]) for record in mine]
     differences = {
-        "of another shape": [
-            f"{here.names[0]} {tuple(there.shape)}, here {tuple(here.shape)}"
-            for here, there in pairs if here.shape != there.shape
-        ],
-        "of another dtype": [
-            f"{here.names[0]} {there.dtype}, here {here.dtype}"
-            for here, there in pairs if here.dtype != there.dtype
-        ],
-        "tied otherwise": [
-            f"{' = '.join(there.names)}, here {' = '.join(here.names)}"
-            for here, there in pairs if {*here.names} != {*there.names}
-        ],
-        "trainable in one and frozen in the other": [
-            here.names[0] for here, there in pairs if here.trainable != there.trainable
-        ],
+        f"of another {what}": [
+            f"{here.names[0]} {of(there)}, here {of(here)}"
+            for here, there in pairs if of(here) != of(there)
+        ]
+        for what, of in _ALIKE.items()
     }  # fmt: skip
     _refuse(path, differences)
     return found
+
+
+_ALIKE: dict[str, Callable[[ParameterRecord], object]] = {
+    "shape": lambda record: tuple(record.shape),
+    "dtype": lambda record: record.dtype,
+    "tie": lambda record: " = ".join(sorted(record.names)),
+    "requires_grad": lambda record: record.trainable,
+}
 
 
 def _check_param_groups(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +24,16 @@ from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import BUFFERS, RUN, Manifest, ParameterRecord
 from offload.checkpoint.format.safetensors_file import (
     SafetensorsWriter,
-    by_width,
-    field_info,
-    file_nbytes,
     info_of,
     optimizer_sections,
 )
 from offload.checkpoint.format.user_state import tensor_records
 from offload.checkpoint.format.write_behind import WriteBehind
-from offload.checkpoint.format.writer import TENSORS, CheckpointWriter, Sections, group_record
+from offload.checkpoint.format.writer import CheckpointWriter, Sections, group_record
 from offload.display.progress import progress
 from offload.kernels.floats import Array
 from offload.swap.states.state import Snapshot, State
 from offload.zero.groups.group import ParamGroup
-from offload.zero.groups.layout import ParamSpec
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
@@ -62,15 +59,6 @@ def check_savable(engine: Trained) -> None:
     model.check_caught_up(engine)
 
 
-def _packed_section(name: str, field: str) -> str:
-    """The section of a packed parameter, whose rows are those of experts one after another."""
-    return f"{name}: {field}"
-
-
-def _section(spec: ParamSpec, packed: bool, field: str) -> str:
-    return _packed_section(spec.name, field) if packed else field
-
-
 class Saver:
     """Writes one checkpoint. Everything that can be refused is refused when it is made."""
 
@@ -87,6 +75,7 @@ class Saver:
         self._saved_format = model.saved_format(engine)
         self._saved = model.saved_groups(engine)
         self._entries = model.Entries(engine)
+        self._name_on = engine.spread.name_on  # of an expert at the same place on another rank
         self._groups = [
             group_record(number, saved.name, is_trained=saved.is_trained)
             for number, saved in enumerate(self._saved)
@@ -173,40 +162,21 @@ class Saver:
 
     # ---------------------------------------------------------------- what each file holds
     def nbytes(self) -> int:
-        """The number of bytes of all files but the manifest."""
-        total = file_nbytes(self._other_sections(), {}) + file_nbytes(self._run_sections(), {})
-        for number, record in enumerate(self._groups):
-            total += file_nbytes(self._parameter_sections(number), self._metadata(number))
-            if record.optimizer is not None:
-                total += file_nbytes(self._optimizer_sections(number), {})
-        return total
+        """The number of bytes of all tensors."""
+        infos = [info_of(record) for record in self._parameters]
+        infos += map(info_of, (*self._manifest.buffers, *self._run.record.tensors))
+        infos += chain(*optimizer_sections(self._parameters, self._optimizer.fields))
+        return sum(info.nbytes for info in infos)
 
     def _of(self, number: int) -> list[ParameterRecord]:
         return [record for record in self._parameters if record.group == number]
 
-    def _parameter_sections(self, number: int) -> Sections:
-        if self._saved[number].packed:
-            return {
-                _packed_section(record.names[0], TENSORS): [info_of(record)]
-                for record in self._of(number)
-            }
-        return {TENSORS: [info_of(record) for record in self._of(number)]}
-
-    def _optimizer_sections(self, number: int) -> Sections:
-        fields = self._optimizer.fields
+    def _sections(self, number: int, sections: Sections) -> Sections:
+        """The sections of a group's file. Each packed parameter has one of its own: its rows are
+        those of experts one after another."""
         if not self._saved[number].packed:
-            return optimizer_sections(self._of(number), fields)
-        return {
-            _packed_section(record.names[0], field): [field_info(record, field, dtype)]
-            for field, dtype in by_width(fields)
-            for record in self._of(number) if record.trainable
-        }  # fmt: skip
-
-    def _other_sections(self) -> Sections:
-        return {TENSORS: [info_of(record) for record in self._manifest.buffers]}
-
-    def _run_sections(self) -> Sections:
-        return {TENSORS: [info_of(record) for record in self._run.record.tensors]}
+            return sections
+        return [[info] for info in chain(*sections)]
 
     def _metadata(self, number: int) -> dict[str, str]:
         tied = {alias: r.names[0] for r in self._of(number) for alias in r.names[1:]}
@@ -218,11 +188,12 @@ class Saver:
         """Write one group's file of parameters: experts come one after another."""
         saved, name = self._saved[number], self._groups[number].parameters
         reader = self._reader
-        reader.attempt(self._open, name, self._parameter_sections(number), self._metadata(number))
+        sections = self._sections(number, [[info_of(record) for record in self._of(number)]])
+        reader.attempt(self._open, name, sections, self._metadata(number))
         for group, rank in saved.of_all_ranks():
             state = self._runtime.optimizer_states[group.index]
             for elements, raw in reader.weights(state, rank):
-                reader.attempt(self._append_weights, group, elements, raw, saved.packed)
+                reader.attempt(self._append_weights, group, elements, raw, rank)
                 del raw
             reader.meet()
         reader.attempt(self._close, name)
@@ -232,12 +203,14 @@ class Saver:
         """Write one group's file of optimizer states."""
         saved, record = self._saved[number], self._groups[number]
         reader, name = self._reader, record.optimizer
-        reader.attempt(self._open, name, self._optimizer_sections(number), {"group": record.name})
+        states = optimizer_sections(self._of(number), self._optimizer.fields)
+        sections = self._sections(number, states)
+        reader.attempt(self._open, name, sections, {"group": record.name})
         for group, rank in saved.of_all_ranks():
             if group.layout.numel_trainable:
                 state = self._runtime.optimizer_states[group.index]
                 for elements, arrays in reader.records(state, self._saved_format, rank):
-                    reader.attempt(self._append_records, group, elements, arrays, saved.packed)
+                    reader.attempt(self._append_records, group, elements, arrays, rank)
                     arrays.clear()
                 reader.meet()
         reader.attempt(self._close, name)
@@ -249,20 +222,20 @@ class Saver:
         self._files.close(name, self._file)
 
     def _append_weights(
-        self, group: ParamGroup, elements: range, raw: torch.Tensor, packed: bool
+        self, group: ParamGroup, elements: range, raw: torch.Tensor, rank: int
     ) -> None:
         itemsize = group.dtype.itemsize
         for spec, here, _ in self._entries.overlaps(group.layout.params, elements):
             part = raw[here.start * itemsize : here.stop * itemsize]
-            self._file.append(_section(spec, packed, TENSORS), part.numpy().data)
+            self._file.append(self._name_on(rank, spec.name), part.numpy().data)
         self.came(raw.nbytes)
 
     def _append_records(
-        self, group: ParamGroup, elements: range, arrays: Mapping[str, Array], packed: bool
+        self, group: ParamGroup, elements: range, arrays: Mapping[str, Array], rank: int
     ) -> None:
         specs = [spec for spec in group.layout.params if spec.trainable]
         for spec, here, _ in self._entries.overlaps(specs, elements):
             for field, span in self._saved_format.field_spans(here).items():
                 part = arrays[field][span].view(np.uint8)
-                self._file.append(_section(spec, packed, field), part.data)
+                self._file.append(f"{self._name_on(rank, spec.name)}.{field}", part.data)
                 self.came(part.nbytes)

@@ -127,33 +127,22 @@ class ShardReader:
     def weights(self, state: OptimizerState, owner: int = 0) -> Weights:
         """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones.
         `owner`: the rank whose expert is read, of a group that only one rank has."""
-        if state.part.is_shard:
-            for frozen in (False, True):
-                own = partial(self._own_weights, state, frozen)
-                yield from self._in_turn(own, range(state.part.layout.ranks))
-        else:
-            yield from self._in_turn(partial(self._whole_weights, state), (owner,))
+        if not state.part.is_shard:
+            yield from self._in_turn(partial(self._own_weights, state), (owner,))
+            return
+        for frozen in (False, True):
+            own = partial(self._own_weights, state, frozen)
+            yield from self._in_turn(own, range(state.part.layout.ranks))
 
-    def _whole_weights(self, state: OptimizerState) -> Weights:
-        home = whole_state(state.group)
+    def _own_weights(self, state: OptimizerState, frozen: bool | None = None) -> Weights:
+        """What this rank keeps of a group: all of it, or the frozen or trained part."""
+        home, itemsize = whole_state(state.group), self._itemsize
         for piece in range(home.pieces):
-            elements = elements_of(home, piece, self._itemsize)
-            if elements:
-                with self._access.reading(home, piece) as raw:
-                    yield elements, raw
-                    del raw
-
-    def _own_weights(self, state: OptimizerState, frozen: bool) -> Weights:
-        home = whole_state(state.group)
-        for piece in range(home.pieces):
-            kept = elements_of(home, piece, self._itemsize)
-            for here, elements in own_ranges(state, kept):
-                if (elements.start >= state.group.layout.numel_trainable) is frozen:
+            for here, elements in own_ranges(state, elements_of(home, piece, itemsize)):
+                is_frozen = elements.start >= state.group.layout.numel_trainable
+                if elements and frozen in (None, is_frozen):
                     with self._access.reading(home, piece) as raw:
-                        yield (
-                            elements,
-                            raw[here.start * self._itemsize : here.stop * self._itemsize],
-                        )
+                        yield elements, raw[here.start * itemsize : here.stop * itemsize]
                         del raw
 
     def records(self, state: OptimizerState, saved: RecordFormat, owner: int = 0) -> Records:

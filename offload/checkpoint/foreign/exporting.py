@@ -28,15 +28,13 @@ from offload.checkpoint.foreign.model_files import (
     read_json,
     write_json,
 )
-from offload.checkpoint.foreign.weight_shards import SHARD, Write, write_shards
-from offload.checkpoint.format.disk import check_room, make_folder, storage_errors
+from offload.checkpoint.foreign.weight_shards import SHARD, Write, new_files, write_shards
+from offload.checkpoint.format.disk import make_folder, storage_errors
 from offload.checkpoint.format.manifest import BufferRecord, ModelRecord, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import (
     StoredTensor,
     TensorInfo,
-    file_nbytes,
-    new_file,
 )
 from offload.kernels.cpu.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
@@ -47,7 +45,6 @@ _PIECE_NUMEL = 1 << 20
 _FLOATS = {"F32": Float.FP32, "BF16": Float.BF16, "F16": Float.FP16}
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _SPELT = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_METADATA = {"format": "pt"}
 
 Pieces = Callable[[], Iterator[memoryview]]
 
@@ -103,7 +100,9 @@ def _write(
     hub_format: WriteHubFormat | None,
 ) -> list[str]:  # fmt: skip
     if out.suffix == ".safetensors":
-        _write_file(pending, weights.all())
+        own = _OwnNames(weights.all())
+        with new_files(pending.parent, {pending.name: [*own.tensors]}, own.tensors) as write:
+            own.write(write)
         return []
     with storage_errors("creating", pending):
         make_folder(pending)
@@ -160,15 +159,6 @@ def _content(model: ModelRecord | None, source: Path | None, name: str) -> dict[
     if source is None or not (source / name).is_file():
         return None
     return read_json(source / name)
-
-
-def _write_file(path: Path, tensors: Sequence[ExportedTensor]) -> None:
-    sections = {"tensors": [tensor.info for tensor in tensors]}
-    check_room(path.parent, file_nbytes(sections, _METADATA))
-    with new_file(path, sections, _METADATA) as file:
-        for tensor in tensors:
-            for piece in tensor.pieces():
-                file.append("tensors", piece)
 
 
 class _Weights:

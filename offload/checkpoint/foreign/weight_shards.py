@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.checkpoint.foreign.model_files import INDEX, SINGLE, pending_output
 from offload.checkpoint.format.disk import check_room, replace_text
-from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, file_nbytes
+from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
 from offload.checkpoint.format.write_behind import WriteBehind
 from offload.tiers.units import parse_bytes
 from offload.zero.groups.bits import DTYPE_NAMES
@@ -48,7 +48,7 @@ def write_shards(
     files = {
         file: [each for first in held for each in groups[first]] for file, held in cuts.items()
     }
-    with _files(folder, files, saved.tensors) as write:
+    with new_files(folder, files, saved.tensors) as write:
         saved.write(write)
     if len(files) > 1:
         index = {
@@ -111,13 +111,13 @@ def named(name: str, variant: str | None) -> str:
 
 
 @contextmanager
-def _files(
+def new_files(
     folder: Path, names: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]
 ) -> Iterator[Write]:
     """A function that appends bytes to a tensor. The files, which are filled in parallel, get their
     names when all are complete."""
-    sections = {file: _sections(held, tensors) for file, held in names.items()}
-    check_room(folder, sum(file_nbytes(each, _METADATA) for each in sections.values()))
+    sections = {file: _tensors(held, tensors) for file, held in names.items()}
+    check_room(folder, sum(tensor.nbytes for tensor in tensors.values()))
     file_of: dict[str, SafetensorsWriter] = {}
     with ExitStack() as stack:
         pending = {
@@ -128,16 +128,16 @@ def _files(
         for file, each in sections.items():
             writer = SafetensorsWriter(pending[file], each, _METADATA, behind)
             file_of.update(dict.fromkeys(names[file], writer))
-        yield lambda name, raw: file_of[name].append(f"={name}", raw.numpy().data)
+        yield lambda name, raw: file_of[name].append(name, raw.numpy().data)
         for writer in dict.fromkeys(file_of.values()):
             writer.finish()
         behind.finish()
 
 
-def _sections(names: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, list[TensorInfo]]:
+def _tensors(names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[list[TensorInfo]]:
     """Return one section per tensor. Wide dtypes come first, so that each is aligned."""
     ordered = sorted(names, key=lambda name: (-tensors[name].itemsize, name))
-    return {
-        f"={name}": [TensorInfo(name, DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape))]
+    return [
+        [TensorInfo(name, DTYPE_NAMES[tensors[name].dtype], tuple(tensors[name].shape))]
         for name in ordered
-    }
+    ]

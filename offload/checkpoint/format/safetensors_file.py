@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +70,11 @@ def field_info(parameter: ParameterRecord, field: str, dtype: str) -> TensorInfo
 
 def optimizer_sections(
     parameters: Sequence[ParameterRecord], fields: Mapping[str, str]
-) -> dict[str, list[TensorInfo]]:
+) -> list[list[TensorInfo]]:
     """A group's optimizer tensors: one section per field, wide fields first (for alignment)."""
+    by_width = sorted(fields.items(), key=lambda item: -ITEMSIZE[item[1]])
     trainable = [record for record in parameters if record.trainable]
-    return {
-        field: [field_info(record, field, dtype) for record in trainable]
-        for field, dtype in by_width(fields)
-    }  # fmt: skip
-
-
-def by_width(fields: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Fields and their dtypes, wide ones first."""
-    return sorted(fields.items(), key=lambda item: -ITEMSIZE[item[1]])
+    return [[field_info(record, field, dtype) for record in trainable] for field, dtype in by_width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,73 +88,75 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class _Section:
-    name: str
-    start: int
+    name: str  # of its first tensor
     nbytes: int
     hashes: BlockHashes
     into: Stream
     filled: int = 0
 
 
-def file_nbytes(sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str, str]) -> int:
-    """Bytes of the file that a writer of these tensors makes."""
-    data = sum(tensor.nbytes for tensors in sections.values() for tensor in tensors)
-    return len(_header(sections, metadata)) + data
-
-
-def _header(sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
-    for tensors in sections.values():
-        for tensor in tensors:
-            end = offset + tensor.nbytes
-            entries[tensor.name] = {
-                "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end],
-            }  # fmt: skip
-            offset = end
+    for tensor in tensors:
+        end = offset + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end],
+        }  # fmt: skip
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     padded = text.ljust(round_up(len(text) + 8, 64) - 8)  # data starts on a cache line
     return len(padded).to_bytes(8, "little") + padded
 
 
 class SafetensorsWriter:
-    """Creates `path` and fills its sections. `behind` writes the file, together with others, and
-    closes it: its `finish` makes them durable.
+    """Creates `path` and fills its sections, each a list of tensors. `behind` writes the file,
+    together with others, and closes it: its `finish` makes them durable.
 
     `bound_to`: of a checkpoint's file what its hashes are bound to (`Manifest.bound_to`).
     """
 
     def __init__(
-        self, path: Path, sections: Mapping[str, Sequence[TensorInfo]],
+        self, path: Path, sections: Sequence[Sequence[TensorInfo]],
         metadata: Mapping[str, str], behind: WriteBehind, bound_to: str = "",
     ) -> None:  # fmt: skip
         self.path = path
-        header = _header(sections, metadata)
-        sizes = {name: sum(tensor.nbytes for tensor in each) for name, each in sections.items()}
-        self.nbytes = len(header) + sum(sizes.values())
+        header = _header(chain(*sections), metadata)
+        self.nbytes = len(header) + sum(tensor.nbytes for tensor in chain(*sections))
         self._file = behind.create(path, self.nbytes)
-        self._sections: dict[str, _Section] = {}
-        end = 0
-        for name, nbytes in {"header": len(header), **sizes}.items():
-            hashes, into = BlockHashes(bound_to, end), Stream(self._file, end, nbytes)
-            self._sections[name] = _Section(name, end, nbytes, hashes, into)
+        self._bound_to = bound_to
+        self._sections: list[_Section] = []
+        self._section_of: dict[str, _Section] = {}  # by a tensor's name
+        end = self._append(self._section("header", 0, len(header)), memoryview(header))
+        for tensors in filter(None, sections):
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            section = self._section(tensors[0].name, end, nbytes)
+            self._section_of |= {tensor.name: section for tensor in tensors}
             end += nbytes
-        self.append("header", memoryview(header))
 
-    def append(self, section: str, data: memoryview) -> None:
-        """Append a section's next bytes, which are copied. Waits for a device that falls behind."""
-        into = self._sections[section]
+    def _section(self, name: str, start: int, nbytes: int) -> _Section:
+        hashes, into = BlockHashes(self._bound_to, start), Stream(self._file, start, nbytes)
+        self._sections.append(_Section(name, nbytes, hashes, into))
+        return self._sections[-1]
+
+    def append(self, tensor: str, data: memoryview) -> None:
+        """Append a tensor's next bytes, which are copied; tensors of a section come one after
+        another. Waits for a device that falls behind."""
+        self._append(self._section_of[tensor], data)
+
+    def _append(self, into: _Section, data: memoryview) -> int:
         if into.filled + data.nbytes > into.nbytes:
-            raise IntegrityError(f"{self.path}: {data.nbytes} bytes too many for {section}")
+            raise IntegrityError(f"{self.path}: {data.nbytes} bytes too many for {into.name}")
         data = data.cast("B")
         for part in (data[at : at + _PART_NBYTES] for at in range(0, data.nbytes, _PART_NBYTES)):
             into.hashes.update(part)
             into.into.append(part)  # while it is in the processor's cache
             into.filled += part.nbytes
+        return into.filled
 
     def finish(self) -> FileRecord:
         """Complete the file; returns its bytes and hashes."""
-        for section in self._sections.values():
+        for section in self._sections:
             if section.filled != section.nbytes:
                 raise IntegrityError(
                     f"{self.path}: {section.name} holds {section.filled} of {section.nbytes} bytes"
@@ -169,21 +164,9 @@ class SafetensorsWriter:
         self._file.finish()
         records = [
             SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.hashes.text())
-            for section in self._sections.values()
+            for section in self._sections
         ]
         return FileRecord(nbytes=self.nbytes, sections=records)
-
-
-@contextmanager
-def new_file(
-    path: Path, sections: Mapping[str, Sequence[TensorInfo]], metadata: Mapping[str, str]
-) -> Iterator[SafetensorsWriter]:
-    """A file to fill inside the block; it is on the device at the end."""
-    with WriteBehind() as behind:
-        file = SafetensorsWriter(path, sections, metadata, behind)
-        yield file
-        file.finish()
-        behind.finish()
 
 
 def parse_header(

@@ -35,9 +35,8 @@ from offload.kernels.cpu.convert import split_master
 from offload.kernels.floats import Array
 from offload.zero.step.records import RecordFormat
 
-Sections = Mapping[str, Sequence[TensorInfo]]
+Sections = Sequence[Sequence[TensorInfo]]
 Record = ParameterRecord | BufferRecord
-TENSORS = "tensors"  # the section of a file of whole tensors
 _FIELD_DTYPES = {"float32": "F32", "int16": "I16", "uint16": "BF16", "uint8": "U8"}
 
 
@@ -88,12 +87,13 @@ class CheckpointWriter:
         self, name: str, records: Sequence[Record], values: Iterable[torch.Tensor]
     ) -> None:  # fmt: skip
         """Write a file of whole tensors, in the order of their records."""
-        file = self.open(name, {TENSORS: [info_of(r) for r in records]}, {"format": "pt"})
-        for value in values:
+        infos = [info_of(record) for record in records]
+        file = self.open(name, [infos], {"format": "pt"})
+        for info, value in zip(infos, values, strict=True):
             if value.numel():
                 flat = torch.empty(value.numel(), dtype=value.dtype)
                 flat = flat.copy_(value.detach().reshape(-1)).view(torch.uint8)
-                file.append(TENSORS, flat.numpy().data)
+                file.append(info.name, flat.numpy().data)
         self.close(name, file)
 
     def finish(self) -> None:
@@ -141,11 +141,11 @@ class Composer(CheckpointWriter):
 
     def _add_fields(self, record: ParameterRecord, arrays: Mapping[str, Array]) -> None:
         name = f"{OPTIMIZER}/{record.group:03d}.safetensors"
-        sections = optimizer_sections([record], fields_of(self._kept))
-        file = self.open(name, sections, {"group": record.names[0]})
-        for field in sections:
+        fields = fields_of(self._kept)
+        file = self.open(name, optimizer_sections([record], fields), {"group": record.names[0]})
+        for field in fields:
             if arrays[field].size:
-                file.append(field, arrays[field].view(np.uint8).data)
+                file.append(f"{record.names[0]}.{field}", arrays[field].view(np.uint8).data)
         self.close(name, file)
 
     def add_weight(self, record: ParameterRecord, value: torch.Tensor) -> None:
