@@ -15,9 +15,6 @@ import offload.deepspeed as deepspeed
 from offload import checkpoint
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.user_state import state_in
-from offload.config import OffloadConfig
-from offload.integrations import streamed_folder
-from offload.runs.folder import RunFolder
 from tests.faults.power_loss import Disk, write_tree
 
 Verdict = str | None  # what is there whole; None for nothing
@@ -118,25 +115,6 @@ def test_folders_that_are_made_on_the_way(
     assert found == {None, state(1)}
 
 
-def test_a_runs_folder(disk_of_its_own: PowerLoss) -> None:
-    run = RunFolder.new(disk_of_its_own.folder / "runs/1")
-
-    def make() -> None:
-        run.make()
-        run.write_config(OffloadConfig.load({}))
-
-    def read(left: Path) -> Verdict:
-        text = left / "runs/1/config.resolved.yaml"
-        return text.read_text() if text.exists() else None
-
-    try:
-        found = disk_of_its_own.while_doing(make, read)
-    finally:
-        run.close()
-    assert len(found) == 2
-    assert (disk_of_its_own.folder / "runs/1/checkpoints").is_dir()
-
-
 def test_what_is_pruned(disk_of_its_own: PowerLoss, engine: offload.Engine) -> None:
     for number in (1, 2):
         engine.save_checkpoint(disk_of_its_own.folder / f"step-{number:06d}", state={"number": 1})
@@ -176,25 +154,6 @@ def test_a_tag_that_is_saved_again(disk_of_its_own: PowerLoss, loop: Any) -> Non
     def save(number: int) -> None:
         loop.save_checkpoint(
             disk_of_its_own.folder / "run", tag="best", client_state={"number": number}
-        )
-
-    assert disk_of_its_own.while_doing(lambda: save(1), read) == {None, "1"}
-    assert disk_of_its_own.while_doing(lambda: save(2), read) == {"1", "2"}
-
-
-def test_a_folder_of_lightning(disk_of_its_own: PowerLoss, engine: offload.Engine) -> None:
-    def read(left: Path) -> Verdict:
-        if not streamed_folder.is_streamed(left / "runs/last.ckpt"):
-            return None
-        state, states = streamed_folder.read(
-            left / "runs/last.ckpt", lambda path: streamed_folder.load_state(path, trust=False)
-        )
-        saved(states.name)(states.parent)
-        return str(state["epoch"])
-
-    def save(epoch: int) -> None:
-        streamed_folder.save(
-            engine, disk_of_its_own.folder / "runs/last.ckpt", {"epoch": epoch}, str, writes=True
         )
 
     assert disk_of_its_own.while_doing(lambda: save(1), read) == {None, "1"}

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 import offload
 from offload import checkpoint
 from offload.checkpoint.engine.background import BackgroundSave
-from offload.checkpoint.format.disk import OpenFile
 from offload.errors import NoSpaceError, PathError, StateError, StorageError
 from offload.planning.plan.plan import needed_nbytes
 from offload.swap.io.block_store import BlockStore
@@ -167,30 +166,6 @@ def _compare_drawn(number: int, folder: Path) -> None:
     assert_same_bits(states, expected[1])
     shutil.rmtree(waited)
     shutil.rmtree(behind)
-
-
-@pytest.mark.parametrize("placement", [HOST, NVME])
-def test_without_what_keeps_the_old_state_these_tests_would_fail(
-    tmp_path: Path, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On host the update would be in the checkpoint, on nvme the old version would be gone."""
-    monkeypatch.setattr(SaveGate, "admits", lambda self, index: True)
-    monkeypatch.setattr(BlockStore, "keep", lambda self, block: None)
-    monkeypatch.setattr(BlockStore, "let_go", lambda self, block: None)
-    held = Held(monkeypatch)
-    with offload.initialize(seeded(TinyLM), config(tmp_path, placement)) as engine:
-        losses_of(engine, batches(1))
-        engine.save_checkpoint(tmp_path / "waited")
-        engine.save_checkpoint(tmp_path / "behind", wait=False)
-        losses_of(engine, batches(1, seed=2))
-        engine.settle()
-        held.go.set()
-        if placement is NVME:
-            with pytest.raises(StateError, match="after it was freed"):
-                engine.checkpoint_saved()
-        else:
-            engine.checkpoint_saved()
-            assert files_of(tmp_path / "behind") != files_of(tmp_path / "waited")
 
 
 # ------------------------------------------------------------------------- who writes meanwhile
@@ -600,26 +575,6 @@ def test_a_program_that_ends_completes_it_first(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(tmp_path / "saved")) == [f"step-00000{n}" for n in (1, 2, 3)]
-
-
-def test_files_are_closed_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with offload.initialize(seeded(TinyLM), config(tmp_path, NVME)) as engine:
-        engine.save_checkpoint(tmp_path / "saved", wait=False)
-        engine.checkpoint_saved()
-        before = sorted(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(OpenFile, "sync", _fails)
-        with pytest.raises(StorageError):  # met by the first that comes behind it
-            _save(engine, tmp_path / "saved")
-        assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-def _save(engine: offload.Engine, path: Path) -> None:
-    engine.save_checkpoint(path, wait=False)
-    engine.checkpoint_saved()
-
-
-def _fails(self: OpenFile) -> None:
-    raise StorageError("it cannot be synced", errno=errno.EIO)
 
 
 def test_without_a_thread_it_is_refused_and_training_goes_on(

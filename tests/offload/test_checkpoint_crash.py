@@ -24,7 +24,7 @@ from offload.checkpoint.format import folder as folders
 from offload.checkpoint.format import writer
 from offload.checkpoint.format.ownership import marked
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.errors import CheckpointError, NoSpaceError, PathError
+from offload.errors import NoSpaceError, PathError
 from tests.offload.checkpoint_crash import KEYS, Request, bits_of, step_of
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
 
@@ -394,8 +394,3 @@ def test_a_full_disk_is_named_and_the_old_checkpoint_stays(
         losses_of(engine, batches(1))  # the engine is as good as before
         engine.load_checkpoint(disk / "saved")
         assert engine.report().steps == 0
-
-
-def test_loading_what_is_not_there_says_so(engine: offload.Engine, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no such folder"):
-        engine.load_checkpoint(tmp_path / "nowhere" / "saved")

@@ -101,25 +101,6 @@ def test_a_newer_format_says_which_version_wrote_it(engine: offload.Engine, save
     assert f"reads {manifest.VERSION}; load it with that offload" in message
 
 
-@pytest.mark.parametrize(
-    ("change", "fragment"),
-    [
-        (lambda m: m.pop("groups"), "groups: Field required"),
-        (lambda m: m["parameters"][0].update(steps="many"), "parameters.0.steps"),
-        (lambda m: m["parameters"][0].update(group=77), "in group 77"),
-        (lambda m: m["groups"][2].update(parameters="other"), "no file other"),
-        (lambda m: m["files"].update({"../../etc/passwd": m["files"]["buffers.safetensors"]}),
-         "lies outside of the folder"),
-        (lambda m: m.update(format="other"), "not the manifest of a checkpoint of offload"),
-    ],
-)  # fmt: skip
-def test_a_malformed_manifest_is_refused(
-    engine: offload.Engine, saved: Path, change: Callable[[dict[str, Any]], object], fragment: str
-) -> None:
-    edited(saved, change)
-    assert fragment in refusal(engine, saved)
-
-
 # ------------------------------------------------------------------------- other things
 def test_foreign_paths_are_refused_with_what_they_are(
     engine: offload.Engine, tmp_path: Path
@@ -163,8 +144,8 @@ class Frozen(TinyLM):
                                         "; and 4 more", "build the model as it was saved"]),
         (lambda: TinyLM(blocks=1), {}, ["9 not in the model (blocks.1."]),
         (Wider, {}, ["2 of another shape (norm.weight (32,), here (64,)"]),
-        (Untied, {}, ["tied otherwise"]),
-        (Frozen, {}, ["1 trainable in one and frozen in the other (position)"]),
+        (Untied, {}, ["of another tie"]),
+        (Frozen, {}, ["1 of another requires_grad (position True, here False)"]),
         (TinyLM, {"precision": "fp32"}, ["saved with precision: bf16, this engine has precision: "
                                          "fp32", "export"]),
         (TinyLM, {"optimizer": {"master": "fp32"}}, ["optimizer.master: split"]),

@@ -137,45 +137,31 @@ def buffers_file(content: Content) -> Content:
     [
         (lambda m: params(m).append("nothing.weight"), "nothing.weight, which is no parameter"),
         (lambda m: params(m).pop(), "other parameters in param group 0"),
-        (lambda m: m["optimizer"]["param_groups"].clear(), "0 param groups"),
         (lambda m: m["parameters"].append(m["parameters"][0]), "is there twice"),
-        (lambda m: m["parameters"].append({**m["parameters"][0], "names": ["new"]}),
-         "1 not in the model (new)"),
         (lambda m: m["parameters"].pop(), "which is no parameter"),
         (lambda m: m["parameters"][0].update(names=[]), "in group"),
-        (lambda m: m["parameters"][0].update(dtype="F32"), "1 of another dtype"),
         (lambda m: m["parameters"][0].update(dtype="I64"), "has dtype I64"),
         (lambda m: m["parameters"][0].update(group=-1), "parameters.0.group"),
-        (lambda m: m["parameters"][0].update(group=True), "parameters.0.group"),
         (lambda m: m["parameters"][0].update(steps=-1), "parameters.0.steps"),
-        (lambda m: m["parameters"][0].update(steps=1 << 63), "parameters.0.steps"),
-        (lambda m: m["parameters"][0].update(steps="1"), "parameters.0.steps"),
         (lambda m: m["parameters"][0].update(shape=[-37, -32]), "parameters.0.shape"),
         (lambda m: m["parameters"][0].update(shape=[1 << 62] * 9), "1 of another shape"),
         (lambda m: m["buffers"].append({"name": "b", "dtype": "F4", "shape": []}), "dtype F4"),
         (lambda m: m["optimizer"]["fields"].pop("exp_avg"), "has the optimizer states"),
-        (lambda m: m["optimizer"]["fields"].update(more="F32"), "has the optimizer states"),
         (lambda m: m["optimizer"]["fields"].update(low="F32"), "low has dtype F32"),
         (lambda m: m["optimizer"].pop("fields"), "optimizer.fields"),
-        (lambda m: m["optimizer"].pop("type"), "optimizer.type"),
-        (lambda m: m.pop("steps_taken"), "steps_taken"),
         (lambda m: m.update(steps_taken=-1), "steps_taken"),
-        (lambda m: m.update(steps_taken=1.5), "steps_taken"),
         (lambda m: m.update(loss_scale={"scale": 2.0, "good_steps": 0}), "a loss scale"),
         (lambda m: m.update(loss_scale={"scale": float("nan"), "good_steps": 0}), "loss_scale"),
         (lambda m: m.update(novelty=1), "novelty"),
+        (lambda m: m.update(format="other"), "not the manifest of a checkpoint of offload"),
+        (lambda m: m["groups"][2].update(parameters="other"), "no file other"),
         (lambda m: numbers(m).update(params=[]), "hold params"),
         (lambda m: numbers(m).update(lr="evil"), "lr is 'evil'"),
-        (lambda m: numbers(m).update(lr="0.1"), "lr is '0.1'"),
-        (lambda m: numbers(m).update(lr=None), "lr is None"),
         (lambda m: numbers(m).update(lr=-1.0), "Invalid learning rate: -1.0"),
         (lambda m: numbers(m).update(lr=float("nan")), "Invalid learning rate: nan"),
-        (lambda m: numbers(m).update(lr=float("inf")), "finite"),
         (lambda m: numbers(m).update(lr=10**400), "too large"),
-        (lambda m: numbers(m).update(lr={"a": 1}), "lr is {'a': 1}"),
         (lambda m: numbers(m).update(betas=[0.9]), "betas"),
         (lambda m: numbers(m).update(betas=[0.9, 1.0]), "Invalid beta parameter at index 1"),
-        (lambda m: numbers(m).update(betas=0.9), "betas"),
         (lambda m: numbers(m).update(maximize="no"), "maximize"),
         (lambda m: numbers(m).update(amsgrad=True), "max_exp_avg_sq"),
         (lambda m: numbers(m).update(momentum=0.9), "momentum"),
@@ -189,7 +175,7 @@ def test_a_manifest_that_does_not_fit_together_or_the_engine_is_refused(
     assert fragment in refusal(engine, saved)
 
 
-@pytest.mark.parametrize("version", [0, -1, "1", True, 1.0, None, [], 10**30])
+@pytest.mark.parametrize("version", [0, "1", True, 10**30])
 def test_a_version_that_never_was_is_refused(
     engine: offload.Engine, saved: Path, version: Any
 ) -> None:
@@ -217,13 +203,11 @@ def test_numbers_of_a_schedule_keep_their_kind(
         (lambda m: buffers_file(m)["sections"][0].update(nbytes=-1), "nbytes"),
         (lambda m: buffers_file(m).update(nbytes=1 << 70), "nbytes"),
         (lambda m: m["files"].update({"a\0b": buffers_file(m)}), "is no file of a checkpoint"),
-        (lambda m: m["files"].update({"": buffers_file(m)}), "is no file of a checkpoint"),
         (lambda m: m["files"].update({"parameters/../000.safetensors": buffers_file(m)}),
          "lies outside of the folder"),
         (lambda m: m["files"].update({"manifest.json": buffers_file(m)}), "is no file"),
         (lambda m: m["files"].clear(), "no file"),
         (lambda m: buffers_file(m)["sections"][0].update(xxh3=""), "should have 1 hashes"),
-        (lambda m: buffers_file(m)["sections"][0].update(xxh3="0" * 32), "should have 1 hashes"),
         (lambda m: buffers_file(m)["sections"][0].update(xxh3="X" * 16), "should have 1 hashes"),
         (lambda m: m.update(buffers_file="\ud800"), "no file"),
     ],
@@ -265,8 +249,6 @@ def forge_header(saved: Path, name: str, change: Callable[[Content], object]) ->
     [
         lambda h: h.update({"norm.weight": 3}),
         lambda h: h["norm.weight"].pop("dtype"),
-        lambda h: h["norm.weight"].update(dtype=[]),
-        lambda h: h["norm.weight"].update(shape=[float("inf")]),
         lambda h: h["norm.weight"].update(shape=[32.0]),
         lambda h: h["norm.weight"].update(data_offsets=["a", "b"]),
         lambda h: h["norm.weight"].update(
@@ -275,7 +257,6 @@ def forge_header(saved: Path, name: str, change: Callable[[Content], object]) ->
         lambda h: h["norm.weight"].update(data_offsets=[-64, 0]),
         lambda h: "[" * 50_000,
         lambda h: "{}",
-        lambda h: "null",
     ],
 )
 def test_a_forged_header_is_refused(
