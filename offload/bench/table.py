@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from offload.bench.record import Kind, Ratio, Record, Row
-from offload.display.console import PlainConsole
+from offload.display.console import PlainConsole, table
 
-_LEAST_WIDTH = 16  # of a name
 _STYLES = {Kind.LIMIT: "cyan", Kind.OURS: "bold", Kind.PEER: ""}
 _MEASURES = {
     "seconds": "time",
@@ -51,7 +49,6 @@ class Grid:
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     texts: int = 1  # columns of text
-    folds: int = 0  # the column that gives way where the terminal is narrow
 
 
 def rows_of(record: Record, columns: Sequence[Column]) -> Grid:
@@ -60,7 +57,7 @@ def rows_of(record: Record, columns: Sequence[Column]) -> Grid:
     for row in record.rows:
         name = f"{row.name} ({row.note})" if row.note and row.measured else row.name
         rows.append((str(row.kind), name, *(column.text(row) for column in columns)))
-    return Grid(("", "", *(column.heading for column in columns)), rows, 2, folds=1)
+    return Grid(("", "", *(column.heading for column in columns)), rows, 2)
 
 
 def ratios_of(record: Record) -> Grid:
@@ -98,16 +95,10 @@ def print_record(record: Record, columns: Sequence[Column], console: Console | N
 
 
 def _drawn(grid: Grid, styles: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False, header_style="bold")
-    for column, heading in enumerate(grid.headings):
-        justify: Literal["left", "right"] = "left" if column < grid.texts else "right"
-        if column == grid.folds:
-            table.add_column(heading, justify=justify, overflow="fold", min_width=_LEAST_WIDTH)
-        else:
-            table.add_column(heading, justify=justify, no_wrap=True)
+    shown = table(*grid.headings, numbers=range(grid.texts, len(grid.headings)))
     for row, style in zip(grid.rows, styles, strict=True):
-        table.add_row(*(Text(cell) for cell in row), style=style)
-    return table
+        shown.add_row(*row, style=style)
+    return shown
 
 
 def markdown(grid: Grid) -> str:

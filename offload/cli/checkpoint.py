@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import enum
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,7 +16,7 @@ from offload.display.plain_text import echo
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from offload.checkpoint.format.manifest import Manifest
+    from offload.checkpoint.format.manifest import Manifest, ParameterRecord
 
 checkpoint_app = typer.Typer(
     cls=GuardedGroup, help="Look into, check and export checkpoints.", no_args_is_help=True
@@ -24,27 +25,6 @@ checkpoint_app = typer.Typer(
 Folder = Annotated[
     Path, typer.Argument(metavar="PATH", exists=True, help="The folder of a checkpoint.")
 ]
-
-Optimizer = Annotated[
-    str | None,
-    typer.Option(metavar="TYPE", help="Of ours, where PATH does not say which it was."),
-]
-Tied = Annotated[
-    list[str] | None,
-    typer.Option(metavar="ALIAS=NAME", help="A tied parameter that PATH does not note."),
-]
-
-Trust = Annotated[
-    bool, typer.Option("--trust", help="PATH's files are pickles: say that you trust their source.")
-]
-
-
-class Dtype(enum.StrEnum):
-    """Formats of exported weights."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
 
 
 @checkpoint_app.command()
@@ -58,7 +38,7 @@ def inspect(path: Folder) -> None:
     console = PlainConsole()
     for line in _summary(manifest):
         console.print(line, soft_wrap=True)
-    console.print(_table(manifest))
+    console.print(_groups(manifest))
 
 
 @checkpoint_app.command()
@@ -86,7 +66,7 @@ def export(
         typer.Argument(metavar="OUT", help="A new OUT.safetensors, or a new folder of them."),
     ],
     dtype: Annotated[
-        Dtype | None,
+        Literal["fp32", "bf16", "fp16"] | None,
         typer.Option(help="fp32: master weights. Default: as the model computed with them."),
     ] = None,
     source: Annotated[
@@ -115,7 +95,7 @@ def export(
         _check_folder(path, out)
         change = Change(Target.of(storage, group_size), skip)
         write = partial(write_hub_format, change=change)
-    files = run(path, out, None if dtype is None else str(dtype), source, write)
+    files = run(path, out, dtype, source, write)
     nbytes = sum(file.stat().st_size for file in files)
     echo(f"wrote {out} ({format_bytes(nbytes)})")
     others = [file.name for file in files if file.suffix != ".safetensors"]
@@ -141,25 +121,6 @@ def _check_folder(path: Path, out: Path) -> None:
             )
 
 
-def _check_trusted(path: Path, *, trust: bool) -> None:
-    from offload.tiers.errors import ConfigError
-
-    if not trust:
-        raise ConfigError(
-            f"{path}: it holds pickles, which can be made to run code; add --trust if you know "
-            "where they come from"
-        )
-
-
-def _pairs(tied: list[str] | None) -> dict[str, str]:
-    from offload.tiers.errors import ConfigError
-
-    pairs = [each.partition("=")[::2] for each in tied or []]
-    if not all(alias and name for alias, name in pairs):
-        raise ConfigError("--tied: write ALIAS=NAME, for example lm_head.weight=embed.weight")
-    return dict(pairs)
-
-
 @checkpoint_app.command("import-deepspeed")
 def import_deepspeed(
     path: Annotated[
@@ -169,21 +130,37 @@ def import_deepspeed(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder for TAG and latest.")],
-    trust: Trust = False,
-    optimizer: Optimizer = None,
-    tied: Tied = None,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="PATH's files are pickles: say that you trust their source."),
+    ] = False,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="Offload's name of it, where PATH does not say it."),
+    ] = None,
+    tied: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ALIAS=NAME", help="A tied parameter that PATH does not note."),
+    ] = None,
 ) -> None:
     """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to offload's format, to train on."""
     from offload.deepspeed.importing import import_checkpoint
+    from offload.tiers.errors import ConfigError
 
-    _check_trusted(path, trust=trust)
-    target = import_checkpoint(path, out, kind=optimizer, tied=_pairs(tied))
+    if not trust:
+        raise ConfigError(
+            f"{path}: it holds pickles, which can be made to run code; add --trust if you know "
+            "where they come from"
+        )
+    pairs = [each.partition("=")[::2] for each in tied or []]
+    if not all(alias and name for alias, name in pairs):
+        raise ConfigError("--tied: write ALIAS=NAME, for example lm_head.weight=embed.weight")
+    target = import_checkpoint(path, out, kind=optimizer, tied=dict(pairs))
     echo(f"wrote {target}")
 
 
 def _summary(manifest: Manifest) -> list[str]:
     """Return a few lines that summarise the checkpoint."""
-    from offload.display.plain_text import plain
     from offload.tiers.units import format_bytes
 
     optimizer = manifest.optimizer
@@ -201,38 +178,32 @@ def _summary(manifest: Manifest) -> list[str]:
         lines.append(f"loss scale {manifest.loss_scale.scale:g}")
     if manifest.run is not None:
         lines.append(manifest.run.described)
-    return [plain(line, 4000) for line in lines]
+    return lines
 
 
-def _table(manifest: Manifest) -> Table:
-    import math
-
-    from rich.table import Table
-    from rich.text import Text
-
-    from offload.display.plain_text import plain
+def _groups(manifest: Manifest) -> Table:
+    """Return a table of the checkpoint's groups, their parameters and bytes."""
+    from offload.display.console import table
     from offload.tiers.units import format_bytes
 
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("group", overflow="fold")
-    for name in ("tensors", "parameters", "trainable", "weights", "optimizer", "updates"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = ("group", "tensors", "parameters", "trainable", "weights", "optimizer", "updates")
+    shown = table(*heads, numbers=range(1, len(heads)))
     for index, group in enumerate(manifest.groups):
         records = [record for record in manifest.parameters if record.group == index]
-        steps = [record.steps for record in records if record.trainable]
+        trained = [record for record in records if record.trainable]
         sizes = [
             format_bytes(manifest.files[name].nbytes) if name is not None else "-"
             for name in (group.parameters, group.optimizer)
         ]
-        table.add_row(
-            Text(plain(group.name, 200) or "(root)"),
-            str(len(records)),
-            f"{sum(math.prod(r.shape) for r in records):,}",
-            f"{sum(math.prod(r.shape) for r in records if r.trainable):,}",
-            *sizes,
-            _spread(steps),
-        )
-    return table
+        shown.add_row(
+            group.name or "(root)", str(len(records)), _numel(records), _numel(trained), *sizes,
+            _spread([record.steps for record in trained]),
+        )  # fmt: skip
+    return shown
+
+
+def _numel(records: Sequence[ParameterRecord]) -> str:
+    return f"{sum(math.prod(record.shape) for record in records):,}"
 
 
 def _spread(steps: list[int]) -> str:

@@ -88,13 +88,10 @@ def _facts(key: Key) -> Table:
 
 
 def _section(section: Key) -> Table:
-    from rich.table import Table
+    from offload.display.console import table
 
-    table = Table(box=None, pad_edge=False, header_style="dim", show_edge=False)
-    table.add_column("key", no_wrap=True)
-    table.add_column("default", overflow="fold", max_width=20)
-    table.add_column("meaning", overflow="fold")
+    shown = table("key", "default", "meaning")
     for key in section.keys:
         inside = f"{key.path[-1]}: ..." if key.keys else key.path[-1]
-        table.add_row(inside, key.default, key.meaning.partition(". ")[0].rstrip("."))
-    return table
+        shown.add_row(inside, key.default, key.meaning.partition(". ")[0].rstrip("."))
+    return shown

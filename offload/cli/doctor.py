@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from offload.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED
-from offload.display.console import PlainConsole
+from offload.display.console import PlainConsole, table
 from offload.display.plain_text import echo
 from offload.memory.leftovers import Leftover, clean, leftovers
 from offload.process import machine
@@ -33,7 +32,6 @@ _LOW_MEMORY_NBYTES = 2 << 30
 _LOW_DISK_NBYTES = 10 << 30
 _SHOWN = 4
 _STYLES = {"ok": "green", "warn": "yellow", "off": "dim", "fail": "red"}
-_WANTED_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16")
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def _computing(gpus: Sequence[Check]) -> str:
 
 def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
     """Check the machine and each of `paths` (the default folder if there is none)."""
-    checks = [*_software(), *_memory(), *_processor(), *_precision(), *_gpu(), _aio_limit()]
+    checks = [*_software(), *_memory(), _processor(), _precision(), *_gpu()]
     for path in paths or [machine.swap_folder()]:
         checks.extend(check_path(path))
     return checks
@@ -102,14 +100,9 @@ def check_path(path: Path) -> list[Check]:
 
 
 def _software() -> list[Check]:
-    checks = [Check("python", "ok", f"{platform.python_version()} on {platform.platform()}")]
-    for name in ("torch", "numba", "numpy"):
-        version = machine.version_of(name)
-        if version is None:
-            checks.append(Check(name, "fail", "not installed", f"pip install {name}"))
-        else:
-            checks.append(Check(name, "ok", version))
-    return checks
+    versions = {name: str(machine.version_of(name)) for name in ("torch", "numba", "numpy")}
+    python = f"{platform.python_version()} on {platform.platform()}"
+    return [Check(name, "ok", found) for name, found in {"python": python, **versions}.items()]
 
 
 def _memory() -> list[Check]:
@@ -129,37 +122,22 @@ def _warned_if(bad: bool, name: str, found: str, advice: str) -> Check:
     return Check(name, "warn", found, advice) if bad else Check(name, "ok", found)
 
 
-def _processor() -> list[Check]:
-    cores, quota = machine.cpu_count(), machine.cpu_quota()
+def _processor() -> Check:
+    quota = machine.cpu_quota()
     note = f", cgroup quota {quota:.1f}" if quota is not None else ""
-    found = f"{cores} of {os.cpu_count()} usable{note}; {machine.cpu_model()}"
-    return [Check("cores", "ok", found), _features()]
+    found = f"{machine.cpu_count()} of {os.cpu_count()} usable{note}; {machine.cpu_model()}"
+    return Check("cores", "ok", found)
 
 
-def _features() -> Check:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return Check("cpu features", "ok", platform.machine())
-    flags = machine.cpu_features()
-    found = " ".join(name for name in _WANTED_FEATURES if name in flags) or "none of the wanted"
-    slow = not {"avx2", "fma", "f16c"} <= flags
-    advice = "without avx2, fma and f16c the update is slow"
-    return _warned_if(slow, "cpu features", found, advice)
-
-
-def _precision() -> list[Check]:
+def _precision() -> Check:
     """Check whether matrix products in 16 bits are fast enough where there is no GPU."""
-    if machine.version_of("torch") is None:
-        return []
-    slow = machine.slow_matmul_precisions()
-    if not slow:
-        return [Check("16-bit products", "ok", "fast for bf16 and fp16 on this CPU")]
-    advice = f"on the CPU use precision: fp32; {' and '.join(slow)} can take 100 times as long"
-    return [Check("16-bit products", "warn", f"slow for {' and '.join(slow)} on this CPU", advice)]
+    slow = " and ".join(machine.slow_matmul_precisions())
+    advice = f"on the CPU use precision: fp32; {slow} can take 100 times as long"
+    found = f"slow for {slow}" if slow else "fast for bf16 and fp16"
+    return _warned_if(bool(slow), "16-bit products", f"{found} on this CPU", advice)
 
 
 def _gpu() -> list[Check]:
-    if machine.version_of("torch") is None:
-        return [Check("gpu", "off", "needs torch")]
     found = accelerator.default()
     if found is None:
         return [_no_gpu()]
@@ -187,17 +165,6 @@ def _device(kind: accelerator.Accelerator, index: int) -> Check:
     capability = facts.compute_capability and f"compute capability {facts.compute_capability}"
     found = (facts.name, format_bytes(facts.memory_nbytes), capability, kind.built_for())
     return Check(f"gpu {index}", "ok", ", ".join(filter(None, found)), kind.lacks_triton or "")
-
-
-def _aio_limit() -> Check:
-    most = machine.read_setting("/proc/sys/fs/aio-max-nr")
-    used = machine.read_setting("/proc/sys/fs/aio-nr") or "?"
-    if most is None:
-        return Check("fs.aio-max-nr", "off", "unknown")
-    room = machine.aio_room()
-    advice = "sysctl fs.aio-max-nr=1048576, or nvme.backend: threads"
-    low = room is not None and room < 1024
-    return _warned_if(low, "fs.aio-max-nr", f"{most}, {used} used", advice)
 
 
 def _file_system(path: Path) -> Check:
@@ -289,7 +256,10 @@ def print_checks(paths: Sequence[Path], as_json: bool) -> None:
         typer.echo(json.dumps({**asdict(found), "checks": listed}, indent=2))
     else:
         console = PlainConsole()
-        console.print(_table(checks))
+        shown = table("what", "", "found")
+        for check in checks:
+            shown.add_row(check.name, Text(check.status, style=_STYLES[check.status]), check.found)
+        console.print(shown)
         console.print()
         for check in checks:
             if check.advice:  # with commands to be copied: no table breaks them
@@ -301,13 +271,3 @@ def print_checks(paths: Sequence[Path], as_json: bool) -> None:
         raise typer.Exit(EXIT_BAD_INPUT)
     if not found.ready:
         raise typer.Exit(EXIT_FAILED)
-
-
-def _table(checks: Sequence[Check]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    table.add_column("what", overflow="fold", max_width=32)
-    table.add_column("", no_wrap=True, width=4)
-    table.add_column("found", overflow="fold")
-    for check in checks:
-        table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), check.found)
-    return table

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from offload.display.plain_text import plain_lines
@@ -78,3 +79,18 @@ class PlainConsole(Console):
         """Render like `rich`, with each text made plain."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else plain_lines(text), style, control)
+
+
+def table(*headings: str, numbers: Container[int] = (), title: str | None = None) -> Table:
+    """Return a table without lines. The columns `numbers` are to the right and in one piece; the
+    others are folded where the terminal is narrow."""
+    made = Table(
+        box=None, pad_edge=False, show_edge=False, header_style="bold", title=title,
+        title_justify="left",
+    )  # fmt: skip
+    for index, heading in enumerate(headings):
+        if index in numbers:
+            made.add_column(heading, justify="right", no_wrap=True)
+        else:
+            made.add_column(heading, overflow="fold")
+    return made

@@ -128,15 +128,6 @@ def free_swap_nbytes(root: Path = _ROOT) -> int:
     return _meminfo("SwapFree", root) or 0
 
 
-def aio_room(root: Path = _ROOT) -> int | None:
-    """Return how many requests of Linux AIO can still be had, of all processes; None if unknown."""
-    most = read_setting("/proc/sys/fs/aio-max-nr", root)
-    used = read_setting("/proc/sys/fs/aio-nr", root)
-    if most is None or used is None or not (most.isdigit() and used.isdigit()):
-        return None
-    return max(0, int(most) - int(used))
-
-
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """Return the cores' worth of time the tightest cgroup grants; None without a quota."""
     shares = [share for folder in cgroup_folders("cpu", root) if (share := _quota_of(folder))]

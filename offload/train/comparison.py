@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offload.config import OffloadConfig
+from offload.display.console import table
 from offload.display.panel import Run
 from offload.process.child import Child, ChildFailed
 from offload.runs.folder import RunFolder
@@ -96,12 +97,10 @@ def run_plain(config: OffloadConfig, file: MetricsFile, console: Console) -> Pro
 
 def comparison_table(ours: Process, plain: Process) -> Table:
     """Return a table of the memory and seconds of both."""
-    table = Table(title="beside plain PyTorch", title_justify="left", box=None, header_style="bold")
-    for heading in ("", "offload", "plain PyTorch"):
-        table.add_column(heading, justify="right" if heading else "left")
+    shown = table("", "offload", "plain PyTorch", numbers=(1, 2), title="beside plain PyTorch")
 
     def add(name: str, of_ours: int, of_plain: int) -> None:
-        table.add_row(name, format_bytes(of_ours), format_bytes(of_plain))
+        shown.add_row(name, format_bytes(of_ours), format_bytes(of_plain))
 
     add("peak RAM of the process (RSS)", ours.memory.peak_nbytes, plain.memory.peak_nbytes)
     add("  parameters, gradients, optimizer states", ours.state_nbytes, plain.state_nbytes)
@@ -111,13 +110,13 @@ def comparison_table(ours: Process, plain: Process) -> Table:
     )  # fmt: skip
     add("  activations, kernels, the rest", _rest(ours), _rest(plain))
     add("on disk", ours.disk_nbytes, plain.disk_nbytes)
-    table.add_row(
+    shown.add_row(
         "seconds per step (median)", f"{ours.usual_step_s:.3f}", f"{plain.usual_step_s:.3f}"
     )
-    table.add_row(
+    shown.add_row(
         "loss of the last step", f"{ours.rows[-1].loss:.6f}", f"{plain.rows[-1].loss:.6f}"
     )
-    return table
+    return shown
 
 
 def _rest(process: Process) -> int:

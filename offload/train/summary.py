@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from offload.config import OffloadConfig
+from offload.display.console import table
 from offload.display.panel import Display, Run, make_display
 from offload.gpt import parameter_count
 from offload.planning.choice.durations import duration
@@ -49,36 +50,32 @@ def summary_table(
 ) -> Table:
     """Return the peaks per tier against budgets, the peak RSS, and the bytes that the states of
     `model` would take under plain PyTorch (None: those were measured)."""
-    table = Table(title="memory", title_justify="left", box=None, header_style="bold")
-    table.add_column("tier")
-    for name in ("peak", "budget", "used"):
-        table.add_column(name, justify="right")
-    table.add_column("holds at the end", overflow="fold")
+    heads = ("tier", "peak", "budget", "used", "holds at the end")
+    shown = table(*heads, numbers=range(1, 4), title="memory")
     for name in Tier:
         tier = report.tiers[name]
         share = f"{tier.peak_nbytes / tier.budget_nbytes:.0%}" if tier.budget_nbytes else "-"
         budget = format_bytes(tier.budget_nbytes)
-        table.add_row(
+        shown.add_row(
             name, format_bytes(tier.peak_nbytes), budget, share, _classes(tier.by_class)
         )  # fmt: skip
-    table.add_section()
     in_ram = in_ram_nbytes(config, report)
     rest = format_bytes(max(0, memory.peak_nbytes - in_ram))
-    table.add_row(
+    shown.add_row(
         "peak RSS", format_bytes(memory.peak_nbytes), "", "",
         f"{format_bytes(in_ram)} in the tiers above; {rest} are Python, PyTorch "
         f"({format_bytes(memory.baseline_nbytes)} before the model), kernels and activations",
     )  # fmt: skip
     if model is None:
-        return table
+        return shown
     parameters = parameter_count(model)
     plain = plain_state_nbytes(config, parameters)
-    table.add_row(
+    shown.add_row(
         "plain PyTorch", format_bytes(plain), "", "",
         f"states alone: {plain // parameters} bytes x {parameters:,} parameters; "
         "libraries and activations come on top as above",
     )  # fmt: skip
-    return table
+    return shown
 
 
 def loss_line(rows: Sequence[StepMetrics]) -> str:
