@@ -45,7 +45,7 @@ def print_plan(
         found = named(config, model) if other else built_in(config)
         planned = _plan(found, ranks, nodes)
     if planned.timed and others.note:
-        planned = replace(planned, assumed=(*planned.assumed, others.note))
+        planned = replace(planned, notes=(others.note, *planned.notes))
     PlainConsole().print(describe(planned))
 
 
@@ -82,12 +82,11 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     best = solution.best
     check_plan(best.plan, hardware)
     paths = nvme_paths(config.nvme)
-    looked = preflight(best.plan, config.nvme, paths, passing_nbytes=best.passing_nbytes)
-    looked.refuse()
+    notes = preflight(best.plan, config.nvme, paths, passing_nbytes=best.passing_nbytes)
     experts = estimate_experts(best.plan, shape, workload)
     timed = found is not None and found.timed
     return Planned(
-        model.name, config, workload, solution, device.type, looked, timed, ranks, experts
+        model.name, config, workload, solution, device.type, timed, ranks, experts, notes
     )
 
 

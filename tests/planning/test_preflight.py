@@ -12,7 +12,7 @@ import offload
 from offload.config import OffloadConfig
 from offload.errors import BudgetError, PathError
 from offload.planning.choice.planner import lay_out_plan
-from offload.planning.machine.preflight import Preflight, preflight
+from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Hardware, Plan
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
@@ -47,49 +47,43 @@ def made_up(root: Path, *, available: int, kind: str = "ext4") -> Path:
     return root / "machine"
 
 
-def fly(tmp_path: Path, keys: dict[str, Any], root: Path) -> Preflight:
+def fly(tmp_path: Path, keys: dict[str, Any], root: Path) -> tuple[str, ...]:
     return preflight(plan_of(keys), OffloadConfig.load(keys).nvme, [tmp_path], root=root)
 
 
 def test_ram_that_others_have_taken_is_refused_with_the_missing_bytes(tmp_path):
     keys = {"placement": HOST, "budget": {"host": "1GiB"}}
-    assert fly(tmp_path, keys, made_up(tmp_path, available=GIB)).refusals == ()
-    found = fly(tmp_path, keys, made_up(tmp_path, available=100 * MIB))
+    assert fly(tmp_path, keys, made_up(tmp_path, available=GIB)) == ()
     with pytest.raises(BudgetError, match=r"budget.host: the plan needs 128.* 28.0 MiB short"):
-        found.refuse()
+        fly(tmp_path, keys, made_up(tmp_path, available=100 * MIB))
 
 
 def test_files_in_ram_count_as_ram(tmp_path):
     keys = {"placement": NVME, "budget": {"host": "128MiB", "nvme": "1GiB"}}
-    root = made_up(tmp_path, available=200 * MIB)
-    assert fly(tmp_path, keys, root).refusals == ()
+    fly(tmp_path, keys, made_up(tmp_path, available=200 * MIB))
     root = made_up(tmp_path, available=200 * MIB, kind="tmpfs")
-    found = fly(tmp_path, keys, root)
     with pytest.raises(BudgetError, match=r"nvme.paths: .* is RAM .* name a folder on a disk"):
-        found.refuse()
+        fly(tmp_path, keys, root)
 
 
 def test_a_demand_for_direct_io_is_tried(tmp_path, monkeypatch):
     monkeypatch.setattr("offload.swap.io.swap_file.direct_refusal", lambda folder: "no such thing")
     keys = {"placement": NVME, "budget": {"host": "128MiB"}}
     root = made_up(tmp_path, available=GIB)
-    assert fly(tmp_path, keys, root).refusals == ()
-    found = fly(tmp_path, {**keys, "nvme": {"direct": True}}, root)
+    fly(tmp_path, keys, root)
     with pytest.raises(PathError, match=r"nvme.direct: true, but O_DIRECT is refused"):
-        found.refuse()
+        fly(tmp_path, {**keys, "nvme": {"direct": True}}, root)
 
 
 def test_a_budget_that_others_have_taken_is_said(tmp_path):
     keys = {"placement": NVME, "budget": {"host": "1GiB"}}
-    (warning,) = fly(tmp_path, keys, made_up(tmp_path, available=512 * MIB)).warnings
+    (warning,) = fly(tmp_path, keys, made_up(tmp_path, available=512 * MIB))
     assert "budget.host: 1.0 GiB, but 0.5 GiB of RAM are available now" in warning
 
 
 def test_the_engine_asks_before_it_allocates(tmp_path, monkeypatch, caplog):
-    refusal = BudgetError("budget.host: nothing is left")
-
-    def full(*args: Any, **kwargs: Any) -> Preflight:
-        return Preflight((refusal,), ())
+    def full(*args: Any, **kwargs: Any) -> tuple[str, ...]:
+        raise BudgetError("budget.host: nothing is left")
 
     def allocate(*args: Any) -> None:
         raise AssertionError("allocated")
@@ -99,8 +93,6 @@ def test_the_engine_asks_before_it_allocates(tmp_path, monkeypatch, caplog):
     with pytest.raises(BudgetError, match="nothing is left"):
         offload.initialize(seeded(TinyLM), config(tmp_path))
     monkeypatch.undo()
-    monkeypatch.setattr(
-        "offload.tiered_model.preflight", lambda *a, **k: Preflight((), ("slow disk",))
-    )
+    monkeypatch.setattr("offload.tiered_model.preflight", lambda *a, **k: ("slow disk",))
     with caplog.at_level(logging.WARNING), offload.initialize(seeded(TinyLM), config(tmp_path)):
         assert "slow disk" in caplog.text

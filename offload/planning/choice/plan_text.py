@@ -12,7 +12,6 @@ from rich.text import Text
 
 from offload.planning.choice.durations import counted, duration, three_digits
 from offload.planning.choice.solver import Solution
-from offload.planning.machine.preflight import Preflight
 from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.planning.plan.sizes import PlacedClass
@@ -43,11 +42,10 @@ class Planned:
     workload: Workload
     solution: Solution
     device: str
-    preflight: Preflight
     timed: bool  # whether the predicted times are of this machine's measured speeds
     ranks_here: int = 1  # on each machine
     experts: ExpertEstimate | None = None  # of a model that has some, moved one by one
-    assumed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sentences
 
     @property
     def plan(self) -> Plan:
@@ -70,8 +68,7 @@ def describe(planned: Planned) -> RenderableType:
         )
     if planned.experts is not None:
         parts += ["", "Experts", *expert_facts(planned.experts)]
-    notes = (*planned.assumed, *planned.preflight.warnings)
-    parts += [f"note: {note}" for note in notes]
+    parts += [f"note: {note}" for note in planned.notes]
     return Group(*parts)
 
 

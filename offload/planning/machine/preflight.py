@@ -8,14 +8,13 @@ the kind of file system that each folder is on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.config.paths import StrPath
 from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
 from offload.process import machine
-from offload.tiers.errors import BudgetError, OffloadError, PathError
+from offload.tiers.errors import BudgetError, PathError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, in_one_unit
 
@@ -25,43 +24,30 @@ if TYPE_CHECKING:
 _ROOT = Path("/")
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """The findings. A refusal is an error that has not been raised yet; warnings are sentences."""
-
-    refusals: tuple[OffloadError, ...]
-    warnings: tuple[str, ...]
-
-    def refuse(self) -> None:
-        """Raise the first refusal, if there is one."""
-        if self.refusals:
-            raise self.refusals[0]
-
-
 def preflight(
     plan: Plan, nvme: NvmeConfig, paths: Sequence[StrPath], *,
     freed_nbytes: int = 0, passing_nbytes: int = 0, root: Path = _ROOT,
-) -> Preflight:  # fmt: skip
-    """Check `plan` against the present state of the machine.
+) -> tuple[str, ...]:  # fmt: skip
+    """Check `plan` against the present state of the machine; return warnings as sentences.
 
     `freed_nbytes` is the RAM of existing parameters that will move into the tiers, `passing_nbytes`
     the RAM of activations, where it is known. `/proc` and `/sys` are read below `root`. Makes two
     page-sized transfers if `nvme.direct: true`.
+
+    Raises BudgetError if RAM is short, PathError if O_DIRECT is demanded and refused.
     """
     folders = [Path(path).expanduser().absolute() for path in paths] if plan.opens_files else []
-    refusals: list[OffloadError] = []
-    refusals += _memory(plan, folders, freed_nbytes, root)
-    if folders:
-        refusals += _direct(nvme, folders)
-    warnings = [
+    _check_memory(plan, folders, freed_nbytes, root)
+    if nvme.direct is True:
+        _check_direct(folders)
+    return (
         *_file_systems(plan, folders, root), *_budget_beyond(plan, root),
         *activations_beyond(plan, passing_nbytes, root),
-    ]  # fmt: skip
-    return Preflight(tuple(refusals), tuple(warnings))
+    )  # fmt: skip
 
 
-def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iterator[OffloadError]:
-    """Refusals if RAM is short for the host tier, a CPU's device tier, and files in RAM."""
+def _check_memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> None:
+    """Raise BudgetError if RAM is short of the host tier, a CPU's device tier or files there."""
     held = ram_nbytes(plan)
     files = _files_in_memory(plan, folders, root)
     available = machine.available_memory_nbytes(root) + freed
@@ -72,17 +58,15 @@ def _memory(plan: Plan, folders: Sequence[Path], freed: int, root: Path) -> Iter
         needed, available, needed - available, files, held
     )
     if files and held <= available:
-        yield BudgetError(
+        raise BudgetError(
             f"nvme.paths: {folders[0]} is RAM ({in_files} of files), and with {in_memory} of "
             f"memory the plan is {missing} beyond the {there} available; name a folder on a "
             "disk, or lower budget.nvme"
         )
-    else:
-        yield BudgetError(
-            f"budget.host: the plan needs {takes} of RAM, {there} are available now, {missing} "
-            "short; close other programs, or lower budget.host or "
-            "move a class to nvme"
-        )
+    raise BudgetError(
+        f"budget.host: the plan needs {takes} of RAM, {there} are available now, {missing} short; "
+        "close other programs, or lower budget.host or move a class to nvme"
+    )
 
 
 def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
@@ -92,15 +76,13 @@ def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
     return int(needed_nbytes(plan, Tier.NVME) * share)
 
 
-def _direct(nvme: NvmeConfig, folders: Sequence[Path]) -> Iterator[OffloadError]:
-    if nvme.direct is not True:
-        return
+def _check_direct(folders: Sequence[Path]) -> None:
     from offload.swap.io.swap_file import direct_refusal
 
     for folder in folders:
         why = direct_refusal(folder)
         if why is not None:
-            yield PathError(
+            raise PathError(
                 f"nvme.direct: true, but O_DIRECT is refused in {folder} ({why}); name a folder on "
                 "another file system, or set nvme.direct: auto"
             )
