@@ -184,7 +184,7 @@ class WeightStore:
             make,
             layout,
             lambda: this.groups[index].is_entered,
-            lambda: this.groups[index].decided_update(),
+            lambda: this.groups[index].pending,
         )
 
     def part_of(self, group: ParamGroup) -> Part:
