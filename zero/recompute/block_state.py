@@ -3,13 +3,14 @@
 Code that runs a block once more than its model does (recomputation, a comparison) restores this
 state for that run, and keeps the run's changes out of the model:
 
-    forward        BlockState(block), keep ▶ the block's forward ▶ settle
+    forward        BlockState(block), keep ▶ the block's forward
     once more      with installed(): the block's forward, on copies
 
 Given back are buffers, and of the attributes of the block's modules tensors, containers (list,
 dict, set, deque; their items are not copied) and attributes that the forward assigns: plain
-numbers, `training`. Changes inside any other object that an attribute refers to (a counter in an
-object of its own, a tensor in a list) are not covered.
+numbers, `training`. Tensors above `KEPT_NBYTES` are not copied: a forward that changes one in place
+is found by its version. Changes inside any other object that an attribute refers to (a counter in
+an object of its own, a tensor in a list) are not covered.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-# A copy this small is kept without checking whether it was needed: the check waits for a GPU and
-# costs more than the copy.
-KEPT_NBYTES = 64 << 10
+KEPT_NBYTES = 64 << 10  # of the largest tensor that is copied: running statistics, counters
 
 _NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
     "forward", "_apply", "_compiled_call_impl"
@@ -97,22 +96,16 @@ class BlockState:
             for name, tensor in (*block.named_parameters(), *uncopied)
             if not tensor.is_inference()
         ]
-        self._kept: dict[int, torch.Tensor] = {}  # copies, by the id of what they are copies of
 
     def keep(self) -> None:
-        """Copy what a forward may change; call `settle` after that forward."""
-        self._kept = _copies(tensor for _, tensor in self._tensors())
-        self._exchange(lambda value: _copied(value, {}))
-
-    def settle(self) -> None:
-        """Drop the copies of large tensors that the forward, which is over, left as they were."""
-        for name, tensor in self._tensors():
-            kept = self._kept.get(id(tensor))
-            if kept is not None and _is_large(kept) and _same_bits(kept, tensor):
-                del self._kept[id(tensor)]
-                self._watched.append(_Watched(name, tensor, tensor._version))
-        self._exchange(lambda value: self._kept.get(id(value), value))
-        self._kept = {}
+        """Copy what the forward that follows may change, and watch the tensors that are larger."""
+        tensors = [(name, tensor) for name, tensor in self._tensors() if _is_copied(tensor)]
+        self._watched += [
+            _Watched(name, tensor, tensor._version)
+            for name, tensor in tensors if _is_large(tensor)
+        ]  # fmt: skip
+        copies = _copies(tensor for _, tensor in tensors if not _is_large(tensor))
+        self._exchange(lambda value: _copied(value, copies))
 
     def changed(self) -> list[str]:
         """Return the names of parameters and uncopied tensors that were changed in place since."""
@@ -121,7 +114,6 @@ class BlockState:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the block has copies of this state; afterwards its present one."""
-        assert not self._kept, "settled"
         now = [_ModuleState.of(each.module, each.path) for each in self._modules]
         copies = _copies(tensor for _, tensor in self._tensors())
         try:
@@ -184,12 +176,3 @@ def _copied(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() > KEPT_NBYTES and not tensor.is_inference()
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare two tensors; without values nothing differs. Kernels that change a tensor do not
-    always count it (batch norm), so versions would not tell."""
-    if isinstance(a, (FakeTensor, ValuesUnknown)) or a.is_meta:
-        return True
-    flat_a, flat_b = (each.reshape(-1).view(torch.uint8) for each in (a, b))
-    return torch.equal(flat_a, flat_b)
