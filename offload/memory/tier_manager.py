@@ -252,11 +252,11 @@ class TieredHomes:
                 name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use,
                 edge_nbytes, stride_nbytes,
             )  # fmt: skip
-        if tier is not Tier.HOST:
+        if tier is Tier.HOST:
+            lease = self.pool.demand(nbytes, name, state_class)  # copies make room
+        else:
             with self.lock:
                 lease = self._memory[tier].lease(nbytes, owner=name, state_class=state_class)
-            return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
-        lease = self.pool.demand(nbytes, name, state_class)  # copies make room
         return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
 
     def device_work(self) -> DeviceWork:

@@ -61,8 +61,7 @@ class Places:
         self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
     ) -> MemoryState:
         lease = self.homes.lease(nbytes, owner=name, state_class=StateClass.PARAMETERS)
-        spare = None if stride else SlotPool(self.homes, self.host.lock)
-        return MemoryState(name, nbytes, PIECE_NBYTES, lease, edge, stride, spare)
+        return MemoryState(name, nbytes, PIECE_NBYTES, lease, edge, stride)
 
     def in_file(
         self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
