@@ -1,4 +1,4 @@
-"""Experts that miss steps end with the bits of experts that get a gradient of zeros in each."""
+"""Rows without a gradient of packed parameters are updated as rows with a gradient of zeros."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from offload.kernels.floats import Float, serial
-from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, SgdScalars, StateFormat
+from offload.kernels.rules import AdamScalars, StateFormat
 from offload.kernels.variants import Master
 from offload.swap.states.file_state import FileState
-from offload.swap.states.state import HostPiece, MemoryState, State
+from offload.swap.states.state import MemoryState, State
 from offload.swap.states.trace import Trace
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.ledger import StateClass
@@ -29,7 +29,6 @@ from offload.zero.groups.bits import DTYPE_OF
 from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.sharding import Part
-from offload.zero.step import lazy_updates
 from offload.zero.step.optimizer_state import Hyper, OptimizerState
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
@@ -40,33 +39,20 @@ NUMELS = (4500, 40)  # of an expert's weight and bias, which has no weight decay
 CHUNK = 4096  # elements: a weight lies in two chunks
 EXPERTS = 4
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
-SGD = RecordFormat(Master.NONE, ("momentum_buffer",))
-
-
-class Unread(MemoryState):
-    """Gradients, which count how often an update asks for them."""
-
-    reads = 0
-
-    def host_piece(self, piece: int) -> HostPiece | None:
-        Unread.reads += 1
-        return super().host_piece(piece)
 
 
 class Table:
     """The rows of two packed parameters, in memory or in a file; no model."""
 
     def __init__(
-        self, places: Places, *, replays: bool, own: Float = Float.FP32,
-        kept: RecordFormat | None = None, in_file: bool = False, kind: Any = AdamScalars,
-        **rules: Any,
+        self, places: Places, *, packed: bool, own: Float = Float.FP32,
+        kept: RecordFormat | None = None, in_file: bool = False, **rules: Any,
     ) -> None:  # fmt: skip
-        """`replays`: whether a step without a gradient is missed; else it has one of zeros."""
+        """`packed`: whether an expert without tokens has no gradient; else it has one of zeros."""
         self._places, self._own, self._in_file = places, own, in_file
         self._kept = RecordFormat(Master.NONE) if kept is None else kept
-        self.kind = kind
-        self.replays = replays
-        self.numbers: dict[str, Any] = {"lr": 1e-2, **(ADAM if kind is AdamScalars else {})}
+        self.is_packed = packed
+        self.numbers: dict[str, Any] = {"lr": 1e-2, **ADAM}
         self.decay = 0.1
         self.left_out: set[int] = set()  # parameters in no param group, by place in the expert
         expected = ExpectedUses(lambda group: 0.0, lambda group: 0.0)
@@ -81,7 +67,7 @@ class Table:
         self.packed = list(table.packed.values())
         self.stepper = Stepper(
             self.states, self.updates, StepRules(**rules), Trace(), None,
-            tables=[table] if replays else [],
+            tables=[table] if packed else [],
         )  # fmt: skip
         self.stepper.norms.add_in([[(0, 0)]])  # where both tables have the same gradient
         self.stepper.hyper_source = lambda: self.hyper
@@ -116,9 +102,9 @@ class Table:
         )  # fmt: skip
         group.adopt()
 
-        def accumulator(itemsize: int) -> Unread:
+        def accumulator(itemsize: int) -> MemoryState:
             name, nbytes = f"gradients of {index}", layout.numel * itemsize
-            return Unread(name, nbytes, CHUNK * itemsize, self._lease(name, nbytes))
+            return MemoryState(name, nbytes, CHUNK * itemsize, self._lease(name, nbytes))
 
         gradients = GradientAccumulator(
             group.name, layout.params, self._own, self._own, accumulator, serial
@@ -140,7 +126,7 @@ class Table:
         if place in self.left_out:
             return None
         numbers = {**self.numbers, "weight_decay": 0.0 if place else self.decay}
-        return Hyper(self.kind, tuple(numbers.items()))
+        return Hyper(AdamScalars, tuple(numbers.items()))
 
     def backward(self, touched: set[int], seed: int = 0, scale: float = 1.0) -> None:
         """The module took part; the experts `touched` got tokens."""
@@ -148,7 +134,7 @@ class Table:
             if packed.param.requires_grad:
                 packed.param.grad = torch.zeros(1).expand(packed.param.shape)
         for index, state in enumerate(self.states):
-            if self.replays and index not in touched:
+            if self.is_packed and index not in touched:
                 continue
             state.group.wait_for_update()  # a forward did, and it reads the last gradients
             generator = torch.Generator().manual_seed(1000 * seed + index)
@@ -175,7 +161,6 @@ class Table:
 
     def content(self) -> dict[str, Any]:
         """All that is kept, once every step is made."""
-        self.stepper.catch_up_all()
         self.updates.settle()
         found: dict[str, Any] = {}
         for index, state in enumerate(self.states):
@@ -198,7 +183,7 @@ Make = Callable[..., Pair]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Two tables: one whose experts miss steps, one whose experts get zeros."""
+    """Two tables: one whose experts have no gradient, one whose experts get zeros."""
     with ExitStack() as made:
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
@@ -206,8 +191,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
         def pair(**how: Any) -> Pair:
             tables = [
-                made.enter_context(closing(Table(places, replays=replays, **how)))
-                for places, replays in zip(homes, (True, False), strict=True)
+                made.enter_context(closing(Table(places, packed=packed, **how)))
+                for places, packed in zip(homes, (True, False), strict=True)
             ]
             return tables[0], tables[1]
 
@@ -241,7 +226,7 @@ FORMATS = [
 
 @pytest.mark.parametrize("in_file", [False, True], ids=["memory", "file"])
 @pytest.mark.parametrize(("own", "kept"), FORMATS)
-def test_a_missed_step_is_one_with_zeros(
+def test_an_update_without_a_gradient_is_one_with_zeros(
     make: Make, own: Float, kept: RecordFormat, in_file: bool
 ) -> None:
     pair = make(own=own, kept=kept, in_file=in_file)
@@ -253,55 +238,7 @@ def test_a_missed_step_is_one_with_zeros(
     assert_same(pair)
 
 
-OTHERS = [
-    (LionScalars, {"beta1": 0.9, "beta2": 0.99}, ("exp_avg",)),
-    (AdagradScalars, {"eps": 1e-10, "lr_decay": 0.1}, ("sum",)),
-    (SgdScalars, {"momentum": 0.0}, ()),
-    (SgdScalars, {"momentum": 0.9, "dampening": 0.5, "maximize": True}, ("momentum_buffer",)),
-    (SgdScalars, {"momentum": 0.9, "nesterov": True}, ("momentum_buffer",)),
-    (AdamScalars, {**ADAM, "decoupled": False}, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
-]
-
-
-@pytest.mark.parametrize(("kind", "numbers", "states"), OTHERS)
-def test_every_rule(make: Make, kind: Any, numbers: dict[str, Any], states: tuple[str]) -> None:
-    pair = make(kind=kind, kept=RecordFormat(Master.NONE, states))
-    for table in pair:
-        table.numbers.update(numbers)
-    for step, touched in enumerate([{0}, {0, 1}, set[int](), {0, 2}]):
-        for table in pair:
-            table.backward(touched, step)
-            table.step()
-    assert_same(pair)
-
-
-def test_momentum_that_begins_and_ends_between_missed_steps(make: Make) -> None:
-    pair = make(kind=SgdScalars, kept=SGD)
-    for step, momentum in enumerate([0.9, 0.0, 0.0, 0.5, 0.9]):
-        for table in pair:
-            table.numbers["momentum"] = momentum
-            table.numbers["nesterov"] = step == 3
-            table.backward({0} if step < 4 else {0, 1, 2}, step)
-            table.step()
-    assert_same(pair)
-
-
-# ------------------------------------------------------------------ what is read, and when
-
-
-def test_values_from_before_a_missed_step_are_outdated(make: Make) -> None:
-    lazy, _ = make()
-    versions = [group.version for group in lazy.groups]
-    for step in range(3):
-        lazy.backward({0}, step)
-        lazy.step()
-    assert lazy.groups[1].version > versions[1]
-
-
-# ------------------------------------------------------------------ steps that are not missed
-
-
-def test_a_skipped_step_is_not_missed(make: Make) -> None:
+def test_a_skipped_step_moves_no_row(make: Make) -> None:
     pair = make(skip_nonfinite=True)
     for step, scale in enumerate([1.0, float("inf"), 1.0]):
         for table in pair:
@@ -323,24 +260,6 @@ def test_parameters_in_no_param_group_or_frozen_meanwhile_are_left_alone(make: M
     assert_same(pair)
 
 
-# ------------------------------------------------------------------ the log
-def log_of(table: Table) -> Any:
-    return table.stepper._missed._logs[0]
-
-
-def test_experts_that_nobody_needs_catch_up_in_the_end(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lazy_updates, "MAX_MISSED", 6)
-    pair = make()
-    for step in range(20):
-        for table in pair:
-            table.backward({0}, step)
-            table.step()
-        assert len(log_of(pair[0])._steps) <= 6
-    assert_same(pair)
-
-
 def test_experts_in_shards_make_each_step_with_the_other_ranks(make: Make) -> None:
     pair = make()
     for table in pair:
@@ -348,12 +267,11 @@ def test_experts_in_shards_make_each_step_with_the_other_ranks(make: Make) -> No
             group.layout = replace(group.layout, ranks=2)
         table.backward({0}, 1)
         table.step()
-    assert not log_of(pair[0])._steps
     assert all(pair[0].groups[index].pending is not None for index in range(EXPERTS))
     assert_same(pair)
 
 
-def test_in_backward_a_group_that_is_not_updated_ahead_misses_the_step(make: Make) -> None:
+def test_in_backward_a_group_that_is_not_updated_ahead_is_updated_in_the_step(make: Make) -> None:
     pair = make(in_backward=True)
     for step, touched in enumerate([{0, 1, 2, 3}, {0}, {0, 1}, {0}, {2}]):
         for table in pair:
@@ -364,8 +282,7 @@ def test_in_backward_a_group_that_is_not_updated_ahead_misses_the_step(make: Mak
 
 # ------------------------------------------------------------------ all at once
 @pytest.mark.parametrize("in_file", [False, True], ids=["memory", "file"])
-def test_many_drawn_steps(make: Make, in_file: bool, monkeypatch: Any, long: bool) -> None:
-    monkeypatch.setattr(lazy_updates, "MAX_MISSED", 20)
+def test_many_drawn_steps(make: Make, in_file: bool, long: bool) -> None:
     kept = RecordFormat(Master.SPLIT, state_format=StateFormat.BF16)
     pair = make(own=Float.BF16, kept=kept, in_file=in_file, skip_nonfinite=True)
     draw = random.Random(17)
