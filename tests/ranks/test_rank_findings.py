@@ -8,7 +8,7 @@ from offload.zero.ranks.rank_findings import find_missing
 from offload.zero.ranks.rank_records import Activity, RankRecord
 
 MINE = Activity("gather", 7, "the all-gather of blocks.3", 100.0)
-WAITING = RankRecord(10, 101.0, doing=(MINE,))
+WAITING = RankRecord(10, 101.0, doing=(MINE,), begun={"gather": 7})
 BEFORE = Activity("gather", 6, "the all-gather of blocks.2", 98.0)
 
 
@@ -52,7 +52,7 @@ def test_who_left_because_of_others_is_not_named_beside_the_silent_one() -> None
 
 
 def test_who_left_is_named_before_those_who_are_late() -> None:
-    late = RankRecord(9, 101.0, done={"gather": BEFORE})
+    late = RankRecord(9, 101.0, begun={"gather": 6}, last=BEFORE)
     assert found_among(late, RankRecord(9, 101.0, left="ValueError: x"))[0] == (2,)
     assert found_among(late, RankRecord(9, 101.0, left="")) == (
         (2,),
@@ -62,6 +62,6 @@ def test_who_left_is_named_before_those_who_are_late() -> None:
 
 def test_another_collective_in_the_same_place_is_told() -> None:
     other = replace(MINE, what="the all-gather of blocks.1")
-    ranks, text = found_among(RankRecord(9, 104.0, doing=(other,)), WAITING)
+    ranks, text = found_among(RankRecord(9, 104.0, doing=(other,), begun={"gather": 7}), WAITING)
     assert ranks == (1,)
     assert "is in the all-gather of blocks.1 instead, for 4.0 s" in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from offload.zero.ranks.rank_records import Activity, RankRecord
@@ -30,7 +30,7 @@ class Findings:
 
 
 def find_missing(
-    mine: Activity, members: Iterable[int], before: Mapping[int, RankRecord | None],
+    mine: Activity, members: Collection[int], before: Mapping[int, RankRecord | None],
     after: Mapping[int, RankRecord | None],
 ) -> Findings:  # fmt: skip
     """Return the ranks missing from `mine`, a collective of `members`. `before` and `after` are the
@@ -39,33 +39,34 @@ def find_missing(
     A rank that is gone, or left with an error of its own, is the reason why others are late, and
     why others left: the first of these that holds for any rank is the answer.
     """
-    members = set(members)
-    for reason in (_silent, _failed, _elsewhere, _idle, _late, _gave_up, _crossed):
-        anywhere = reason in (_silent, _failed, _gave_up)
-        found = {
-            rank: text for rank, record in after.items() if (anywhere or rank in members)
-            and (text := reason(mine, before.get(rank), record)) is not None
-        }  # fmt: skip
+    there = {rank: record for rank, record in after.items() if record is not None}
+    silent = {rank: _silence(before.get(rank), record) for rank, record in after.items()}
+    left = {rank: record for rank, record in there.items() if record.left is not None}
+    failed = {
+        rank: f"has left: {record.left}" if record.left else "has closed its engine"
+        for rank, record in left.items() if not record.blames
+    }  # fmt: skip
+    with_error = any(record.left for record in left.values())
+    living = {rank: there[rank] for rank in there if rank in members and rank not in left}
+    others_left = {rank: f"has left: {record.left}" for rank, record in left.items()}
+    for found, remedy in (
+        ({rank: text for rank, text in silent.items() if text}, ""),
+        (failed, "" if with_error else _AS_MANY),
+        (_apart(mine, living), _ALIKE),
+        (others_left, ""),  # because of ranks of which nothing is known any more
+    ):
         if found:
             texts = [f"rank {rank} {text}" for rank, text in found.items()]
-            return Findings(tuple(found), "; ".join(texts), _remedy(reason, after))
+            return Findings(tuple(found), "; ".join(texts), remedy)
     return Findings((), "no rank is missing")
 
 
-def _remedy(reason: object, after: Mapping[int, RankRecord | None]) -> str:
-    """Return what to change in the program if its ranks do different things, else nothing."""
-    if reason in (_elsewhere, _late, _crossed):
-        return _ALIKE
-    left = [record.left for record in after.values() if record is not None]
-    return _AS_MANY if reason is _failed and not any(left) else ""
-
-
-def _silent(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
+def _silence(before: RankRecord | None, after: RankRecord | None) -> str:
     """Return the reason if a rank was killed, stopped, cut off, or has not even begun."""
     if after is None:
         return "has never come to offload.initialize, or was killed there"
     if after.left is not None or before is None or after.beat > before.beat:
-        return None
+        return ""
     where = f"was in {after.doing[-1].what}" if after.doing else _last_of(after)
     return (
         f"has not been heard from since {_clock(after.at)}, when it {where}: it was killed, "
@@ -73,55 +74,36 @@ def _silent(mine: Activity, before: RankRecord | None, after: RankRecord | None)
     )
 
 
-def _failed(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Return the reason if a rank left because of something that no other rank did."""
-    if after is None or after.left is None or after.blames:
-        return None
-    return f"has left: {after.left}" if after.left else "has closed its engine"
+def _apart(mine: Activity, living: Mapping[int, RankRecord]) -> dict[int, str]:
+    """Return what ranks do that are in another collective in the place of `mine`, or have not come
+    to it: of these, if there are any, those that wait in no other one, and blame no rank for it."""
+    found = {}
+    for rank, record in living.items():
+        now = next((each for each in record.doing if each.lane == mine.lane), None)
+        if now is not None and now.number == mine.number and now.what != mine.what:
+            waits = _seconds(now.since, record.at)
+            found[rank] = f"is in {now.what} instead, for {waits}: the ranks went different ways"
+    if found:
+        return found
+    late = [rank for rank in living if living[rank].begun.get(mine.lane, 0) < mine.number]
+    waits_for_others = {
+        rank: (bool(living[rank].blames), bool(living[rank].doing)) for rank in late
+    }
+    least = min(waits_for_others.values(), default=None)
+    return {rank: _lateness(living[rank]) for rank in late if waits_for_others[rank] == least}
 
 
-def _elsewhere(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Return the reason if a rank is in another collective than `mine` in its place."""
-    if after is None or after.left is not None or after.number_in(mine.lane) != mine.number:
-        return None
-    now = after.doing_in(mine.lane) or after.done.get(mine.lane)
-    if now is None or now.what == mine.what:
-        return None
-    waits = _seconds(now.since, after.at)
-    return f"is in {now.what} instead, for {waits}: the ranks went different ways"
-
-
-def _idle(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Return the reason if a rank has not come to it, and is in no collective."""
-    if after is None or after.doing or after.blames or after.number_in(mine.lane) >= mine.number:
-        return None
-    return f"lives and has not come to it: it {_last_of(after)}"
-
-
-def _late(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Return the reason if a rank has not come to it, and waits in another one."""
-    blames = after is None or after.blames
-    return None if blames else _crossed(mine, before, after)
-
-
-def _crossed(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Return the reason as `_late`, also if the other one is where it waits for this rank."""
-    if after is None or not after.doing or after.number_in(mine.lane) >= mine.number:
-        return None
-    waits = after.doing[0]
-    return f"has not come to it: it is in {waits.what}, for {_seconds(waits.since, after.at)}"
-
-
-def _gave_up(mine: Activity, before: RankRecord | None, after: RankRecord | None) -> str | None:
-    """Return the reason if a rank left because of others, of which nothing is known any more."""
-    return f"has left: {after.left}" if after is not None and after.left else None
+def _lateness(record: RankRecord) -> str:
+    if not record.doing:
+        return f"lives and has not come to it: it {_last_of(record)}"
+    now = record.doing[0]
+    return f"has not come to it: it is in {now.what}, for {_seconds(now.since, record.at)}"
 
 
 def _last_of(record: RankRecord) -> str:
-    last = max(record.done.values(), key=lambda activity: activity.since, default=None)
-    if last is None:
+    if record.last is None:
         return "had not been in any collective"
-    return f"had ended {last.what} {_seconds(last.since, record.at)} before"
+    return f"had ended {record.last.what} {_seconds(record.last.since, record.at)} before"
 
 
 def _seconds(since: float, until: float) -> str:

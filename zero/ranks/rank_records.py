@@ -33,7 +33,6 @@ class Activity:
     number: int  # in its lane, from 1
     what: str  # "the all-gather of blocks.3"
     since: float  # seconds since the epoch: when it began, or ended
-    members: tuple[int, ...] = ()  # the ranks that take part in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +42,10 @@ class RankRecord:
     beat: int  # counts up while the rank lives
     at: float  # seconds since the epoch, by its own clock
     doing: tuple[Activity, ...] = ()  # the oldest first
-    done: Mapping[str, Activity] = field(default_factory=dict)  # the last one, by lane
+    begun: Mapping[str, int] = field(default_factory=dict)  # the number of the last one, by lane
+    last: Activity | None = None  # that ended
     left: str | None = None  # why, "" if it has simply closed its engine
     blames: tuple[int, ...] = ()  # ranks that it found missing itself
-
-    def number_in(self, lane: str) -> int:
-        """Return how many collectives of a lane the rank has come to."""
-        numbers = [activity.number for activity in self.doing if activity.lane == lane]
-        last = self.done.get(lane)
-        return max(numbers, default=0 if last is None else last.number)
-
-    def doing_in(self, lane: str) -> Activity | None:
-        return next((activity for activity in self.doing if activity.lane == lane), None)
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -62,14 +53,10 @@ class RankRecord:
     @classmethod
     def from_text(cls, text: str | bytes) -> RankRecord:
         raw: dict[str, Any] = json.loads(text)
-        raw["doing"] = tuple(_activity(each) for each in raw["doing"])
-        raw["done"] = {lane: _activity(each) for lane, each in raw["done"].items()}
+        raw["doing"] = tuple(Activity(**each) for each in raw["doing"])
+        raw["last"] = Activity(**raw["last"]) if raw["last"] else None
         raw["blames"] = tuple(raw["blames"])
         return cls(**raw)
-
-
-def _activity(raw: dict[str, Any]) -> Activity:
-    return Activity(**{**raw, "members": tuple(raw["members"])})
 
 
 class RankRecords:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -51,6 +51,7 @@ class _Watched:
     """A collective that this rank is in."""
 
     activity: Activity
+    members: tuple[int, ...]  # the ranks that take part in it
     began: float  # by the monotonic clock
     groups: tuple[dist.ProcessGroup, ...]
     mark: StreamEvent | None = None  # queued up to here on a GPU
@@ -73,7 +74,7 @@ class RankWatch:
         self._beat = 0
         self._numbers: dict[str, int] = {}  # collectives begun, by lane
         self._doing: list[_Watched] = []
-        self._done: dict[str, Activity] = {}
+        self._last: Activity | None = None  # that has ended
         self._left: str | None = None
         self._failure: RankError | None = None
         self._closing = self._aborting = False
@@ -124,28 +125,24 @@ class RankWatch:
                 text = f"rank {self._rank}: {what} is not begun, for an earlier one failed: "
                 raise RankError(f"{text}{self._failure}", ranks=self._failure.ranks)
             number = self._numbers[lane] = self._numbers.get(lane, 0) + 1
-            activity = Activity(lane, number, what, time.time(), members)
-            watched = _Watched(activity, now, groups)
+            activity = Activity(lane, number, what, time.time())
+            watched = _Watched(activity, members, now, groups)
             waiting = [each.began for each in self._doing if each.mark is None]
             left = self.timeout_s - (now - min(waiting, default=now))
             self._doing.append(watched)
         return watched, timedelta(seconds=max(left, min(self.timeout_s, _LEAST_WAIT_S)))
 
     def _end(self, watched: _Watched) -> None:
-        activity = watched.activity
         with self._lock:
             self._doing.remove(watched)
-            self._done[activity.lane] = Activity(
-                activity.lane, activity.number, activity.what, time.time()
-            )
+            self._last = replace(watched.activity, since=time.time())
 
     # ---------------------------------------------------------------- failures
     def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
         """Return the error for a collective that failed. This rank's record stays in it, for the
         others to read."""
         what, took = watched.activity.what, time.monotonic() - watched.began
-        members = watched.activity.members
-        among = f" among ranks {', '.join(map(str, members))}"
+        among = f" among ranks {', '.join(map(str, watched.members))}"
         with self._lock:
             others = [each.activity.what for each in self._doing if each is not watched]
         beside = f" (beside {' and '.join(others)})" if others else ""
@@ -154,7 +151,7 @@ class RankWatch:
         _log.error("%s; asking who is missing (%s)", head, _first_line(error))
         with self._asking:
             if self._findings is None:
-                self._findings = self._ask_in_time(watched.activity, members)
+                self._findings = self._ask_in_time(watched)
             found = self._findings
         end = f"; zero.timeout_s ({self.timeout_s:g}) is the longest wait for a rank"
         if found.remedy:
@@ -175,13 +172,13 @@ class RankWatch:
             self._failure = self._failure or error
         return error
 
-    def _ask_in_time(self, mine: Activity, members: Sequence[int]) -> Findings:
+    def _ask_in_time(self, watched: _Watched) -> Findings:
         """Ask on a separate thread, which may be left behind: the store may hang."""
         found: list[Findings] = []
 
         def ask() -> None:
             try:
-                found.append(self._ask(mine, members))
+                found.append(self._ask(watched))
             except RuntimeError as error:
                 found.append(self._store_is_gone(f"is gone ({_first_line(error)})"))
 
@@ -190,7 +187,7 @@ class RankWatch:
         asking.join(_ASKING_S)
         return found[0] if found else self._store_is_gone("does not answer")
 
-    def _ask(self, mine: Activity, members: Sequence[int]) -> Findings:
+    def _ask(self, watched: _Watched) -> Findings:
         before = {rank: self._records.read(rank) for rank in self._others}
         after, unsure = dict(before), set(self._others)
         deadline = time.monotonic() + PATIENCE_S
@@ -202,7 +199,7 @@ class RankWatch:
                 spoke = now is not None and (first is None or now.beat > first.beat)
                 if spoke or (now is not None and now.left is not None):
                     unsure.discard(rank)
-        return find_missing(mine, members, before, after)
+        return find_missing(watched.activity, watched.members, before, after)
 
     def _store_is_gone(self, how: str) -> Findings:
         """Return findings without the store: no rank can be asked, but it is known which one hosted
@@ -220,10 +217,10 @@ class RankWatch:
     def _record(self) -> RankRecord:
         with self._lock:
             self._beat += 1
-            failure = self._failure
+            blames = () if self._failure is None else self._failure.ranks
             return RankRecord(
                 self._beat, time.time(), tuple(each.activity for each in self._doing),
-                dict(self._done), self._left, failure.ranks if failure is not None else (),
+                dict(self._numbers), self._last, self._left, blames,
             )  # fmt: skip
 
     def _tell(self) -> None:
