@@ -207,6 +207,14 @@ def test_what_rows_cannot_do_is_refused(pair: Pair) -> None:
         param(engine).mul_(2.0)
 
 
+@pytest.mark.parametrize("place", ["host", "nvme"])
+def test_experts_without_tokens_are_updated_in_the_step_where_others_are_in_backward(
+    pair: Pair, place: str
+) -> None:
+    pair.make(place, optimizer={**ADAMW, "in_backward": True})
+    pair.train()
+
+
 # ---------------------------------------------------------------- drawn programs
 def _optimizer_step(engine: Engine, draw: random.Random) -> None:
     engine.optimizer.step()

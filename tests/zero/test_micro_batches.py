@@ -257,85 +257,52 @@ def test_a_sequence_first_block_is_found_out(tmp_path: Path) -> None:
         model(torch.randn(6, 4, WIDTH, device=ON))
 
 
-class Counting(nn.Linear):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x), x.sum()
-
-
-def test_an_output_without_a_batch_dimension_is_refused(tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Counting(WIDTH, WIDTH), Counting(WIDTH, WIDTH)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x, _ = block(x)
-            return x
-
-    with (
-        offload.initialize(Model(), split(tmp_path, "Counting")) as engine,
-        pytest.raises(UnsupportedError, match=r"cannot join an output of shape \(\)"),
-    ):
-        engine.module(torch.randn(4, WIDTH, device=ON))
-
-
 @dataclasses.dataclass
 class Rows:
     rows: Tensor
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda x: (x, [Rows(x)]), "cannot join a Rows"),
-        (lambda x: (x, x.detach().sum().item()), "cannot join outputs that differ between pieces"),
-    ],
-)  # fmt: skip
-def test_an_output_that_is_no_tensor_is_refused_by_its_type(
-    tmp_path: Path, returned: Any, message: str
-) -> None:
-    class Block(nn.Linear):
-        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
-            return returned(super().forward(x))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(WIDTH, WIDTH), Block(WIDTH, WIDTH)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x, _ = block(x)
-            return x
-
-    with (
-        offload.initialize(Model(), split(tmp_path, "Block")) as engine,
-        pytest.raises(UnsupportedError, match=message),
-    ):
-        engine.module(torch.randn(4, WIDTH, device=ON))
 
 
 class Cache:
     """An object that a block writes to."""
 
 
-def test_an_argument_that_is_no_tensor_is_refused_by_its_type(tmp_path: Path) -> None:
+class Chain(nn.Module):
+    """Two linear blocks, each of which is given `other` and returns what `returned` makes."""
+
     class Block(nn.Linear):
-        def forward(self, x: Tensor, cache: Any = None) -> Tensor:  # type: ignore[override]
-            return super().forward(x)
+        returned: Callable[[Tensor], Any]
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(WIDTH, WIDTH), Block(WIDTH, WIDTH)])
+        def forward(self, x: Tensor, other: Any = None) -> Any:  # type: ignore[override]
+            return self.returned(super().forward(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[1](self.blocks[0](x), Cache())
+    def __init__(self, returned: Callable[[Tensor], Any], other: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(WIDTH, WIDTH) for _ in range(2))
+        self.other = other
+        for block in self.blocks:
+            block.returned = returned
 
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x, self.other)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("returned", "other", "message"),
+    [
+        (lambda x: (x, x.sum()), None, r"cannot join an output of shape \(\)"),
+        (lambda x: (x, [Rows(x)]), None, "cannot join a Rows"),
+        (lambda x: (x, x.detach().sum().item()), None, "cannot join outputs that differ between"),
+        (lambda x: (x, x), Cache(), "cannot split a Cache"),
+    ],
+)
+def test_what_a_block_is_given_and_returns_is_refused_by_its_type(
+    tmp_path: Path, returned: Any, other: Any, message: str
+) -> None:
     with (
-        offload.initialize(Model(), split(tmp_path, "Block")) as engine,
-        pytest.raises(UnsupportedError, match="cannot split a Cache"),
+        offload.initialize(Chain(returned, other), split(tmp_path, "Block")) as engine,
+        pytest.raises(UnsupportedError, match=message),
     ):
         engine.module(torch.randn(4, WIDTH, device=ON))
 
