@@ -107,9 +107,6 @@ class UpdateQueue:
                 if first:
                     self._waiting.move_to_end(update.group.index, last=False)
         self._worker.wake()
-        for update in updates:
-            if not update.can_begin:
-                update.state.gradients.landed.then(lambda _: self._worker.wake())
 
     def promote(self, index: int) -> None:
         """Note that a group is needed now: its update is the next to begin."""
@@ -211,8 +208,7 @@ class UpdateQueue:
 
     def _begin_group(self) -> GroupUpdate | None:
         with self._lock:
-            # one that waits for other ranks must not hold what the reduction needs to end
-            waiting = (each for each in self._waiting.values() if each.can_begin)
+            waiting = self._waiting.values()
             update = next((each for each in waiting if self.gate.admits(each.group.index)), None)
             if update is None:
                 return None
