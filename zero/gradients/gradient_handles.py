@@ -82,17 +82,11 @@ class GradientSource:
     It keeps no model: the garbage collector does not see that a parameter has it in `.grad`, and
     would take what it keeps for used."""
 
-    __slots__ = (
-        "__weakref__", "_param", "_state", "_table", "index", "used_up", "zeroed",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_table", "key", "used_up", "zeroed")
 
-    def __init__(
-        self, table: GradientHandles, state: OptimizerState, index: int, param: nn.Parameter
-    ) -> None:
+    def __init__(self, table: GradientHandles, key: Place) -> None:
         self._table = weakref.ref(table)
-        self._state = weakref.ref(state)
-        self.index = index
-        self._param = weakref.ref(param)
+        self.key = key
         self.zeroed = False  # it is zero, and the accumulator has nothing of it
         self.used_up: str | None = None  # why its value is gone
 
@@ -102,15 +96,15 @@ class GradientSource:
 
     @property
     def state(self) -> OptimizerState:
-        return there(self._state)
+        return self.table.states[self.key[0]]
+
+    @property
+    def index(self) -> int:
+        return self.key[1]
 
     @property
     def param(self) -> nn.Parameter:
-        return there(self._param)
-
-    @property
-    def key(self) -> Place:
-        return self.state.group.index, self.index
+        return self.table.params[self.key]
 
     @property
     def name(self) -> str:
@@ -144,7 +138,7 @@ class GradientHandles:
         """`arrive` takes a gradient of one parameter into its accumulator. `comes_in_parts`:
         whether gradients of a group are still arriving, micro-batch by micro-batch. `check_process`
         raises in a forked child."""
-        self._states = states
+        self.states = states
         self._stepper = stepper
         self._rank_work = rank_work
         self._arrive = arrive
@@ -152,14 +146,14 @@ class GradientHandles:
         self._check_process = check_process
         self._sources: dict[Place, GradientSource] = {}  # of the accumulated gradients
         self._handles: dict[Place, PagedTensor] = {}  # of these, and of gradients to come
-        self._params: dict[Place, nn.Parameter] = {
+        self.params: dict[Place, nn.Parameter] = {
             (state.group.index, index): param
             for state in states
             for index, param in enumerate(state.group.params)
             if state.group.layout.params[index].trainable
         }
         stepper.on_used_up = self._let_go
-        self._places = {id(param): key for key, param in self._params.items()}
+        self._places = {id(param): key for key, param in self.params.items()}
         self.packed: WholeGradients  # set when they are made
         self._set: dict[Place, int] = {}  # addresses of tensors that users have put there
         self._taken: set[Place] = set()  # the accumulators hold those tensors' values
@@ -179,7 +173,7 @@ class GradientHandles:
         in torch: it may be a view of a buffer that the user zeroes or accumulates in."""
         self.packed.follow()
         with torch._C.DisableTorchFunctionSubclass():
-            found = ((key, param.grad) for key, param in self._params.items())
+            found = ((key, param.grad) for key, param in self.params.items())
             self._set = {
                 key: local_of(gradient).data_ptr() for key, gradient in found
                 if gradient is not None and not isinstance(gradient, PagedTensor)
@@ -195,7 +189,7 @@ class GradientHandles:
         self._arrive(state, index, gradient)
         self._agreed = False
         self._put(key)
-        self.packed.came(self._params[key])
+        self.packed.came(self.params[key])
 
     def add(self, source: GradientSource, gradient: torch.Tensor) -> None:
         """Add a gradient, from autograd or the user, to an existing one."""
@@ -205,15 +199,15 @@ class GradientHandles:
 
     def prepare(self) -> None:
         """Make all handles."""
-        for key, param in self._params.items():
+        for key, param in self.params.items():
             self._handles[key] = self._made(key)
             param.grad = None
         self.packed.prepare()
 
     def _made(self, key: Place) -> PagedTensor:
         """Return a handle for the next gradient of a parameter."""
-        param = self._params[key]
-        source = GradientSource(self, self._states[key[0]], key[1], param)
+        param = self.params[key]
+        source = GradientSource(self, key)
         return PagedTensor(source, _without_values(param.shape, param.dtype), param.device)
 
     def _put(self, key: Place) -> GradientSource:
@@ -224,7 +218,7 @@ class GradientHandles:
         assert isinstance(handle.source, GradientSource), "made above"
         self._sources[key] = handle.source
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
-            self._params[key].grad = handle
+            self.params[key].grad = handle
         return handle.source
 
     # ---------------------------------------------------------------- what users did to `.grad`
@@ -236,7 +230,7 @@ class GradientHandles:
         self.packed.follow()
         there = [*self._sources, *self._taken]
         with torch._C.DisableTorchFunctionSubclass():
-            gone = [key for key in there if self._params[key].grad is None]
+            gone = [key for key in there if self.params[key].grad is None]
         if there and len(gone) == len(there):
             self._part(gone)
             self._stepper.zero_grad()
@@ -249,7 +243,7 @@ class GradientHandles:
         """Before a step, drop gradients that users cleared, and take in those that users set."""
         self.drop_cleared()
         with torch._C.DisableTorchFunctionSubclass():
-            found = {key: param.grad for key, param in self._params.items()}
+            found = {key: param.grad for key, param in self.params.items()}
         for key, gradient in found.items():
             if gradient is not None and not self.is_current(key, gradient):
                 self._take_set(key, gradient)
@@ -271,7 +265,7 @@ class GradientHandles:
 
     def _take_set(self, key: Place, gradient: torch.Tensor) -> None:
         value = gradient.values() if isinstance(gradient, PagedTensor) else gradient.detach()
-        state, index = self._states[key[0]], key[1]
+        state, index = self.states[key[0]], key[1]
         self._refuse_ahead(state, index)
         if state.group.ep_size > 1:
             raise UnsupportedError(
@@ -281,7 +275,7 @@ class GradientHandles:
             )
         state.group.wait_for_update()  # of the last step: that still reads what was there
         self._forget([key])
-        local = spread_as(self._params[key], value)
+        local = spread_as(self.params[key], value)
         if isinstance(state.gradients, ReducedGradients):
             state.gradients.keep(index, local)  # it is reduced in the step, with other ranks'
         else:
@@ -298,22 +292,22 @@ class GradientHandles:
         """Give every parameter with a gradient on any rank one here, after ranks have agreed."""
         if not self._rank_work.reductions.has_others:
             return
-        for state in self._states:
+        for state in self.states:
             for index, passes in enumerate(state.gradients.passes):
                 key = state.group.index, index
-                if passes and key not in self._sources and self._params[key].grad is None:
+                if passes and key not in self._sources and self.params[key].grad is None:
                     self._put(key)
-                    self.packed.came(self._params[key])
+                    self.packed.came(self.params[key])
 
     def clear(self, why: str) -> None:
         """Clear every parameter's gradient."""
-        self._let_go(range(len(self._states)), why)
+        self._let_go(range(len(self.states)), why)
 
     def _let_go(self, groups: Sequence[int], why: str) -> None:
         wanted = set(groups)
         for key in [key for key in self._sources if key[0] in wanted]:
-            if self.is_current(key, self._params[key].grad):
-                self._params[key].grad = None
+            if self.is_current(key, self.params[key].grad):
+                self.params[key].grad = None
             self._sources.pop(key).used_up = why
             self._handles.pop(key)
         self.packed.forget(why)
@@ -324,10 +318,10 @@ class GradientHandles:
         by_group: dict[int, list[int]] = {}
         for key in keys:
             self._taken.discard(key)
-            if self._has(self._states[key[0]], key[1]):
+            if self._has(self.states[key[0]], key[1]):
                 by_group.setdefault(key[0], []).append(key[1])
         for group, indices in by_group.items():
-            self._stepper.drop(self._states[group], indices)
+            self._stepper.drop(self.states[group], indices)
 
     def _has(self, state: OptimizerState, index: int) -> bool:
         return bool(state.gradients.passes[index])
@@ -356,7 +350,7 @@ class GradientHandles:
     def value_of_row(self, row: nn.Parameter) -> torch.Tensor | None:
         """Return the gradient of a row, as `value` does."""
         key = self._places[id(row)]
-        return self.value(row, self._states[key[0]], key[1])
+        return self.value(row, self.states[key[0]], key[1])
 
     def norm_of(self, sources: Sequence[GradientSource]) -> torch.Tensor:
         """Return the 2-norm of a whole gradient, of all rows of a packed one, 0-dim, fp32."""
@@ -472,7 +466,7 @@ class GradientHandles:
 
     def _is_shared(self, key: Place) -> bool:
         """Return whether other ranks have gradients of this parameter, too."""
-        return isinstance(self._states[key[0]].gradients, ReducedGradients)
+        return isinstance(self.states[key[0]].gradients, ReducedGradients)
 
     def _agree(self, source: GradientSource) -> None:
         """Reduce these gradients, on several ranks. All ranks must call it, and do, for they run
@@ -480,13 +474,13 @@ class GradientHandles:
         if self._agreed or not self._is_shared(source.key):
             return
         self._stepper.agree("a use of param.grad", source.name)
-        shared = [key for key in self._params if self._is_shared(key)]
+        shared = [key for key in self.params if self._is_shared(key)]
         here = [int(key in self._sources) for key in shared]
         missing = self._rank_work.exchange(here, "which parameters have gradients")
         if (missing != missing[0]).any():
             column = int((missing != missing[0]).any(axis=0).argmax())
             key = shared[column]
-            name = self._states[key[0]].group.layout.params[key[1]].name
+            name = self.states[key[0]].group.layout.params[key[1]].name
             without = [rank for rank, row in enumerate(missing) if not row[column]]
             raise UnsupportedError(
                 f"{name} has a gradient on some ranks and none on others ({without}), so what they "

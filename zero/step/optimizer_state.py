@@ -35,7 +35,7 @@ class Hyper:
 HyperOf = Callable[[nn.Parameter], Hyper | None]
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True)
 class OptimizerState:
     """The optimizer records of one group: one per chunk of its trainable part, or of this rank's
     part of that. Chunks count elements from the first one of the part."""
