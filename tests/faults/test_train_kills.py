@@ -63,6 +63,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in map(json.loads, lines)]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     victim: Victim, tmp_path: Path, long: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

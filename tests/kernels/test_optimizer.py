@@ -18,7 +18,7 @@ from tests.kernels import reference
 from tests.kernels.step_cases import NOISE, RULES, WEIGHTS, Draw, Formats, Stored, calm, wild
 from tests.kernels.values import assert_same
 
-pytestmark = pytest.mark.sample(4)
+pytestmark = pytest.mark.sample(8)
 
 SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 255, 256, 257, 288, 1000, 4099]
 ADAM_FORMATS = [

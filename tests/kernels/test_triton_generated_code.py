@@ -52,6 +52,7 @@ def ptx(compiled: Callable[[str], Compiled]) -> dict[str, str]:
     return {name: each["assembly"] for name, each in found.items() if name != SQUEEZED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_kernel_is_machine_code_that_spills_no_register(
     compiled: Callable[[str], Compiled], target: str, long: bool

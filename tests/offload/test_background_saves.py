@@ -223,7 +223,7 @@ def test_an_update_in_host_memory_waits_for_its_group_and_gets_it_next(
     assert sorted(passed) == sorted(pending)
 
 
-@pytest.mark.sample("bf16-placement0")
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [HOST, NVME, PLACEMENTS["mixed"]])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_users_write_meanwhile_is_not_in_it(

@@ -204,7 +204,7 @@ def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
     assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.skipif(ON_GPU, reason="there the links are real")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(

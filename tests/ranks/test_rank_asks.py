@@ -112,6 +112,7 @@ def ask_all(stage: int, folder: str) -> list[tuple[str, float]]:
     return [ask(number, stage, folder) for number in range(len(ASKS))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_ask_for_different_things_are_told(
     stage: int, tmp_path: Path, long: bool

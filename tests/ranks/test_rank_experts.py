@@ -127,6 +127,7 @@ def test_what_does_not_go_with_experts_of_other_ranks_is_said(tmp_path: Path) ->
         assert "the ranks went different ways" in next(says)
 
 
+@pytest.mark.slow
 def test_ranks_with_the_same_experts_share_their_gradients_and_states(
     tmp_path: Path, long: bool
 ) -> None:

@@ -29,6 +29,7 @@ def test_parts_compute_what_the_whole_does(found: list[Any], tmp_path: Path) -> 
             assert (output - expected).norm() <= 1e-6 * expected.norm()
 
 
+@pytest.mark.slow
 def test_a_model_with_a_plan_generates_as_on_one_rank(found: list[Any], tmp_path: Path) -> None:
     tokens, logits = parallel_inference.generated(str(tmp_path))
     for _, (others, parts), _ in found:

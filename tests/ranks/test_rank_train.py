@@ -66,6 +66,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_resume_like_one_with_twice_the_passes(
     file: Path, tmp_path: Path
 ) -> None:

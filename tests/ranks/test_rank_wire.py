@@ -27,6 +27,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[list[Outcome]]:
     return run_ranks(2, folder, train_all, cases, str(folder))
 
 
+@pytest.mark.slow
 def test_rounding_is_the_same_on_all_ranks_and_at_all_stages(
     outcomes: list[list[Outcome]],
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_rank_that_steps_alone_is_told(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_distributed_checkpoint(small: list[tuple[Any, ...]]) -> None:
     for _, (through, resumed), _ in small:
         assert resumed.losses == through.losses
