@@ -69,7 +69,6 @@ class Case:
 @dataclass(frozen=True)
 class Predicted:
     memory: MemoryEstimate
-    nvme_is_bound: bool
     host_slack_nbytes: int  # of gradients whose update within backward is late
 
 
@@ -153,13 +152,13 @@ def predict(case: Case, baseline: Baseline, *, activations: bool) -> Predicted:
     facts = ActivationFacts(0, 0, 0, "", _NOTHING, _NOTHING)
     if activations or plan.activations is not None:
         facts = trace_activations(build_meta_model(config), config, workload)
-    planned = PlannedMemory(plan, config, shape, facts, workload, baseline)
-    memory, late = planned.estimate(), 0
+    memory = PlannedMemory(plan, config, shape, facts, workload, baseline).estimate()
+    late = 0
     if case.own_loop:
         pairs = zip(plan.groups, plan.gradients, strict=True)
         late = sum(sorted(group.gradients for group, home in pairs if home is Tier.NVME)[-3:])
     left = plan.budgets[Tier.HOST] - memory.ledger_peaks[Tier.HOST]
-    return Predicted(memory, planned.nvme_is_bound, max(0, min(late, left)))
+    return Predicted(memory, max(0, min(late, left)))
 
 
 def measure(cases: list[Case]) -> list[dict[str, Any]]:

@@ -107,7 +107,7 @@ def _row(case: Case, predicted: Predicted, measured: dict[str, Any], *, ram: boo
         errors["host"] = math.copysign(max(0.0, abs(errors["host"]) - slack), errors["host"])
     place = predicted.memory.places[Tier.HOST]
     rss = place.peak_nbytes / measured["rss"] - 1 if ram else None
-    return Row(case, errors, rss, predicted.nvme_is_bound, measured)
+    return Row(case, errors, rss, Tier.NVME in predicted.memory.bounds, measured)
 
 
 def _judge(rows: list[Row]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import NOTHING
 from offload.planning.choice.solver import Candidate, RunFacts, Solution, solve
-from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate, Shortfall
+from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, Shortfall
 from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.plan.sizes import class_of
 from offload.planning.plan.workload import Workload
@@ -61,7 +61,7 @@ def plan_run(
         planned = PlannedMemory(
             candidate.plan, candidate.config, model, facts, run.workload, run.baseline
         )
-        memory = _with_capacities(planned.estimate(), hardware)
+        memory = planned.estimate(hardware.capacities)
         short = _shortfalls(memory, candidate, config, run.workload)
         others = tuple(other for other in candidates if other is not candidate)
         found = RunPlan(
@@ -157,21 +157,3 @@ def _key_of(name: MemoryClass, tier: Tier, plan: Plan) -> str:
         return f"budget.{tier}"
     held = [placed for placed in plan.placements if class_of(placed) is _CLASSES[name]]
     return f"placement.{max(held, key=lambda placed: plan.homes[placed].get(tier, 0))}"
-
-
-def _with_capacities(memory: MemoryEstimate, hardware: Hardware) -> MemoryEstimate:
-    """Compare every place with the capacity that one rank has there.
-
-    A tier that exceeds its budget is predicted as full, with the excess as a negative class; such
-    classes are dropped, so that the bytes to be held are shown.
-    """
-    there = {
-        Tier.DEVICE: hardware.device_nbytes,
-        Tier.HOST: hardware.host_nbytes,
-        Tier.NVME: hardware.nvme_free_nbytes,
-    }
-    places = {
-        tier: PlaceEstimate(there[tier], {name: n for name, n in place.by_class.items() if n > 0})
-        for tier, place in memory.places.items()
-    }
-    return replace(memory, places=places)

@@ -46,6 +46,14 @@ class Hardware:
     sharding: Sharding = ALONE  # of the rank that the rest is for
     cores: int = 1  # that the optimizer may use
 
+    @property
+    def capacities(self) -> Mapping[Tier, int]:
+        """The bytes that one rank has of each place."""
+        return {
+            Tier.DEVICE: self.device_nbytes, Tier.HOST: self.host_nbytes,
+            Tier.NVME: self.nvme_free_nbytes,
+        }  # fmt: skip
+
 
 def read_hardware(device_nbytes: int, nvme_free_nbytes: int) -> Hardware:
     """Read the resources of this machine that this process may use."""

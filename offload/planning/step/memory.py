@@ -15,6 +15,7 @@ candidate is the loading of the largest group, whose first values are there in f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -55,9 +56,7 @@ class PlannedMemory:
     """The peaks of a run of `plan` in bytes, computed without reading the machine.
 
     `config` has `optimizer.in_backward` as the training loop sets it
-    (`OffloadConfig.owning_the_loop` for `offload train`). Capacities are the tiers' budgets (for
-    RAM: host's and, on a CPU, device's, plus the baseline and the activations); a caller that knows
-    the machine replaces them.
+    (`OffloadConfig.owning_the_loop` for `offload train`).
     """
 
     def __init__(
@@ -72,22 +71,27 @@ class PlannedMemory:
         self._window = plan.activations.window_nbytes if plan.activations is not None else 0
         self._copies = find_copies(plan, config, model, workload.passes)
 
-    def estimate(self) -> MemoryEstimate:
-        plan = self._plan
-        places = {Tier.HOST: self._ram()}
+    def estimate(self, capacities: Mapping[Tier, int] | None = None) -> MemoryEstimate:
+        """The peaks, against the bytes that there are of each place (by default the budgets)."""
+        plan, there = self._plan, capacities or self._plan.budgets
+        held, on_nvme = {Tier.HOST: self._ram()}, self._on_nvme()
         if plan.gpu:
-            places[Tier.DEVICE] = self._gpu()
+            held[Tier.DEVICE] = self._gpu()
         if plan.opens_files:
-            places[Tier.NVME] = self._disk()
+            held[Tier.NVME] = self._disk(on_nvme)
+        # how far moves are behind decides it
+        is_bound = on_nvme[MemoryClass.STAGING] + on_nvme[MemoryClass.ACTIVATIONS] > 0 or (
+            self._config.optimizer.in_backward is True and on_nvme[MemoryClass.GRADIENTS] > 0
+        )
         return MemoryEstimate(
-            places=places,
+            places={tier: self._place(there[tier], by_class) for tier, by_class in held.items()},
             ledger_peaks={
                 Tier.DEVICE: plan.total(Tier.DEVICE) + self._mirrors,
                 Tier.HOST: plan.total(Tier.HOST) + self._copies.nbytes,
-                Tier.NVME: sum(self._on_nvme().values()),
+                Tier.NVME: sum(on_nvme.values()),
             },
             checkpoint_nbytes=checkpoint_nbytes(plan, self._config, self._model),
-            bounds=frozenset({Tier.NVME} if self.nvme_is_bound else ()),
+            bounds=frozenset({Tier.NVME} if is_bound else ()),
         )
 
     def _expected(self, tier: Tier) -> ByClass:
@@ -100,12 +104,12 @@ class PlannedMemory:
 
     def _place(self, capacity_nbytes: int, by_class: ByClass) -> PlaceEstimate:
         """The place that holds `by_class`, with master weights apart from the optimizer's states.
-        A class of no bytes is left out."""
+        Classes of no bytes are left out, and the excess over the budget of a tier that is full."""
         master, states = _record_split(self._plan.record_formats[Tier.HOST], 1 << 20)
         of_records = by_class[MemoryClass.OPTIMIZER]
         by_class[MemoryClass.MASTER] = of_records * master // max(1, master + states)
         by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]
-        return PlaceEstimate(capacity_nbytes, {name: n for name, n in by_class.items() if n})
+        return PlaceEstimate(capacity_nbytes, {name: n for name, n in by_class.items() if n > 0})
 
     # ---------------------------------------------------------------- device
     @property
@@ -115,8 +119,8 @@ class PlannedMemory:
         left = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
         return min(left, mirrors_nbytes(plan)) if plan.gpu else 0
 
-    def _gpu(self) -> PlaceEstimate:
-        """The estimate of GPU memory: the tier, one block, beside activations and the context."""
+    def _gpu(self) -> ByClass:
+        """GPU memory: the tier, one block, beside activations and the context."""
         budget, cache = self._plan.budgets[Tier.DEVICE], self._facts.cache_nbytes
         by_class = self._expected(Tier.DEVICE)
         by_class[MemoryClass.STAGING] += max(0, self._mirrors)
@@ -124,8 +128,7 @@ class PlannedMemory:
         by_class[MemoryClass.ACTIVATIONS] = self._tensors - cache
         by_class[MemoryClass.CACHE] += cache
         by_class[MemoryClass.FRAMEWORK] = self._baseline.gpu_nbytes
-        capacity = budget + self._tensors + self._baseline.gpu_nbytes
-        return self._place(capacity, by_class)
+        return by_class
 
     # ---------------------------------------------------------------- RAM
     @property
@@ -145,14 +148,6 @@ class PlannedMemory:
         return min(self._facts.saved_nbytes, room)
 
     @property
-    def nvme_is_bound(self) -> bool:
-        """Whether the ledger's peak of nvme depends on the speed of moves, so that the prediction
-        is an upper bound."""
-        by_class, in_backward = self._on_nvme(), self._config.optimizer.in_backward is True
-        moving = by_class[MemoryClass.STAGING] + by_class[MemoryClass.ACTIVATIONS]
-        return moving > 0 or (in_backward and by_class[MemoryClass.GRADIENTS] > 0)
-
-    @property
     def _activations_on_disk(self) -> int:
         """The bytes of activations that may be on disk; 0 if they fit in half of the window, which
         is not written."""
@@ -161,7 +156,7 @@ class PlannedMemory:
             return 0
         return min(activations.disk_nbytes, self._parked)
 
-    def _ram(self) -> PlaceEstimate:
+    def _ram(self) -> ByClass:
         plan, facts, copies = self._plan, self._facts, self._copies
         states = self._states_in_ram()
         steps = dict(states)
@@ -176,9 +171,7 @@ class PlannedMemory:
         loading[MemoryClass.STAGING] = staged
         by_class = max((steps, loading), key=lambda moment: sum(moment.values()))
         by_class[MemoryClass.FRAMEWORK] = self._baseline.ram_of(self._config, self._model.tensors)
-        budget = plan.budgets[Tier.HOST] + (0 if plan.gpu else plan.budgets[Tier.DEVICE])
-        beside = sum(by_class.values()) - sum(states.values())
-        return self._place(budget + beside, by_class)
+        return by_class
 
     def _states_in_ram(self) -> ByClass:
         """The bytes of the arenas that have been touched after some steps."""
@@ -232,16 +225,13 @@ class PlannedMemory:
             and not (plan.gpu and on_device)
         )  # fmt: skip
 
-    def _disk(self) -> PlaceEstimate:
-        """The estimate of disk space: files are reserved, or extended by 256 MiB at a time."""
-        by_class = self._on_nvme()
-        total = sum(by_class.values())
-        reserved = needed_nbytes(self._plan, Tier.NVME)
+    def _disk(self, by_class: ByClass) -> ByClass:
+        """Disk space: files are reserved, or extended by 256 MiB at a time."""
+        total, reserved = sum(by_class.values()), needed_nbytes(self._plan, Tier.NVME)
         if total > reserved:
             reserved = max(reserved, round_up(total, _FILE_GROWTH_NBYTES))
-        budget = self._plan.budgets[Tier.NVME]
-        by_class[MemoryClass.FRAGMENTATION] = max(0, min(reserved, budget) - total)
-        return self._place(budget, by_class)
+        left = max(0, min(reserved, self._plan.budgets[Tier.NVME]) - total)
+        return {**by_class, MemoryClass.FRAGMENTATION: left}
 
 
 def _record_split(kept: RecordFormat, numel: int) -> tuple[int, int]:
