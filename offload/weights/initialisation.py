@@ -21,7 +21,7 @@ from offload.config.paths import StrPath
 from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import keeps
 from offload.tiers.errors import CheckpointError
-from offload.weights.lazy_tensors import LazyWeights
+from offload.weights.lazy_tensors import LazyTensor, LazyWeights
 from offload.weights.materialise import MetaInitialiser
 from offload.weights.safetensors_weights import SafetensorsWeights
 from offload.zero.experts.packed import PackedParam
@@ -50,7 +50,7 @@ class WeightInitialisation:
         self._rounded: list[ParamSpec] = []
         self._files = None
         if weights is not None:
-            self._files = SafetensorsWeights(weights, dtype, transposed_weights(model))
+            self._files = SafetensorsWeights(weights, transposed_weights(model))
         anything = [*model.parameters(), *model.buffers()]
         self._initialiser = None
         if any(tensor.is_meta and tensor not in lazy for tensor in anything):
@@ -86,17 +86,16 @@ class WeightInitialisation:
             fresh = self._initialiser.values(plain) | self._fresh_rows(rows)
 
         def value(spec: ParamSpec) -> torch.Tensor:
-            param, number = params[spec], None
+            param, whole, number = params[spec], spec, None
             if spec in rows:
                 packed, number = rows[spec]
-                param = packed.param
-            if self._files is not None:
-                whole = spec if number is None else packed.spec
-                found = self._files.get(spec) if number is None else self._files.row(packed, number)
-                return self._noted(spec, found, self._files.is_quantised(whole))
-            if param in self._lazy:
-                found = self._lazy.get(param, spec.name, self._dtype, number)
-                return self._noted(spec, found, self._lazy.is_quantised(param))
+                param, whole = packed.param, packed.spec
+            stored = self._stored(param, whole)
+            if stored is not None:
+                found = stored.checked(spec.name, whole.shape, self._dtype, number)
+                if stored.is_quantised:
+                    self._note(spec, found)
+                return found
             if spec.name in fresh:
                 return fresh[spec.name]
             given = local_of(params[spec]).detach()
@@ -104,12 +103,16 @@ class WeightInitialisation:
 
         return value
 
-    def _noted(self, spec: ParamSpec, value: torch.Tensor, is_quantised: bool) -> torch.Tensor:
-        """Return `value`, noting a quantised one that its codes in the tier round once more."""
-        weights = spec.stored if is_quantised else None
-        if weights is not None and not keeps(value.to(self._dtype), weights):
+    def _stored(self, param: nn.Parameter, spec: ParamSpec) -> LazyTensor | None:
+        """Return the tensor in files that has the values of a parameter, if there is one."""
+        if self._files is not None:
+            return self._files.tensor(spec)
+        return self._lazy.get(param)
+
+    def _note(self, spec: ParamSpec, value: torch.Tensor) -> None:
+        """Note a quantised weight that its codes in the tier round once more."""
+        if spec.stored is not None and not keeps(value.to(self._dtype), spec.stored):
             self._rounded.append(spec)
-        return value
 
     def _fresh_rows(
         self, rows: Mapping[ParamSpec, tuple[PackedParam, int]]
@@ -133,7 +136,7 @@ class WeightInitialisation:
         """Give values to buffers and to `others`, the parameters that stay in the model. All are on
         `device` then, and the same objects if they had values."""
         if self._initialiser is not None:
-            self._initialiser.finish(self._files, device)
+            self._initialiser.finish(() if self._files is None else self._files, device)
         if self._rounded:
             stored = self._rounded[0].stored
             _log.warning(
@@ -170,7 +173,7 @@ def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
             if own in module._non_persistent_buffers_set:
                 continue
             if buffer is None:
-                if files.has(name):
+                if name in files:
                     raise CheckpointError(
                         f"weights: {name} is in the files, and None in the model; register it as a "
                         "buffer, or leave it out of the files"

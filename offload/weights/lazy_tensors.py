@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from offload.quantised.matrix import Matrix
 from offload.quantised.reading import matrices_of
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored, check_range, check_shape, stored_tensors
 from offload.zero.groups.discovery import managed
 
@@ -204,6 +204,25 @@ class LazyTensor(torch.Tensor):
         assert isinstance(found, LazyTensor), "it was only moved"
         return found
 
+    def checked(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, number: int | None = None
+    ) -> torch.Tensor:
+        """Return the values for a parameter of this name and shape, or for row `number` of it,
+        without reading other rows, as precise as the files have them.
+
+        Raises CheckpointError for another shape, for numbers that are not floating-point, and for a
+        value that `dtype` cannot hold."""
+        check_shape(name, tuple(self.shape), shape)
+        if not self.is_floating_point():
+            raise CheckpointError(
+                f"weights: {name} is {self.dtype} in the files, and a floating point parameter in "
+                "the model; convert it (dequantise it) first"
+            )
+        asked = self if number is None else self.row(number)
+        tensor = asked.source.read(rounded=False)
+        check_range(name, tensor, dtype)
+        return tensor
+
     def pieces(self, numel: int) -> Iterator[torch.Tensor]:
         """Yield the values in order, 1D, `numel` at a time, read so if nothing was done to them."""
         source = self.source
@@ -363,20 +382,10 @@ class LazyWeights:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def is_quantised(self, param: torch.Tensor) -> bool:
-        return param in self and self._taken[id(param)][1].is_quantised
-
-    def get(
-        self, param: torch.Tensor, name: str, dtype: torch.dtype, number: int | None = None
-    ) -> torch.Tensor:
-        """Return values for a parameter, or for a row of it, as precise as the files have them.
-        Raises CheckpointError for a value that `dtype` cannot hold."""
-        _, lazy = self._taken[id(param)]
-        check_shape(name, tuple(lazy.shape), tuple(param.shape))
-        asked = lazy if number is None else lazy.row(number)
-        tensor = asked.source.read(rounded=False)
-        check_range(name, tensor, dtype)
-        return tensor
+    def get(self, param: torch.Tensor) -> LazyTensor | None:
+        """Return the lazy tensor that a parameter was; None for any other parameter."""
+        found = self._taken.get(id(param))
+        return None if found is None else found[1]
 
 
 _OWN_ATTRIBUTES = frozenset({"source", "like", "_is_param"})

@@ -12,8 +12,7 @@ Two checks keep what a constructor did in another way from being lost in silence
     filled     fresh memory holds a value that no initialiser writes (NaN, or first 0, then 1)
     counted    torch counts writes on the meta device, too: a tensor that was written more often
                when the model was built than the calls write there was set otherwise
-               (`nn.init.zeros_(self.head.weight)`); one that was written less often may not have
-               got what `_init_weights` writes
+               (`nn.init.zeros_(self.head.weight)`)
 
 Writes through `.data`, by `trunc_normal_` and by `orthogonal_` are not counted there.
 """
@@ -28,7 +27,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,9 +36,6 @@ from offload.planning.activations.compiler_free import without_dynamo
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import managed
 from offload.zero.tensors.local_tensors import is_dtensor
-
-if TYPE_CHECKING:
-    from offload.weights.safetensors_weights import SafetensorsWeights
 
 _REMEDY = (
     "build the model on the CPU (not under torch.device('meta') or zero.Init), pass weights= with "
@@ -105,30 +101,6 @@ class Entry:
         return made
 
 
-@dataclass(slots=True, eq=False)
-class Made:
-    """A tensor that was initialised."""
-
-    value: torch.Tensor
-    is_written: bool = False  # all of it
-    writes: float = 0  # as a constructor on the meta device counts them; inf: not known
-    is_overwritten: bool = False  # by transformers, which writes nothing in such a constructor
-
-    def accounts_for(self, writes: int) -> bool:
-        """Return whether a constructor that wrote so often may have made no others."""
-        return writes <= self.writes or (self.is_overwritten and not self.writes)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call that initialises tensors of `module`."""
-
-    module: nn.Module
-    run: Callable[[], object]
-    times: int = 1  # that a constructor on the meta device makes it
-    model: nn.Module | None = None  # whose `_init_weights` it is, which may not have been called
-
-
 class MetaInitialiser:
     """Initialises the modules of a model that is on the meta device, or partly, one by one."""
 
@@ -157,11 +129,12 @@ class MetaInitialiser:
         for key, child in module.named_children():
             self._note(child, f"{name}.{key}" if name else key, chain)
 
-    def check(self, files: SafetensorsWeights | None) -> None:
-        """Raise UnsupportedError for tensors that nothing will give values to."""
+    def check(self, files: Container[str] | None) -> None:
+        """Raise UnsupportedError for tensors that nothing will give values to, neither a call nor
+        `files`, the names in files."""
         wanted = [entry for entry in self._entries if entry.is_meta]
         if files is not None:  # which have all parameters, or it is an error of theirs
-            wanted = [e for e in wanted if not e.is_parameter and not files.has(e.name)]
+            wanted = [e for e in wanted if not e.is_parameter and e.name not in files]
         _refuse_unwritten([
             entry for entry in wanted
             if not any(True for owner in entry.owners for _ in self._calls_for(owner.module))
@@ -178,19 +151,17 @@ class MetaInitialiser:
         made = self._initialise(entries.values())
         return {name: made[entry] for name, entry in entries.items()}
 
-    def finish(self, files: SafetensorsWeights | None, device: torch.device) -> None:
-        """Give values to all tensors that are in no group: buffers, integers."""
+    def finish(self, files: Container[str], device: torch.device) -> None:
+        """Give memory to all tensors that are in no group (buffers, integers), and values to those
+        that are not in `files`."""
         entries = [
             entry for entry in self._entries
             if entry.is_meta and not (entry.is_parameter and entry.tensor.is_floating_point())
         ]  # fmt: skip
-        given = {} if files is None else {
-            e: files.get_as(e.name, e.tensor) for e in entries if e.is_persistent
-        }  # fmt: skip
-        missing = [entry for entry in entries if given.get(entry) is None]
-        for entry, value in {**given, **self._initialise(missing)}.items():
-            assert value is not None, "given, or initialised"
-            old, new = entry.tensor, value.to(device)
+        made = self._initialise([e for e in entries if not (e.is_persistent and e.name in files)])
+        for entry in entries:
+            old = entry.tensor
+            new = made[entry].to(device) if entry in made else torch.empty_like(old, device=device)
             if entry.is_parameter:
                 old.data = new
                 continue
@@ -246,101 +217,70 @@ class MetaInitialiser:
         Modules that share a tensor have to give it the same values under the first one's seed: the
         model does not say which of them initialised it."""
         first, *others = entry.owners
-        made = self._of_module(first.module, first.module)
-        made = {e: each for e, each in made.items() if e is entry or e.is_alone}
-        if entry.tied and not made[entry].is_written:
-            tied = entry.tied[0].module
-            made[entry] = self._of_module(tied, tied)[entry]
-        self._count(first.module, made)
-        for owner in entry.tied[:1]:
-            self._count(owner.module, {entry: made[entry]})
+        found = self._of_module(first.module, first.module)
+        made = {e: value for e, value in found.items() if e is entry or e.is_alone}
         for other in others:
             again = self._of_module(other.module, first.module)[entry]
-            self._count(other.module, {entry: made[entry]})
-            if not torch.equal(again.value, made[entry].value):
+            if not torch.equal(again, made[entry]):
                 raise UnsupportedError(
                     f"{entry.name} on the meta device is {other.name}, too, and their modules "
                     "would initialise it in different ways: it is not known which one the model "
                     f"began with; {_REMEDY}"
                 )
-        _refuse_unwritten([e for e, each in made.items() if not each.is_written])
-        _refuse_otherwise([e for e, each in made.items() if not each.accounts_for(e.version)])
-        for each in made:
-            self._refuse_uncalled(each, first.module)
-        return {e: each.value for e, each in made.items()}
+        _refuse_unwritten([e for e, value in made.items() if _has_nan(value)])
+        _refuse_otherwise([e for e in made if not self._accounts_for(e)])
+        return made
 
-    def _count(self, module: nn.Module, made: Mapping[Entry, Made]) -> None:
-        """Add how often the calls for a module write to its tensors on the meta device."""
-        written = {entry: each for entry, each in made.items() if entry.version}
-        for call, counts in self._counted(module, written):
-            for entry, count in counts.items():
-                written[entry].writes += count * call.times
-
-    def _counted(
-        self, module: nn.Module, entries: Collection[Entry]
-    ) -> Iterator[tuple[Call, dict[Entry, float]]]:
-        """Yield the calls for a module, with how often they write to `entries` where a constructor
-        on the meta device did: `trunc_normal_`, for one, writes nothing there."""
-        for call in self._calls_for(module) if entries else ():
-            if not call.times:
-                continue
-            before = {entry: entry.twin._version for entry in entries}
-            counts: dict[Entry, float] = dict.fromkeys(entries, math.inf)
-            with suppress(Exception):  # it needs values: what it writes is not known
-                call.run()
-                for entry in entries:
-                    is_replaced = _installed(entry, module) is not entry.twin
-                    counts[entry] = 1 if is_replaced else entry.twin._version - before[entry]
-            for entry in entries:
-                entry.install(entry.twin)
-            yield call, counts
-
-    def _refuse_uncalled(self, entry: Entry, module: nn.Module) -> None:
-        """Refuse a tensor of an `_init_weights` that the constructor may not have called for it."""
-        if not (entry.version and entry.is_alone):
-            return
-        own: float = 0  # writes by the module's own reset_parameters
-        for call, counts in self._counted(module, [entry]):
-            count = counts[entry]
-            if call.model is None:
-                own += count if call.module is module else 0
-            elif own and 0 < count < math.inf and entry.version < own + count:
-                raise UnsupportedError(
-                    f"{type(call.model).__name__}._init_weights: its constructor wrote to "
-                    f"{entry.name} only as often as reset_parameters() does, so that it is not "
-                    f"clear whether it called _init_weights; {_REMEDY}"
-                )
-
-    def _of_module(self, module: nn.Module, seeded_as: nn.Module) -> dict[Entry, Made]:
-        """Initialise a module's own tensors."""
+    def _of_module(self, module: nn.Module, seeded_as: nn.Module) -> dict[Entry, torch.Tensor]:
+        """Initialise a module's own tensors. NaN stays where nothing is written to them."""
         own = [entry for entry in self._of[id(module)] if entry.is_meta]
         name = self._names[id(seeded_as)]
         made = self._run(own, module, name, fill=0)
         if not all(entry.has_nan for entry in own):
             again = self._run(own, module, name, fill=1)
-            for entry, each in made.items():
-                if not entry.has_nan:
-                    each.is_written = torch.equal(each.value, again[entry].value)
+            _refuse_unwritten([
+                e for e in own if not e.has_nan and not torch.equal(made[e], again[e])
+            ])  # fmt: skip
         return made
 
     def _run(
         self, own: list[Entry], module: nn.Module, name: str, *, fill: int
-    ) -> dict[Entry, Made]:  # fmt: skip
+    ) -> dict[Entry, torch.Tensor]:  # fmt: skip
+        """Make the calls for a module whose own tensors are filled with NaN, or with `fill`."""
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        made = {entry: Made(_filled(entry, fill)) for entry in own}
         try:
-            for entry, each in made.items():
-                entry.install(entry.like(each.value), by=module)
+            for entry in own:
+                entry.install(entry.like(_filled(entry, fill)), by=module)
             for call in self._calls_for(module):
-                _perform(call, made, module)
-            for entry, each in made.items():
-                each.value = _checked(entry, module)
-                each.is_written = not (entry.has_nan and _has_nan(each.value))
+                _perform(call, module)
+            return {entry: _checked(entry, module) for entry in own}
         finally:
             for entry in own:
                 entry.install(entry.twin)
-        return made
+
+    def _accounts_for(self, entry: Entry) -> bool:
+        """Return whether a constructor on the meta device that made the calls alone may have
+        written a tensor as often as this one did."""
+        modules = [owner.module for owner in entry.owners]
+        writes = sum(self._writes(module, entry) for module in modules) if entry.version else 0
+        if entry.version <= writes:
+            return True
+        # transformers' own call writes nothing in a constructor on the meta device, and then all
+        return not writes and any(not c.times for each in modules for c in self._calls_for(each))
+
+    def _writes(self, module: nn.Module, entry: Entry) -> float:
+        """Return how often the calls for a module write to a tensor on the meta device."""
+        before = entry.twin._version
+        writes: float = math.inf
+        with suppress(Exception):  # it needs values: what it writes is not known
+            for call in self._calls_for(module):
+                for _ in range(call.times):
+                    call.run()
+            written = _installed(entry, module)
+            writes = written._version - (before if written is entry.twin else 0)
+        entry.install(entry.twin)
+        return writes
 
 
 # ---------------------------------------------------------------- the tensors
@@ -404,7 +344,16 @@ def _has_nan(value: torch.Tensor) -> bool:
     return bool(value.sum().isnan()) and bool(value.isnan().any())
 
 
-# ---------------------------------------------------------------- the calls
+# ---------------------------------------------------------------- calls
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that initialises tensors of `module`."""
+
+    module: nn.Module
+    run: Callable[[], object]
+    times: int = 1  # that a constructor on the meta device makes it
+
+
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
@@ -421,9 +370,9 @@ def _model_calls(module: nn.Module, chain: Iterable[nn.Module]) -> Iterator[Call
         return
     if _takes(method, module):
         for inner in chain:
-            yield Call(inner, partial(method, inner), model=module)
+            yield Call(inner, partial(method, inner))
     elif _takes(method):
-        yield Call(module, method, model=module)
+        yield Call(module, method)
 
 
 def _takes(method: Callable[..., object], *args: object) -> bool:
@@ -441,12 +390,9 @@ def _times_reset(kind: type) -> int:
     return max(1, sum(code is not None and not names.isdisjoint(code.co_names) for code in codes))
 
 
-def _perform(call: Call, made: Mapping[Entry, Made], module: nn.Module) -> None:
-    """Make a call for the tensors of `module`, and note which of them transformers writes.
-
-    Raises UnsupportedError where a module around it needs values of others, too."""
-    before = {entry: _installed(entry, module) for entry in made}
-    versions = {entry: tensor._version for entry, tensor in before.items()}
+def _perform(call: Call, module: nn.Module) -> None:
+    """Make a call for the tensors of `module`. Raises UnsupportedError where a module around it
+    needs values of others, too."""
     try:
         call.run()
     except Exception as error:
@@ -456,10 +402,6 @@ def _perform(call: Call, made: Mapping[Entry, Made], module: nn.Module) -> None:
             f"{type(call.module).__name__} on the meta device: its initialiser looks at values "
             f"beside those of {type(module).__name__} ({error}); {_REMEDY}"
         ) from error
-    for entry, each in made.items():
-        after = _installed(entry, module)
-        is_written = after is not before[entry] or after._version > versions[entry]
-        each.is_overwritten |= is_written and not call.times
 
 
 def _installed(entry: Entry, module: nn.Module) -> Any:

@@ -21,7 +21,6 @@ from offload.weights.tensor_file import (
     checked_tensors,
     checkpoint_at,
 )
-from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.layout import ParamSpec
 
 _log = logging.getLogger("offload")
@@ -36,12 +35,10 @@ class SafetensorsWeights:
     integer, and no shape is broadcast: this raises CheckpointError, which names the tensor.
     """
 
-    def __init__(self, path: StrPath, dtype: torch.dtype, transposed: Collection[str] = ()) -> None:
-        """`dtype` is the one that the model computes with; the quantised weights in `transposed`
-        have the columns first in the model. Raises UnsupportedError for formats that are not
-        read."""
+    def __init__(self, path: StrPath, transposed: Collection[str] = ()) -> None:
+        """The quantised weights in `transposed` have the columns first in the model. Raises
+        UnsupportedError for formats that are not read."""
         path = path_of(path, "weights")
-        self._dtype = dtype
         self._reader: CheckpointReader | None = None
         ours = checkpoint_at(path)
         if ours is None:
@@ -57,14 +54,7 @@ class SafetensorsWeights:
         if self._reader is not None:
             self._reader.close()
 
-    def row(self, packed: PackedParam, number: int) -> torch.Tensor:
-        """Return one row of a packed parameter, as `get` would give it; nothing else is read."""
-        spec = packed.spec
-        tensor = self._named(spec)
-        check_shape(spec.name, tuple(tensor.shape), spec.shape)
-        return self._checked(f"{spec.name}[{number}]", tensor.row(number).value())
-
-    def has(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
     def check_names(self, model: nn.Module, others: Collection[str] = ()) -> None:
@@ -83,7 +73,7 @@ class SafetensorsWeights:
             name for name in self._tensors
             if name not in known and not name.startswith(tuple(others))
         ]  # fmt: skip
-        missing = [tied[0] for tied in names.values() if not any(map(self.has, tied))]
+        missing = [tied[0] for tied in names.values() if not self._tensors.keys() & tied]
         if missing:
             theirs = f", which have {_few(unknown)}" if unknown else ""
             raise CheckpointError(
@@ -97,29 +87,12 @@ class SafetensorsWeights:
                 len(unknown), _few(unknown),
             )  # fmt: skip
 
-    def is_quantised(self, spec: ParamSpec) -> bool:
-        return self._named(spec).is_quantised
-
-    def get(self, spec: ParamSpec) -> torch.Tensor:
-        """Return values. Raises CheckpointError if missing, or of another shape or numbers."""
-        tensor = self._named(spec)
-        check_shape(spec.name, tuple(tensor.shape), spec.shape)
-        return self._checked(spec.name, tensor.value())
-
-    def _named(self, spec: ParamSpec) -> LazyTensor:
+    def tensor(self, spec: ParamSpec) -> LazyTensor:
+        """Return the tensor of a parameter. Raises CheckpointError if it is in no file."""
         for name in spec.names:
             if name in self._tensors:
                 return self._tensors[name]
         raise CheckpointError(f"weights: no tensor {' or '.join(spec.names)} in the files")
-
-    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            raise CheckpointError(
-                f"weights: {name} is {tensor.dtype} in the files, and a floating point "
-                "parameter in the model; convert it (dequantise it) first"
-            )
-        check_range(name, tensor, self._dtype)
-        return tensor
 
     def get_as(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor of the shape and dtype of `like`; None if it is not in the files."""

@@ -337,14 +337,6 @@ class TiedOtherwise(nn.Module):
         self.embed.weight = self.head.weight
 
 
-class NotCalled(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        nn.init.zeros_(self.weight)
-
-
 class ZeroedHead(nn.Module):
     """What `_init_weights` writes is not counted on the meta device, what follows it is."""
 
@@ -377,7 +369,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "partly": (lambda: Partly(3, 3), r"^weight on .* that the constructor of Partly filled"),
     "partly masked": (PartlyMasked, r"^mask on .* that the constructor of PartlyMasked"),
     "tied otherwise": (TiedOtherwise, r"^embed\.weight .* is head\.weight, too"),
-    "not called": (NotCalled, r"^NotCalled\._init_weights: .* not clear"),
     "zeroed after trunc_normal_": (ZeroedHead, r"^head\.weight on .*written 2 times"),
     "an attribute": (Plain, r"table is a tensor on the meta device"),
 }  # fmt: skip
