@@ -10,17 +10,17 @@ from typing import Any
 from torch import nn
 
 from offload.checkpoint.foreign.model_files import CONFIG, read_json
-from offload.quantised import awq, bitsandbytes, compressed_tensors, gptq
+from offload.quantised import bitsandbytes, compressed_tensors, gptq_and_awq
 from offload.quantised.matrix import Matrix
 from offload.quantised.parts import Parts
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored
 
 _READ: dict[str, Callable[[Mapping[str, Any], Parts], dict[str, Matrix]]] = {
-    "awq": awq.matrices,
+    "awq": gptq_and_awq.awq,
     "bitsandbytes": bitsandbytes.matrices,
     "compressed-tensors": compressed_tensors.matrices,
-    "gptq": gptq.matrices,
+    "gptq": gptq_and_awq.gptq,
 }
 # Ends of names that only parts of quantised weights have.
 _ENDS = (
