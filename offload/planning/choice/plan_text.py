@@ -159,9 +159,7 @@ def _bytes(planned: Planned) -> Table:
     for tier in Tier:
         table.add_column(tier, justify="right", no_wrap=True)
     for state_class in _CLASSES:
-        held = [plan.expected[tier].get(state_class, 0) for tier in Tier]
-        if not plan.trains and not any(held):
-            continue
+        held = (plan.expected[tier].get(state_class, 0) for tier in Tier)
         table.add_row(state_class, *map(_cell, held))
     table.add_section()
     table.add_row("total", *(_cell(plan.total(tier)) for tier in Tier))
@@ -234,7 +232,7 @@ def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
     return (
         f"{there} with {counted(found.numel)} parameters; a token is sent to {found.chosen} of "
         f"each table, and computed with {counted(found.active_numel)} parameters of the model",
-        f"expected to be touched, if routers prefer none: {in_pass}{in_step}",
+        f"experts used, assuming uniform routing: {in_pass}{in_step}",
     )
 
 
