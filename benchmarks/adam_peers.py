@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import IO, Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,7 +39,6 @@ ALONE_TRAFFIC = 28.0
 WHOLE_TRAFFIC = {1: 48.0, 2: 56.0}  # by multiplications
 
 Step = Callable[[], None]
-T = TypeVar("T")
 
 _HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -58,8 +53,12 @@ def systems(arrays: Arrays, say: Say) -> tuple[list[Timed], list[Row]]:
     reason = INSTALL_BENCH
     if importlib.util.find_spec("deepspeed") is not None:
         say("loading DeepSpeed's CPU Adam; compiling it takes a minute the first time")
-        theirs, reason = quietly(lambda: alone(deepspeed_optimizer, arrays, 0), "cannot be used")
-        if theirs is not None:
+        try:
+            theirs = alone(deepspeed_optimizer, arrays, 0)
+        except Exception as error:  # noqa: BLE001  a foreign library's failure ends no bench
+            lines = str(error).strip().splitlines() or [""]
+            reason = f"cannot be used: {type(error).__name__}: {lines[-1][:160]}"
+        else:
             both = _whole(DEEPSPEED_WHOLE, arrays, theirs, multiplications=1)
             return [*found, _alone(DEEPSPEED, arrays, theirs), both], []
     return found, [Row(name, Kind.PEER, note=reason) for name in (DEEPSPEED, DEEPSPEED_WHOLE)]
@@ -146,40 +145,3 @@ def _fp32(arrays: Arrays, stream: Stream) -> torch.Tensor:
 
 def _bf16(arrays: Arrays, stream: Stream) -> torch.Tensor:
     return torch.from_numpy(arrays[stream]).view(torch.bfloat16)
-
-
-# Libraries print while they load or compile: that is kept, and its end shown if they fail.
-def quietly(make: Callable[[], T], failed: str) -> tuple[T | None, str]:
-    """The result of `make()` and "", or None and the reason: an optional peer must not end a bench.
-
-    What is written to stdout and stderr meanwhile, by child processes too, is not shown. Any error
-    becomes the reason: `failed` and the error's last line.
-    """
-    with tempfile.TemporaryFile("w+") as kept:
-        try:
-            with redirected(kept):
-                return make(), ""
-        except Exception as error:  # noqa: BLE001  any failure of a foreign library; it is shown
-            lines = str(error).strip().splitlines() or [""]
-            return None, f"{failed}: {type(error).__name__}: {lines[-1][:160]}"
-
-
-@contextmanager
-def redirected(target: IO[str]) -> Iterator[None]:
-    """A context in which stdout and stderr, files and descriptors, are written to `target`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = [os.dup(number) for number in (1, 2)]
-    try:
-        for number in (1, 2):
-            os.dup2(target.fileno(), number)
-        # Python's files may be others than those of the descriptors, as in a notebook
-        with redirect_stdout(target), redirect_stderr(target):
-            yield
-            target.flush()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, copy in zip((1, 2), saved, strict=True):
-            os.dup2(copy, number)
-            os.close(copy)

@@ -29,7 +29,7 @@ from torch import nn
 from offload.bench.io import best, fill, noise
 from offload.bench.io_raw import GRID, Shape, ThreadsLoop, try_grid
 from offload.bench.record import Kind, Record, Row, Target
-from offload.bench.rounds import in_turn, seconds_of
+from offload.bench.rounds import interleaved, seconds_of
 from offload.bench.table import Column, number, print_record
 from offload.process.child import Child, Parent
 from offload.swap.io.swap_file import SwapFile
@@ -185,29 +185,29 @@ _OPENED = {OURS: _ours, IN_RAM: _in_ram}
 
 
 # ---------------------------------------------------------------- rounds
-class Reads:
-    """Raw reads of a file that is written once: what a disk still has to write slows reads down."""
-
-    def __init__(self, folder: Path, opened: ExitStack, grid: Sequence[Shape] = GRID) -> None:
-        file = opened.enter_context(SwapFile(folder))
-        file.reserve(DISK_NBYTES)
-        buffer = noise(max(shape.depth * shape.block_nbytes for shape in grid))
-        fill(file, buffer, DISK_NBYTES, lambda text: None)
-        tried = try_grid(file, buffer, DISK_NBYTES, lambda text: None, grid)
-        shape = best(tried, write=False)
-        self._loop = ThreadsLoop(shape, file, buffer, DISK_NBYTES)
-        opened.callback(self._loop.close)
-
-    def bytes_per_s(self) -> float:
-        return self._loop.nbytes / seconds_of(lambda: self._loop.run(write=False))
+def raw_reads(folder: Path, opened: ExitStack, grid: Sequence[Shape] = GRID) -> ThreadsLoop:
+    """The fastest loop of raw reads, over a file that is written once: what a disk still has to
+    write slows reads down."""
+    file = opened.enter_context(SwapFile(folder))
+    file.reserve(DISK_NBYTES)
+    buffer = noise(max(shape.depth * shape.block_nbytes for shape in grid))
+    fill(file, buffer, DISK_NBYTES, print)
+    shape = best(try_grid(file, buffer, DISK_NBYTES, print, grid), write=False)
+    loop = ThreadsLoop(shape, file, buffer, DISK_NBYTES)
+    opened.callback(loop.close)
+    return loop
 
 
 def compare(options: argparse.Namespace, batch: int) -> Record:
     """Measure one batch size: every system once per round, with the bounds."""
     record = Record("generation", {**vars(options), "batch": batch})
     with ExitStack() as stack:
-        disk = Reads(options.path, stack, _OF_EXPERTS if options.shape == "mixture" else GRID)
-        children = {}
+        grid = _OF_EXPERTS if options.shape == "mixture" else GRID
+        disk = raw_reads(options.path, stack, grid)
+        runs: dict[str, Callable[[], Any]] = {
+            DISK: lambda: disk.nbytes / seconds_of(partial(disk.run, write=False))
+        }
+        children = []
         for system in (OURS, IN_RAM):
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.path)))
             given = {
@@ -218,38 +218,25 @@ def compare(options: argparse.Namespace, batch: int) -> Record:
             child = Child(system, "benchmarks.generation:serve", given, home)
             stack.callback(child.kill)
             record.details["parameters"] = child.answer()["parameters"]
-            children[system] = child
-        turns, speeds = take_turns(children, disk, options.rounds)
-    _add_rows(record, turns, speeds, options)
+            runs[system] = partial(_turn, child)
+            children.append(child)
+        found = interleaved(runs, options.rounds, print)
+        for child in children:
+            child.close()
+    speeds = found.pop(DISK)
+    _add_rows(record, found, speeds, options)
     return record
 
 
-Turns = Mapping[str, Sequence[Mapping[str, Any]]]  # by system, those of each round
-
-
-def take_turns(
-    children: Mapping[str, Child], disk: Reads, rounds: int
-) -> tuple[Turns, Sequence[float]]:
-    """The answers of each system per round, and the disk's bytes per second; ends the systems."""
-    turns: dict[str, list[dict[str, Any]]] = {system: [] for system in children}
-    speeds = []
-    for round_, order in in_turn(list(children), rounds):
-        speed = disk.bytes_per_s()
-        for system in order:
-            children[system].send("turn")
-            found = children[system].answer()
-            if round_ >= 0:
-                turns[system].append(found)
-        if round_ >= 0:
-            speeds.append(max(speed, disk.bytes_per_s()))
-    for child in children.values():
-        child.close()
-    return turns, speeds
+def _turn(child: Child) -> dict[str, Any]:
+    child.send("turn")
+    return child.answer()
 
 
 def _add_rows(
-    record: Record, turns: Turns, speeds: Sequence[float], options: argparse.Namespace
-) -> None:
+    record: Record, turns: Mapping[str, Sequence[Mapping[str, Any]]], speeds: Sequence[float],
+    options: argparse.Namespace,
+) -> None:  # fmt: skip
     """Add a row per system, one for the time that the disk needs for our bytes, and one for the
     larger of that and of the pass with everything in memory."""
     batch, kinds = record.options["batch"], {OURS: Kind.OURS, IN_RAM: Kind.LIMIT}

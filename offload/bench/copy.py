@@ -7,7 +7,7 @@ its own, and from pageable memory. Each direction alone, then both at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,7 +16,7 @@ from offload.bench.record import Kind, Record
 from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
 from offload.process import machine
-from offload.swap.device.streams import CopyStream, StreamEvent
+from offload.swap.device.streams import CopyStream
 from offload.tiers import accelerator
 from offload.tiers.errors import BudgetError, UnsupportedError
 from offload.tiers.memory import HostMemory
@@ -74,64 +74,32 @@ def _nbytes(options: CopyOptions, device: torch.device) -> int:
     return round_up(nbytes, 4096)
 
 
-def _pieces(
-    destination: torch.Tensor, source: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for start in range(0, source.numel(), PIECE_NBYTES):
-        end = start + PIECE_NBYTES
-        yield destination[start:end], source[start:end]
-
-
-def _start(
-    stream: CopyStream, destination: torch.Tensor, source: torch.Tensor
-) -> Sequence[StreamEvent]:
-    return [stream.copy(*pair) for pair in _pieces(destination, source)]
-
-
-def _wait(marks: Sequence[StreamEvent]) -> None:
-    for mark in marks:
-        mark.wait()
-
-
-_WAYS = ("host to device", "device to host", "both at once")
+# The copies of each way, by their place in `_systems`' pairs.
+_WAYS = {"host to device": (0,), "device to host": (1,), "both at once": (0, 1)}
+Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
 
 
 def _systems(nbytes: int, device: torch.device) -> list[Timed]:
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    raw = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     memory = HostMemory(2 * nbytes, pin_for=device)
+    note = "" if memory.pinned else "could not be pinned"
+    raw = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     pinned = [memory.tensor(i * nbytes, nbytes) for i in range(2)]
     pageable = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
-    note = "" if memory.pinned else "could not be pinned"
     systems = []
-    for way in _WAYS:
-        moved = nbytes * (2 if way == _WAYS[2] else 1)
-        systems += [
-            moving(f"raw, {way}", Kind.LIMIT, moved, _raw_copy(way, raw, there, device)),
-            moving(
-                f"ours pinned, {way}", Kind.OURS, moved,
-                _our_copy(way, pinned, there, device), note,
-            ),
-            moving(
-                f"ours pageable, {way}", Kind.OURS, moved,
-                _our_copy(way, pageable, there, device),
-            ),
-        ]  # fmt: skip
+    for way, places in _WAYS.items():
+        for name, kind, host, copies, said in (
+            ("raw", Kind.LIMIT, raw, _raw_copies, ""),
+            ("ours pinned", Kind.OURS, pinned, _our_copies, note),
+            ("ours pageable", Kind.OURS, pageable, _our_copies, ""),
+        ):
+            pairs = ((there[0], host[0]), (host[1], there[1]))
+            run = copies([pairs[place] for place in places], device)
+            systems.append(moving(f"{name}, {way}", kind, nbytes * len(places), run, said))
     return systems
 
 
-def _pairs(
-    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(destination, source) of the copies of one way."""
-    pairs = [(there[0], host[0]), (host[1], there[1])]
-    return {_WAYS[0]: pairs[:1], _WAYS[1]: pairs[1:], _WAYS[2]: pairs}[way]
-
-
-def _raw_copy(
-    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor], device: torch.device
-) -> Callable[[], None]:
-    pairs = _pairs(way, host, there)
+def _raw_copies(pairs: Sequence[Pair], device: torch.device) -> Callable[[], None]:
     kind = accelerator.of(device)
     streams = [kind.stream(device) for _ in pairs]
 
@@ -145,15 +113,15 @@ def _raw_copy(
     return run
 
 
-def _our_copy(
-    way: str, host: Sequence[torch.Tensor], there: Sequence[torch.Tensor], device: torch.device
-) -> Callable[[], None]:
-    pairs = _pairs(way, host, there)
+def _our_copies(pairs: Sequence[Pair], device: torch.device) -> Callable[[], None]:
     streams = [CopyStream(device) for _ in pairs]
 
     def run() -> None:
-        copies = zip(streams, pairs, strict=True)
-        marks = [mark for stream, pair in copies for mark in _start(stream, *pair)]
-        _wait(marks)
+        events = []
+        for stream, (destination, source) in zip(streams, pairs, strict=True):
+            pieces = zip(destination.split(PIECE_NBYTES), source.split(PIECE_NBYTES), strict=True)
+            events += [stream.copy(*piece) for piece in pieces]
+        for event in events:
+            event.wait()
 
     return run

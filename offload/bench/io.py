@@ -34,10 +34,7 @@ DEFAULT_NBYTES = 1 << 30
 _BUFFER_NBYTES = 128 << 20  # the largest shape of the grid
 BLOCK_NBYTES = 16 << 20  # of our store
 _IN_FLIGHT = 4  # blocks
-_RAW = "raw"
 T = TypeVar("T")
-OURS = "ours"
-_UNCHECKED = "ours, no checksum"
 
 COLUMNS = (
     Column("s", number("seconds")),
@@ -74,16 +71,14 @@ def run_io(options: IoOptions, say: Say) -> Record:
         buffer = noise(_BUFFER_NBYTES)
         fill(raw, buffer, nbytes, say)
         tried = try_grid(raw, buffer, nbytes, say)
-        record.details["grid"] = [_tried_dict(one) for one in tried]
+        record.details["grid"] = [{**asdict(one), "shape": str(one.shape)} for one in tried]
         systems = _raw_systems(raw, buffer, nbytes, tried, stack)
         systems += _our_systems(options, folder, buffer, nbytes, stack, say)
         systems.sort(key=lambda system: not system.name.endswith("read"))
         measure(record, systems, options.rounds, say)
         record.notes.append(_where(folder, nbytes, raw))
     for direction in ("read", "write"):
-        for name in (OURS, _UNCHECKED):
-            ours, raw_loop = f"{name} {direction}", f"{_RAW} {direction}"
-            record.compare(ours, raw_loop, "bytes_per_s", Target(0.95))
+        record.compare(f"ours {direction}", f"raw {direction}", "bytes_per_s", Target(0.95))
     return record
 
 
@@ -98,11 +93,11 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
             f"--size: {wanted} bytes cannot be timed; choose {format_bytes(BLOCK_NBYTES)} or more"
         )
     nbytes = max(wanted // BLOCK_NBYTES, 1) * BLOCK_NBYTES
-    needed = 3 * nbytes + 2 * _IN_FLIGHT * BLOCK_NBYTES  # raw, and ours twice
+    needed = 2 * nbytes + _IN_FLIGHT * BLOCK_NBYTES  # raw, and ours
     if needed > free:
         raise PathError(
             f"--size: {format_bytes(nbytes)} per file need {format_bytes(needed)} in {folder}, "
-            f"{format_bytes(free)} are free; at most {format_bytes(free // 5)}"
+            f"{format_bytes(free)} are free; at most {format_bytes(free // 4)}"
         )
     return nbytes
 
@@ -144,35 +139,27 @@ def _raw_systems(
         loop = ThreadsLoop(shape, file, buffer, nbytes)
         stack.callback(loop.close)
         work = partial(loop.run, write=direction == "write")
-        systems.append(moving(f"{_RAW} {direction}", Kind.LIMIT, loop.nbytes, work, str(shape)))
+        systems.append(moving(f"raw {direction}", Kind.LIMIT, loop.nbytes, work, str(shape)))
     return systems
 
 
 def _our_systems(
     options: IoOptions, folder: Path, buffer: memoryview, nbytes: int, stack: ExitStack, say: Say
 ) -> list[Timed]:
-    size = BLOCK_NBYTES
-    count = min(_IN_FLIGHT, nbytes // size)
-    parts = cut(buffer, count, size)
-    systems = []
-    for name, checksum in ((OURS, True), (_UNCHECKED, False)):
-        file = SwapFile(folder)
-        stack.callback(file.close)
-        file.reserve(nbytes + count * size)
-        fill(file, buffer, nbytes + count * size, say)
-        loop = StoreLoop(file, parts, nbytes // size, backend=options.backend, checksum=checksum)
-        stack.callback(loop.close)
-        loop.write()
-        note = f"{loop.backend}, {count} x {format_bytes(size)}"
-        systems += [
-            moving(f"{name} read", Kind.OURS, loop.nbytes, loop.read, note),
-            moving(f"{name} write", Kind.OURS, loop.nbytes, loop.write, note),
-        ]
-    return systems
-
-
-def _tried_dict(tried: Tried) -> dict[str, float | str]:
-    return {**asdict(tried), "shape": str(tried.shape)}
+    count = min(_IN_FLIGHT, nbytes // BLOCK_NBYTES)
+    parts = cut(buffer, count, BLOCK_NBYTES)
+    file = SwapFile(folder)
+    stack.callback(file.close)
+    file.reserve(nbytes + count * BLOCK_NBYTES)
+    fill(file, buffer, nbytes + count * BLOCK_NBYTES, say)
+    loop = StoreLoop(file, parts, nbytes // BLOCK_NBYTES, backend=options.backend)
+    stack.callback(loop.close)
+    loop.write()
+    note = f"{loop.backend}, {count} x {format_bytes(BLOCK_NBYTES)}"
+    return [
+        moving("ours read", Kind.OURS, loop.nbytes, loop.read, note),
+        moving("ours write", Kind.OURS, loop.nbytes, loop.write, note),
+    ]
 
 
 def _where(folder: Path, nbytes: int, file: SwapFile) -> str:
@@ -193,9 +180,8 @@ class StoreLoop:
     """
 
     def __init__(
-        self, file: SwapFile, parts: Sequence[memoryview], blocks: int, *, backend: str,
-        checksum: bool,
-    ) -> None:  # fmt: skip
+        self, file: SwapFile, parts: Sequence[memoryview], blocks: int, *, backend: str
+    ) -> None:
         """`file` must hold all blocks and one more per part; parts are of one size."""
         self.block_nbytes = parts[0].nbytes
         assert all(part.nbytes == self.block_nbytes for part in parts), "blocks are of one size"
@@ -203,7 +189,7 @@ class StoreLoop:
         tier = FileTier(room, [1.0], Ledger())
         mover = open_backend(backend)
         self.backend = mover.name
-        self._store = BlockStore([file], tier, mover, checksum=checksum)
+        self._store = BlockStore([file], tier, mover)
         self._parts = parts
         self._stored: list[StoredBlock | None] = [None] * blocks
 

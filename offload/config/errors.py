@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from offload.config.fields import KeyedError, UnknownNameError
+from offload.config.fields import KeyedError, UnknownNameError, kind_of, section_of
 from offload.config.file import KeyPath
 from offload.config.remedies import left_out, model_at, suggestion, unknown_key
 from offload.tiers.errors import ConfigError
@@ -40,9 +41,25 @@ def _line(detail: ErrorDetails, model: type[BaseModel], source: ConfigSource) ->
         section = ".".join(map(str, path))
         place = _place(source, path, cause)
         return f"{place}: {section + '.' if section else ''}{cause}"
-    key = ".".join(map(str, path))
-    place = source.place_of(path)
-    return f"{place}: {key}: {_problem(detail, path, model)}"
+    depth, field = _leaf(path, model)
+    if field is not None and any(isinstance(part, str) for part in path[depth:]):
+        # one of several types that the key may have: all of them are named at once
+        path = path[:depth]
+        problem = f"expected {kind_of(field).text}; found {_shown(detail['input'])}"
+    else:
+        problem = _problem(detail, path, model)
+    return f"{source.place_of(path)}: {'.'.join(map(str, path))}: {problem}"
+
+
+def _leaf(path: KeyPath, model: type[BaseModel]) -> tuple[int, FieldInfo | None]:
+    """Return the first key of the path that is no section, after how many parts; None without."""
+    section: type[BaseModel] | None = model
+    for depth, part in enumerate(path, 1):
+        field = section.model_fields.get(str(part)) if section else None
+        section = section_of(field.annotation) if field else None
+        if section is None:
+            return depth, field
+    return len(path), None
 
 
 def _place(source: ConfigSource, section: KeyPath, cause: KeyedError) -> str:

@@ -11,9 +11,8 @@ import re
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -24,6 +23,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
 )
+from pydantic.fields import FieldInfo
 
 from offload.tiers import accelerator
 from offload.tiers.placement import Placement
@@ -90,7 +90,6 @@ class Kind:
     """The allowed values of a type, described in words for the reference."""
 
     text: str
-    unit: str = ""
     absent: str = ""  # the meaning of no value
 
 
@@ -280,38 +279,16 @@ def _dump_states(value: StateFormats) -> str | dict[str, str]:
     return value.by_tier[0] if value.uniform else dict(zip(_TIERS, value.by_tier, strict=True))
 
 
-def _bool_or(words: Sequence[str], value: Any) -> Any:
-    if value in words or isinstance(value, bool):
-        return value
-    allowed = ", ".join(["true", "false", *words[:-1]])
-    raise ValueError(f"expected {allowed} or {words[-1]}; found {value!r}")
-
-
 def _parse_micro_batches(value: Any) -> int:
     if value == "auto":
         return AUTO_MICRO_BATCHES
-    number = _parse_auto_int(value, 1)
-    assert isinstance(number, int), "auto was before"
-    return number
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"expected a whole number from 1, or auto; found {value!r}")
+    return value
 
 
 def _dump_micro_batches(value: int) -> int | str:
     return "auto" if value == AUTO_MICRO_BATCHES else value
-
-
-def _parse_auto_int(value: Any, least: int, most: int | None = None, multiple: int = 1) -> Any:
-    if value == "auto":
-        return value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"expected a whole number or auto; found {value!r}")
-    if value < least:
-        raise ValueError(f"{value} is too small; at least {least}, or auto")
-    if most is not None and value > most:
-        raise ValueError(f"{value} is too many; at most {most}, or auto")
-    if value % multiple:
-        near = max(least, round(value / multiple) * multiple)
-        raise ValueError(f"{value} is not a multiple of {multiple}; for example {near}")
-    return value
 
 
 def _check_path(value: str) -> str:
@@ -333,20 +310,13 @@ def _check_path(value: str) -> str:
     return value
 
 
-def _auto_int(least: int, most: int, *, multiple: int = 1) -> PlainValidator:
-    """A whole number in a range, or auto."""
-    number = Annotated[int, Field(ge=least, le=most, multiple_of=multiple)]
-    read = partial(_parse_auto_int, least=least, most=most, multiple=multiple)
-    return PlainValidator(read, json_schema_input_type=number | Literal["auto"])
-
-
 _SplitText = TierText | Literal["auto"] | dict[TierText, str] | None
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_check_path), Kind("path")]
 Budget = Annotated[
     int | Percent | None,
     PlainValidator(_parse_budget, json_schema_input_type=int | str | None),
     PlainSerializer(_dump_budget),
-    Kind("size (8GiB, 8GB or a number), percentage or auto", unit="bytes", absent="auto"),
+    Kind("size (8GiB, 8GB or a number), percentage or auto", absent="auto"),
 ]
 Split = Annotated[
     Placement | None,
@@ -362,37 +332,67 @@ States = Annotated[
     PlainSerializer(_dump_states),
     Kind("fp32, bf16, int8, or one of them per tier"),
 ]
-AutoBool = Annotated[
-    bool | Literal["auto"],
-    PlainValidator(partial(_bool_or, ["auto"]), json_schema_input_type=bool | Literal["auto"]),
-    Kind("true, false or auto"),
-]
-Recompute = Annotated[
-    bool | Literal["selective", "auto"],
-    PlainValidator(
-        partial(_bool_or, ["selective", "auto"]),
-        json_schema_input_type=bool | Literal["selective", "auto"],
-    ),
-    Kind("true, false, selective or auto"),
-]
 MicroBatches = Annotated[
     int,
     PlainValidator(_parse_micro_batches, json_schema_input_type=int | Literal["auto"]),
     PlainSerializer(_dump_micro_batches),
     Kind("whole number from 1, or auto"),
 ]
-AutoThreads = Annotated[
-    int | Literal["auto"],
-    _auto_int(1, MAX_THREADS),
-    Kind(f"whole number from 1 to {MAX_THREADS}, or auto", unit="threads"),
-]
-AutoDepth = Annotated[
-    int | Literal["auto"],
-    _auto_int(0, _MAX_DEPTH),
-    Kind(f"whole number from 0 to {_MAX_DEPTH}, or auto", unit="groups"),
-]
-AutoChunk = Annotated[
-    int | Literal["auto"],
-    _auto_int(1024, _MAX_CHUNK, multiple=1024),
-    Kind("multiple of 1024, or auto", unit="elements"),
-]
+AutoBool = bool | Literal["auto"]
+Recompute = bool | Literal["selective", "auto"]
+AutoThreads = Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"]
+AutoDepth = Annotated[int, Field(ge=0, le=_MAX_DEPTH)] | Literal["auto"]
+AutoChunk = Annotated[int, Field(ge=1024, le=_MAX_CHUNK, multiple_of=1024)] | Literal["auto"]
+
+
+# ---------------------------------------------------------------- types in words
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_BOUNDS = {"multiple_of": "in steps of", "ge": "from", "gt": "above", "le": "to", "lt": "below"}
+
+
+def kind_of(field: FieldInfo) -> Kind:
+    """Return the allowed values of a key in words."""
+    found = [item for item in field.metadata if isinstance(item, Kind)]
+    kind = found[0] if found else Kind(_type_text(field.annotation))
+    return replace(kind, text=f"{kind.text} {_bounds(field.metadata)}".strip())
+
+
+def _type_text(annotation: Any) -> str:
+    """Return a type in words: `bool | None` is `true or false`."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return _listed([str(value) for value in inner])
+    if origin is Annotated:
+        kinds = [item.text for item in inner[1:] if isinstance(item, Kind)]
+        bounds = [bound for item in inner[1:] for bound in getattr(item, "metadata", ())]
+        return kinds[0] if kinds else f"{_type_text(inner[0])} {_bounds(bounds)}".strip()
+    if origin is tuple:
+        number = "" if inner[-1] is ... else f"{len(inner)} "
+        return f"list of {number}{_type_text(inner[0])}s"
+    options = [option for option in inner if option is not type(None)]
+    if not options:
+        return _WORDS[annotation]
+    texts = [_type_text(option) for option in options]
+    return _listed([word for text in texts for word in re.split(", | or ", text)])
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    """Return the bounds in words, `from 0 to 3` or `above 0 and below 1`; "" without any."""
+    found = {
+        name: f"{words} {_number(getattr(item, name))}"
+        for name, words in _BOUNDS.items()
+        for item in metadata
+        if hasattr(item, name)
+    }
+    return (" and " if "lt" in found else " ").join(found.values())
+
+
+def _number(value: float) -> str:
+    whole = int(value)
+    if whole > 1 << 16 and whole & (whole - 1) == 0:
+        return f"2^{whole.bit_length() - 1}"
+    return f"{whole:,}" if whole == value else f"{value:g}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

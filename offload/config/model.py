@@ -60,15 +60,15 @@ _MASTERS_ALLOWED = {
 class BudgetConfig(Section):
     """The maximum bytes that each tier may hold."""
 
-    device: Budget = key(None, example="16GiB")
+    device: Budget = key(None, example="16GiB", unit="bytes")
     """Memory of the GPU for states, their copies and buffers; what a pass computes with comes on
     top. A percentage is of what is free there. auto: what the plan can use, at most 80%. Without a
     GPU: the part of RAM that the model computes with."""
-    host: Budget = key(None, example="6GiB")
+    host: Budget = key(None, example="6GiB", unit="bytes")
     """RAM for states, their copies and buffers, of each rank; activations come on top without a
     GPU. A percentage is of all RAM, or of the cgroup's limit. auto: what is free less a twentieth
     (at least 1 GiB), and less what activations take: 30% of it where the batch is not known."""
-    nvme: Budget = key(None, example="100GiB")
+    nvme: Budget = key(None, example="100GiB", unit="bytes")
     """Swap files. A percentage is of the free space in nvme.paths. auto: 90%."""
 
 
@@ -260,10 +260,10 @@ class LossScaleConfig(Section):
 class ThreadsConfig(Section):
     """How the cores are shared out. I/O threads are under `nvme`."""
 
-    optimizer: AutoThreads = key("auto", example=8)
+    optimizer: AutoThreads = key("auto", example=8, unit="threads")
     """Threads of the CPU optimizer. auto: all cores where the model computes on the CPU, too (it
     waits meanwhile, or both share); beside a GPU all but two."""
-    torch: AutoThreads = key("auto", example=8)
+    torch: AutoThreads = key("auto", example=8, unit="threads")
     """PyTorch's threads on the CPU. auto: as PyTorch has them."""
 
 
@@ -383,7 +383,7 @@ class OffloadConfig(Section):
     gradients move once per step, and a block that is recomputed is so piece by piece. auto: as many
     as make a step fastest and fit, where the batch is known beforehand (`offload train`, memest);
     otherwise 1. Another number rounds differently."""
-    prefetch: AutoDepth = key("auto", example=4, per_rank=True)
+    prefetch: AutoDepth = key("auto", example=4, per_rank=True, unit="groups")
     """Groups fetched ahead of their use; 0: none. auto: so many that some 48 MiB move."""
     threads: ThreadsConfig = section(ThreadsConfig, per_rank=True)
     """How the cores are shared out."""

@@ -100,7 +100,7 @@ class OptimizerConfig(Section):
     """Update each group as soon as its gradients are there, behind the rest of the backward; every
     begun step must then be taken. On one rank. auto: only in `offload train`, where no clipping or
     skipping needs all gradients first."""
-    chunk: AutoChunk = key("auto", example=1 << 20, per_rank=True)
+    chunk: AutoChunk = key("auto", example=1 << 20, per_rank=True, unit="elements")
     """Elements per piece streamed in the update: a multiple of 1024, rounded up to one of 2048
     where parameters have 16 bits (pieces are whole pages). auto: one or two million, fewer where
     budget.host is small, more where nothing is on nvme and there are many cores."""

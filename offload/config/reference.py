@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from offload.config.fields import Kind, section_of
+from offload.config.fields import Kind, kind_of, section_of
 from offload.config.file import dump_yaml
 from offload.config.model import OffloadConfig
 from offload.config.optimizer import KINDS
 from offload.config.remedies import unknown_key
 from offload.tiers.errors import ConfigError
 
-_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _SECTIONS = {  # that may be a value instead
     ("placement",): "auto, or the keys below it",
     ("placement", "experts"): "auto, a tier, a split over tiers, or the keys below it",
 }
-_BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,9 @@ def _key(path: tuple[str, ...], model: type[BaseModel], field: FieldInfo) -> Key
     section = section_of(field.annotation)
     if section is not None:
         return _section(path, section, meaning, said.get("x-absent", ""))
-    kind = _kind_of(field)
+    kind = kind_of(field)
     return Key(
-        path, kind.text, said.get("x-unit", kind.unit), _default(path, model, field, kind), meaning,
+        path, kind.text, said.get("x-unit", ""), _default(path, model, field, kind), meaning,
         _example(path, field),
     )  # fmt: skip
 
@@ -95,50 +93,6 @@ def _key(path: tuple[str, ...], model: type[BaseModel], field: FieldInfo) -> Key
 def _said(field: FieldInfo) -> dict[str, Any]:
     extra = field.json_schema_extra
     return dict(extra) if isinstance(extra, dict) else {}
-
-
-# ---------------------------------------------------------------- types
-def _kind_of(field: FieldInfo) -> Kind:
-    found = [item for item in field.metadata if isinstance(item, Kind)]
-    kind = found[0] if found else Kind(_type_text(field.annotation))
-    return replace(kind, text=f"{kind.text} {_bounds(field)}".strip())
-
-
-def _type_text(annotation: Any) -> str:
-    """Return a type in words: `bool | None` is `true or false`."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        return _listed([str(value) for value in inner])
-    if origin is typing.Annotated:
-        kinds = [item.text for item in inner[1:] if isinstance(item, Kind)]
-        return kinds[0] if kinds else _type_text(inner[0])
-    if origin is tuple:
-        number = "" if inner[-1] is ... else f"{len(inner)} "
-        return f"list of {number}{_type_text(inner[0])}s"
-    options = [option for option in inner if option is not type(None)]
-    return _listed([_type_text(option) for option in options]) if options else _WORDS[annotation]
-
-
-def _bounds(field: FieldInfo) -> str:
-    """Return the bounds in words, `from 0 to 3` or `above 0 and below 1`; "" without any."""
-    found = {
-        name: f"{words} {_number(getattr(item, name))}"
-        for item in field.metadata
-        for name, words in _BOUNDS.items()
-        if hasattr(item, name)
-    }
-    return (" and " if "lt" in found else " ").join(found.values())
-
-
-def _number(value: float) -> str:
-    whole = int(value)
-    if whole > 1 << 16 and whole & (whole - 1) == 0:
-        return f"2^{whole.bit_length() - 1}"
-    return f"{whole:,}" if whole == value else f"{value:g}"
-
-
-def _listed(words: list[str]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 # ---------------------------------------------------------------- defaults and examples
