@@ -10,11 +10,11 @@ its parameters back. A loop of Fabric needs no strategy: `fabric.setup(model, en
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,35 @@ import lightning
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _sync_ddp_if_available,
 )
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import HalfPrecision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from offload.checkpoint.foreign.model_files import pending_output
+from offload.checkpoint.format.folder import adopt, discard
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.torch_files import refusals
+from offload.checkpoint.format.user_state import state_in
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
 from offload.config.source import load_source
 from offload.engine import Engine
-from offload.integrations import streamed_folder
-from offload.memory.leftovers import STATE
+from offload.integrations.loaded_weights import checkpoint_tensors, load_checkpoint_weights
 from offload.optimizers.client import ClientOptimizer
 from offload.taking_over import engine_for, tiers_of
-from offload.tiers.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from offload.tiers.errors import (
+    CheckpointError,
+    ConfigError,
+    PathError,
+    StateError,
+    UnsupportedError,
+)
 
 _LEAST = (2, 5)
 if tuple(map(int, lightning.__version__.split(".")[:2])) < _LEAST:
@@ -55,6 +62,7 @@ _log = logging.getLogger("offload")
 Source = StrPath | Mapping[str, Any] | OffloadConfig | None
 _OWN = {"bf16-true": "bf16", "16-true": "fp16"}
 _AUTOCAST = ("bf16-mixed", "16-mixed")
+_LIGHTNINGS = "lightning"  # a key of a checkpoint's state: Lightning's part, as torch.save packs it
 
 
 class _EngineMaker:
@@ -134,8 +142,8 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
     does not name come from the LightningModule's `configure_optimizers` and from Trainer. Clipping
     is set in one of the two.
 
-    Checkpoints are folders (see `streamed_folder`); `consolidate` makes a file of one. Those of
-    other strategies are loaded, too, whole in RAM.
+    Checkpoints are those of the engine, with Lightning's part as their state; `consolidate` makes a
+    file of one. Those of other strategies are loaded, too, whole in RAM.
 
     Raises ConfigError if the configuration and Lightning name different values, UnsupportedError
     for features that cannot be combined.
@@ -144,7 +152,6 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
     strategy_name = "offload"
     optimizers: Any
     cluster_environment: Any
-    parallel_devices: Any
     _num_nodes = 1
 
     def __init__(
@@ -163,49 +170,31 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
         return self._maker.engine
 
     # ---------------------------------------------------------------- processes
-    # One per device, as in Lightning's DDP strategies, started by Lightning or by `torchrun`; the
-    # engine averages gradients itself.
-    @property
-    def root_device(self) -> torch.device:
-        device: torch.device = self.parallel_devices[self.local_rank]
-        return device
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        self._num_nodes = number
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices or ())
+    # One per device, as in DDPStrategy, started by Lightning or by `torchrun`. That is no base:
+    # Lightning gives it a distributed sampler also in a process alone.
+    root_device = DDPStrategy.root_device
+    num_nodes = DDPStrategy.num_nodes
+    num_processes = DDPStrategy.num_processes
+    set_world_ranks = DDPStrategy.set_world_ranks
+    determine_ddp_device_ids = DDPStrategy.determine_ddp_device_ids
+    barrier = DDPStrategy.barrier
+    broadcast = DDPStrategy.broadcast
+    reduce = DDPStrategy.reduce
 
     @property
     def is_distributed(self) -> bool:
         """Whether samplers have to give each process different rows."""
-        return self.num_nodes * self.num_processes > 1
+        return bool(self.num_nodes * self.num_processes > 1)
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        if not self.is_distributed:
-            return None  # a process alone samples as without a strategy
-        rank = self.global_rank
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": rank}
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
         if self.is_distributed:
             self._launcher = _SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
+                self.cluster_environment, self.num_processes, self.num_nodes
             )
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            local = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(local)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -219,17 +208,6 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
                 "of one device; pass devices= and num_nodes= as torchrun was started"
             )
 
-    def barrier(self, *_: Any, **__: Any) -> None:
-        if _distributed_is_initialized():
-            torch.distributed.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
-            return obj
-        listed = [obj]
-        torch.distributed.broadcast_object_list(listed, src)
-        return listed[0]
-
     # ---------------------------------------------------------------- set-up
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
@@ -240,7 +218,7 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)  # configure_optimizers
+        super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise UnsupportedError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers, an engine has "
@@ -299,11 +277,6 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
         with torch.device("meta" if empty_init else "cpu"):
             yield
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if isinstance(tensor, Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
     def teardown(self) -> None:
         """Leave the model in the engine's tiers."""
         self.cluster_environment.teardown()
@@ -327,6 +300,10 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
     ) -> None:
         if storage_options is not None:
             raise UnsupportedError("storage_options=: checkpoints are streamed to a local folder")
+        if "://" in str(filepath):
+            raise PathError(
+                f"{filepath}: checkpoints are streamed to a local folder; name one, and copy it"
+            )
         if "optimizer_states" not in checkpoint:
             _log.warning(
                 "%s: weights alone were asked for, and the engine's folder has the optimizer's "
@@ -334,9 +311,10 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
             )  # fmt: skip
         if self.lightning_module.trainer.interrupted:
             self._drop_gradients_of_half_a_step(filepath)
-        streamed_folder.save(
-            self.engine, filepath, checkpoint, self.broadcast, writes=self.is_global_zero
-        )
+        file = io.BytesIO()
+        torch.save(checkpoint, file)
+        state = {_LIGHTNINGS: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
+        self.engine.save_checkpoint(filepath, state=state)
 
     def _drop_gradients_of_half_a_step(self, filepath: Any) -> None:
         """After an exception amid accumulation: the checkpoint is of the last step, as without this
@@ -351,22 +329,15 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        def load(path: Any) -> dict[str, Any]:
-            found: dict[str, Any] = self.checkpoint_io.load_checkpoint(
-                path, weights_only=weights_only
+        folder = path_of(checkpoint_path, "ckpt_path")
+        adopt(folder)
+        self._states = folder if folder.is_dir() else None
+        if self._states is None:
+            plain: dict[str, Any] = self.checkpoint_io.load_checkpoint(
+                checkpoint_path, weights_only=weights_only
             )
-            return found
-
-        if streamed_folder.is_streamed(checkpoint_path):
-            checkpoint, self._states = streamed_folder.read(checkpoint_path, load)
-            return checkpoint
-        self._states = None
-        if Path(checkpoint_path).is_dir():
-            raise CheckpointError(
-                f"{checkpoint_path} has no {STATE}: it is no checkpoint of this "
-                "strategy, or one that was not saved to its end"
-            )
-        return load(checkpoint_path)
+            return plain
+        return _lightnings_part(folder, weights_only=weights_only is not False)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._states is None:
@@ -374,17 +345,18 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
         elif self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self.engine.load_checkpoint(self._states)
         else:
-            streamed_folder.load_weights(self.engine, self._states)
+            load_checkpoint_weights(self.engine, self._states)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._states is None:
             self.engine.optimizer.load_state_dict(checkpoint["optimizer_states"][0])
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        if not streamed_folder.is_streamed(filepath):
+        folder = path_of(filepath, "filepath")
+        if not folder.is_dir():
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
-            streamed_folder.remove(filepath)
+            discard(folder)
 
 
 # --------------------------------------------------------------------------- precision
@@ -437,14 +409,32 @@ def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
     (hyperparameters of a class, a callback's) and `trust` is not set: reading them runs code that
     the file names, so set it for a trusted author only.
     """
-    file = path_of(file, "file")
-    state, states = streamed_folder.read(
-        path_of(folder, "folder"), partial(streamed_folder.load_state, trust=trust)
-    )
+    folder, file = path_of(folder, "folder"), path_of(file, "file")
+    state = _lightnings_part(folder, weights_only=not trust)
     state.pop("optimizer_states", None)
-    with pending_output(file, replaces=True) as pending:
-        weights = streamed_folder.weights_of(states)
+    with pending_output(file, replaces=True) as pending, CheckpointReader(folder) as reader:
+        weights = {name: each.value() for name, each in checkpoint_tensors(reader).items()}
         torch.save({**state, "state_dict": weights}, pending)
+
+
+def _lightnings_part(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    """Read Lightning's part of a checkpoint; without `weights_only`, code that it names runs."""
+    with CheckpointReader(folder) as reader:
+        raw = state_in(reader).get(_LIGHTNINGS)
+    if not isinstance(raw, Tensor):
+        raise CheckpointError(f"{folder} was not saved by OffloadStrategy; load another checkpoint")
+    remedy = "load another checkpoint"
+    if weights_only:
+        remedy = (
+            "if you trust whoever wrote it, pass trust=True, or weights_only=False to Trainer's "
+            "method, which runs code that it names"
+        )
+    with refusals(f"{folder}: Lightning's part", remedy=remedy):
+        file = io.BytesIO(raw.numpy().data)
+        found = torch.load(file, map_location="cpu", weights_only=weights_only)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder}: Lightning's part is no dict; load another checkpoint")
+    return found
 
 
 StrategyRegistry.register("offload", OffloadStrategy, "offload, with its defaults", override=True)

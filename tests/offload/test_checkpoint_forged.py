@@ -313,7 +313,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(
 
 def everyone(engine: offload.Engine, saved: Path, out: Path) -> dict[str, Callable[[], object]]:
     """All who read a checkpoint."""
-    from offload.integrations.streamed_folder import load_weights, weights_of
+    from offload.integrations.loaded_weights import load_checkpoint_weights
 
     def verify() -> None:
         with CheckpointReader(saved) as reader:
@@ -325,13 +325,12 @@ def everyone(engine: offload.Engine, saved: Path, out: Path) -> dict[str, Callab
         "weights=": lambda: offload.initialize(seeded(TinyLM), keys_of(out), weights=saved),
         "dispatch": lambda: offload.dispatch(seeded(TinyLM), keys_of(out), weights=saved),
         "export": lambda: export(saved, out / "out.safetensors"),
-        "consolidate": lambda: weights_of(saved),
-        "weights alone": lambda: load_weights(engine, saved),
+        "weights alone": lambda: load_checkpoint_weights(engine, saved),
     }
 
 
 def test_weights_alone_of_a_larger_model_are_refused(tmp_path: Path) -> None:
-    from offload.integrations.streamed_folder import load_weights
+    from offload.integrations.loaded_weights import load_checkpoint_weights
 
     def layers(count: int) -> nn.Module:
         return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
@@ -342,7 +341,7 @@ def test_weights_alone_of_a_larger_model_are_refused(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in smaller.state_dict().items()}
     with offload.initialize(smaller, {}) as engine:
         with pytest.raises(CheckpointError, match=r"2\.bias, 2\.weight, .* of another model"):
-            load_weights(engine, tmp_path / "saved")
+            load_checkpoint_weights(engine, tmp_path / "saved")
         assert all(torch.equal(before[name], v) for name, v in smaller.state_dict().items())
 
 

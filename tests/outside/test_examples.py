@@ -124,7 +124,7 @@ def test_lightnings_trainer_learns_and_goes_on(tmp_path: Path) -> None:
         for steps in (2, 12)
     )
     assert last < first / 2
-    assert (tmp_path / "runs/lightning/last.ckpt/state.ckpt").is_file()
+    assert (tmp_path / "runs/lightning/last.ckpt/manifest.json").is_file()
 
 
 def test_adapters_learn_and_the_weights_are_not_written(tmp_path: Path) -> None:

@@ -167,8 +167,7 @@ def test_a_plain_checkpoint_is_loaded_and_a_folder_becomes_one(tmp_path: Path) -
     loaded = Lit.load_from_checkpoint(tmp_path / "final.file", map_location="cpu")
     assert loaded.hparams.rate == 3e-3
     assert_same_bits(values_of(loaded), weights)
-    (states,) = (tmp_path / "final.ckpt").glob("states-*")
-    file = states / "parameters/000.safetensors"
+    file = tmp_path / "final.ckpt/parameters/000.safetensors"
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
@@ -201,8 +200,7 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     assert_same_bits(values_of(resumed), weights)
     again.engine.close()
     # its parameters' folder as weights=
-    (states,) = saved.glob("states-*")
-    third = strategies.OffloadStrategy(keys_for(tmp_path), weights=states / "parameters")
+    third = strategies.OffloadStrategy(keys_for(tmp_path), weights=saved / "parameters")
     module = Meta()
     trainer_for(tmp_path / "third", third).validate(module, rows(2), verbose=False)
     assert module.evaluated == found.evaluated[-2 * len(module.evaluated) : -len(module.evaluated)]
@@ -331,39 +329,45 @@ def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     module, trainer = fit(tmp_path / "ours", strategy)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
-    with pytest.raises(PathError, match="something else"):
+    with pytest.raises(PathError, match="mine"):
         trainer.save_checkpoint(tmp_path / "mine")
     with pytest.raises(PathError, match="local folder"):
         trainer.save_checkpoint("s3://bucket/x.ckpt")
-    with pytest.raises(CheckpointError, match=r"no state\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         trainer.fit(module, rows(), ckpt_path=str(tmp_path / "mine"))
-    (states,) = (tmp_path / "ours" / "last.ckpt").glob("states-*")
-    states.rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="is missing"):
-        trainer.fit(module, rows(), ckpt_path=str(tmp_path / "ours" / "last.ckpt"))
+    strategy.engine.save_checkpoint(tmp_path / "engines")
+    with pytest.raises(CheckpointError, match="was not saved by OffloadStrategy"):
+        trainer.fit(module, rows(), ckpt_path=str(tmp_path / "engines"))
     strategy.engine.close()
 
 
-def test_a_save_that_is_cut_short_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Bomb:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_lightnings_part_runs_no_code_unless_it_is_trusted(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
     module, trainer = fit(tmp_path / "ours", strategy)
-    saved, weights = tmp_path / "ours" / "last.ckpt", values_of(module)
+    weights = values_of(module)
+    module.on_save_checkpoint = lambda checkpoint: checkpoint.update(a=Bomb(tmp_path / "off"))
+    trainer.save_checkpoint(tmp_path / "bomb.ckpt")
     with torch.no_grad():
         module.model.lm_head.weight.zero_()
-
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(strategies.streamed_folder.torch, "save", fail)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.save_checkpoint(saved)
-    trainer.test(module, rows(2), ckpt_path=str(saved), verbose=False)
+    with pytest.raises(CheckpointError, match="trust=True"):
+        trainer.test(module, rows(2), ckpt_path=str(tmp_path / "bomb.ckpt"), verbose=False)
+    with pytest.raises(CheckpointError, match="trust=True"):
+        strategies.consolidate(tmp_path / "bomb.ckpt", tmp_path / "file")
+    assert not (tmp_path / "off").exists()
+    strategies.consolidate(tmp_path / "bomb.ckpt", tmp_path / "file", trust=True)
+    assert (tmp_path / "off").exists()
+    trainer.test(module, rows(2), ckpt_path=str(tmp_path / "ours/last.ckpt"), verbose=False)
     assert_same_bits(values_of(module), weights)
-    trainer.save_checkpoint(saved)
-    assert len(list(saved.glob("states-*"))) == 1
     strategy.engine.close()
 
 

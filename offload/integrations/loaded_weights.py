@@ -1,0 +1,116 @@
+"""Overwrites the weights of an engine's model by those of files, one piece at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.display.progress import progress
+from offload.tiers.errors import CheckpointError
+from offload.weights.lazy_tensors import LazyTensor
+from offload.weights.tensor_file import CheckedFile, Stored
+
+if TYPE_CHECKING:
+    from offload.engine import Engine
+
+_PIECE_NUMEL = 1 << 22
+_SHOWN = 5
+
+
+def load_checkpoint_weights(engine: Engine, folder: Path) -> None:
+    """Load parameters and persistent buffers alone from a checkpoint of any optimizer.
+
+    Raise CheckpointError unless it has them all, in the model's shapes, and no others.
+    """
+    with CheckpointReader(folder) as reader:
+        reader.check(contents=True)
+        found = checkpoint_tensors(reader)
+        absent = sorted(found.keys() - saved_tensors(engine.module).keys())
+        if absent:
+            raise CheckpointError(
+                f"{folder} has {_listing(absent)}, which the model does not have; it is of another "
+                "model"
+            )
+        overwrite(engine, folder, found)
+
+
+def checkpoint_tensors(reader: CheckpointReader) -> dict[str, LazyTensor]:
+    """Return the parameters and persistent buffers of a checkpoint by all their names, until the
+    reader is closed. What is read of them is compared with its hash."""
+    found: dict[str, LazyTensor] = {}
+    for names, stored in reader.weights():
+        tensor = LazyTensor(Stored(CheckedFile(reader, stored.file), stored))
+        found |= dict.fromkeys(names, tensor)
+    return found
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and persistent buffers by all their names."""
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def missing_in(found: Mapping[str, LazyTensor], model: nn.Module) -> list[str]:
+    """Return the names that `found` lacks. One name of a tied tensor is enough, and none of those
+    that transformers does not save is needed."""
+    wanted = saved_tensors(model)
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    there = {id(wanted[name]) for name in wanted.keys() & found.keys()}
+    return [n for n, tensor in wanted.items() if id(tensor) not in there and n not in ignored]
+
+
+def overwrite(engine: Engine, folder: Path, found: Mapping[str, LazyTensor]) -> None:
+    """Write the tensors of `folder` into the model. Raise CheckpointError, with nothing changed,
+    if some are missing or of other shapes."""
+    wanted = saved_tensors(engine.module)
+    _check(engine.module, folder, wanted, found)
+    read = {name: tensor for name, tensor in found.items() if name in wanted}
+    with progress("loading weights", sum(wanted[name].nbytes for name in read)) as came:
+        for name, tensor in read.items():
+            target = wanted[name]
+            rows = engine.runtime.store.rows_of(target)  # type: ignore[arg-type]
+            for number, row in enumerate(rows):
+                with engine.gathered(row):
+                    _fill(row, tensor if row is target else tensor.row(number))
+            came(target.nbytes)
+
+
+def _check(
+    model: nn.Module, folder: Path, wanted: Mapping[str, Tensor], found: Mapping[str, LazyTensor]
+) -> None:
+    missing = missing_in(found, model)
+    if missing:
+        others = sorted(found.keys() - wanted.keys())
+        has = f" (it has {_listing(others)})" if others else ""
+        raise CheckpointError(
+            f"{folder} has no {_listing(missing)}{has}; it is of another model: load one of this "
+            "model, or a checkpoint that has the engine's states"
+        )
+    for name in wanted.keys() & found.keys():
+        shapes = tuple(found[name].shape), tuple(wanted[name].shape)
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {shapes[0]}, the model's has shape {shapes[1]}; it is "
+                "of another model"
+            )
+
+
+@torch.no_grad()
+def _fill(target: Tensor, source: LazyTensor) -> None:
+    if not target.is_contiguous():
+        target.copy_(source.value())
+        return
+    start = 0
+    for piece in source.pieces(_PIECE_NUMEL):
+        target.view(-1)[start : start + piece.numel()].copy_(piece)
+        start += piece.numel()
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
