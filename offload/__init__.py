@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from offload.inference import Dispatched, dispatch, dispatched
-    from offload.integrations.perplexity import Perplexity, perplexity
     from offload.integrations.transformers.compress import compress
     from offload.integrations.transformers.pretrained import from_pretrained, open_pretrained
     from offload.taking_over import engine_of
@@ -47,9 +46,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Dispatched": "offload.inference",
     "Engine": "offload.engine",
-    "Perplexity": "offload.integrations.perplexity",
     "compress": "offload.integrations.transformers.compress",
-    "perplexity": "offload.integrations.perplexity",
     "initialize": "offload.engine",
     "OffloadConfig": "offload.config",
     "BudgetError": "offload.errors",
@@ -95,7 +92,6 @@ __all__ = [
     "OffloadConfig",
     "OffloadError",
     "PathError",
-    "Perplexity",
     "RankError",
     "StateError",
     "StorageError",
@@ -110,7 +106,6 @@ __all__ = [
     "from_pretrained",
     "initialize",
     "open_pretrained",
-    "perplexity",
 ]
 
 

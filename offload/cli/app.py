@@ -13,7 +13,7 @@ from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
 from offload.cli.config import File, Overrides, config_app
 from offload.cli.errors import GuardedGroup, failing_io
-from offload.cli.model_folders import compress, perplexity
+from offload.cli.model_folders import compress
 from offload.display.plain_text import echo
 
 _MOST = 1 << 16  # ranks on a machine, or machines
@@ -205,7 +205,6 @@ def migrate(
 
 
 app.command()(compress)
-app.command()(perplexity)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")
