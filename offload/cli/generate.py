@@ -83,16 +83,17 @@ class _Generation:
         import offload
         from offload.integrations.transformers.text_generation import (
             Stream,
-            Tokenizer,
+            encode,
             fitting_tokens,
+            load_tokenizer,
             open_generating,
         )
         from offload.process.interrupts import noted_interrupts
 
         asked, folder = self._asked, self._asked.folder
         model = open_generating(folder)
-        tokenizer = Tokenizer(folder)
-        encoded = tokenizer.encode(prompts, chat=asked.chat)
+        tokenizer = load_tokenizer(folder)
+        encoded = encode(tokenizer, prompts, chat=asked.chat)
         new_tokens = fitting_tokens(model, encoded.length, asked.new_tokens)
         torch.manual_seed(self._config.seed if asked.seed is None else asked.seed)
         several = encoded.batch > 1
@@ -103,7 +104,7 @@ class _Generation:
             with offload.dispatched(model) as dispatched:
                 new = self._tokens(model, encoded, stream, dispatched, interrupts, tokenizer)
                 if several:
-                    _write_all([tokenizer.decode(row) for row in new.tolist()])
+                    _write_all(tokenizer.batch_decode(new, skip_special_tokens=True))
                 self._close(stream, encoded, dispatched)
             interrupts.check()
 
@@ -117,7 +118,7 @@ class _Generation:
         with interrupts.put_off(_STOPPING):
             found = generate(
                 model, encoded, stream, self._asked.sampling, stream.most,
-                padding=tokenizer.padding, device=dispatched.device,
+                padding=tokenizer.pad_token_id, device=dispatched.device,
                 stops=lambda: interrupts.seen,
             )  # fmt: skip
         if encoded.batch == 1:

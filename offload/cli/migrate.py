@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import typer
 
-from offload.deepspeed.migration import migrate, read_ds_config
-from offload.deepspeed.trainer_file import advice
+from offload.deepspeed.migration import Migration, migrate, read_ds_config
 from offload.display.plain_text import echo, plain
 from offload.tiers.errors import ConfigError, PathError
 
@@ -26,8 +26,7 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
         prefix = "" if str(error).startswith(str(file)) else f"{file}: "
         raise ConfigError(f"{prefix}{error}") from None
     text = made.to_yaml(plain(file.name))
-    written = None if out is None else str(out)
-    told = advice(made, str(file), written, ranks) if made.unfilled else ""
+    told = _advice(made, file, out) if made.unfilled else ""
     for warning in [*made.warnings, *made.for_loops]:
         echo(f"warning: {warning}", err=True)
     if out is None:
@@ -45,3 +44,17 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
     if made.printed_schedule is not None:
         echo("\n# the scheduler, for your loop (optimizer = engine.optimizer):")
         typer.echo(made.printed_schedule.code(), nl=False)
+
+
+def _advice(made: Migration, file: Path, out: Path | None) -> str:
+    """Return what to write for a file that leaves numbers to transformers' Trainer (`auto`)."""
+    said = made.trainer_arguments.items()
+    given = "".join(f", {name}={json.dumps(value)}" for name, value in said)
+    return f"""{file} is a file for transformers' Trainer: {len(made.unfilled)} of its keys say
+`auto`. OffloadTrainer takes what its YAML file does not name from TrainingArguments; leave
+deepspeed= out of them:
+
+    from offload.integrations.transformers import OffloadTrainer
+    args = TrainingArguments(...{given})
+    trainer = OffloadTrainer(model, args, train_dataset=..., offload="{out or "offload.yaml"}")
+"""

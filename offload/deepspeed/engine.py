@@ -6,12 +6,11 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from offload.config.paths import StrPath, path_of
 from offload.deepspeed.left_out import LeftOutError, left_out
@@ -74,14 +73,7 @@ class EngineModule(nn.Module):
     # ---------------------------------------------------------------- forward and backward
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the model's outputs."""
-        if self._settings.casts_inputs:
-            inputs, kwargs = pytree.tree_map(_half, (inputs, kwargs))
-        with self._autocast():
-            return self.module(*inputs, **kwargs)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self._settings.autocast_dtype
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        return self.module(*inputs, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -218,28 +210,8 @@ class EngineModule(nn.Module):
         scale = self.offload.runtime.loss_scale
         return 1.0 if scale is None else scale.scale
 
-    def gradient_clipping(self) -> float:
-        """Return the maximum gradient norm; 0: no clipping."""
-        return self.offload.config.clip_grad_norm or 0.0
-
     def zero_optimization_stage(self) -> int:
         return self.offload.config.zero.stage
-
-    def zero_optimization(self) -> bool:
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.zero_optimization_stage() == 3
-
-    def fp16_enabled(self) -> bool:
-        return self.offload.config.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self.offload.config.precision == "bf16"
-
-    def optimizer_name(self) -> str | None:
-        """Return the name of the update rule; None without an optimizer."""
-        return None if self.optimizer is None else self.offload.config.optimizer.type
 
     # ---------------------------------------------------------------- states
     def manages(self, param: nn.Parameter) -> bool:
@@ -340,11 +312,6 @@ class EngineModule(nn.Module):
 def engine_of(param: nn.Parameter) -> EngineModule | None:
     """Return the open engine that a parameter trains through; None if there is none."""
     return next((engine for engine in list(_ENGINES) if engine.manages(param)), None)
-
-
-def _half(value: Any) -> Any:
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.half() if is_float else value
 
 
 def _rank() -> int:

@@ -50,7 +50,6 @@ class Key:
     kind: Any = Any  # the type of its values
     harmless: tuple[Any, ...] = ()
     also: tuple[str, ...] = ()  # other names of the same key
-    followed: bool = False  # by offload.deepspeed: a loop of one's own has to do it
     filled: str = ""  # the argument from which transformers' Trainer fills `auto`
 
 
@@ -189,7 +188,7 @@ ZERO = (
     ),
     _warned(
         "leaf_module", "groups are whole blocks; name others in groups.blocks, as modules whose "
-        "branches the ranks choose differently. offload.deepspeed refuses classes that need it", {},
+        "branches the ranks choose differently", {},
     ),
     _warned(
         "ignore_unused_parameters", "an unused parameter is left as it is, without an error", True
@@ -261,10 +260,7 @@ FP16 = (
         "skipped at the start", 1,
     ),
     *_unneeded("there is no hysteresis", "consecutive_hysteresis"),
-    _warned(
-        "auto_cast", "cast the inputs in your loop (x.half()); offload.deepspeed does that", False,
-        followed=True,
-    ),
+    _refused("auto_cast", "cast the inputs in your loop (x.half()), and remove it", False),
     _refused(
         "fp16_master_weights_and_grads", "masters of fp16 weights are fp32; remove it", False
     ),
@@ -365,9 +361,9 @@ CHECKPOINT = (
     ),
 )  # fmt: skip
 TORCH_AUTOCAST = (
-    _warned(
-        "enabled", "put torch.autocast around the forward; offload.deepspeed does that", False,
-        kind=bool, followed=True,
+    _refused(
+        "enabled", "put torch.autocast around the forward in your loop, and remove it", False,
+        kind=bool,
     ),
     *_unneeded("torch.autocast's", "dtype", "lower_precision_safe_modules"),
 )  # fmt: skip

@@ -1,14 +1,14 @@
 """Converts a DeepSpeed configuration: for `offload migrate`, and as the start of
 `offload.deepspeed`.
 
-file or dict -> every key looked up in `keys` -> a configuration of ours, with a comment per key,
-                                                 warnings, a schedule, the sizes of batches
+file or dict -> every key looked up in `keys` -> a configuration of ours, a note per key, warnings,
+                                                 a schedule, the sizes of batches
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,13 +79,12 @@ class Migration:
     warnings: list[str] = field(default_factory=list)
     for_loops: list[str] = field(default_factory=list)  # tasks of a user's own loop
     autos: dict[str, Key] = field(default_factory=dict)  # filled in by transformers' Trainer
-    filled: list[str] = field(default_factory=list)  # comments of these
+    filled: list[str] = field(default_factory=list)  # notes on these
     schedule: Schedule | None = None
     has_optimizer: bool = False
     batches: Batches | None = None  # where the file has them
     said: dict[str, Any] = field(default_factory=dict)  # every key that the file gave: its value
-    comments: dict[str, list[str]] = field(default_factory=dict)  # of offload's keys
-    rest: list[str] = field(default_factory=list)  # comments of keys without a counterpart
+    notes: list[str] = field(default_factory=list)  # what became of the other keys
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value in the file; `default` if it is absent or auto."""
@@ -97,18 +96,15 @@ class Migration:
         on = {name: self.said.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
         return bool(on[section]) and not (on[section] == AUTO and True in on.values())
 
-    def set(self, path: str, value: Any, comment: str | None = None) -> None:
+    def set(self, path: str, value: Any, note: str | None = None) -> None:
         """Set one key of offload, `section.key`, to a value."""
         *sections, name = path.split(".")
         inner = self.values
         for section in sections:
             inner = inner.setdefault(section, {})
         inner[name] = value
-        if comment is not None:
-            self.comment(path, comment)
-
-    def comment(self, path: str, text: str) -> None:
-        self.comments.setdefault(path, []).append(text)
+        if note is not None:
+            self.notes.append(f"{path}: {_shown(value)} -- {note}")
 
     @property
     def unfilled(self) -> list[str]:
@@ -122,42 +118,40 @@ class Migration:
         return None if self.unfilled else self.schedule
 
     @property
+    def trainer_arguments(self) -> dict[str, Any]:
+        """The TrainingArguments that say what the file says of batches and of the schedule, which
+        Trainer's own loop follows."""
+        micro, steps = self.get(MICRO), self.get(STEPS)
+        if self.batches is not None:
+            micro, steps = self.batches.micro, self.batches.steps
+        found: dict[str, Any] = {"per_device_train_batch_size": micro, STEPS: steps}
+        if self.schedule is not None:
+            found |= {
+                "lr_scheduler_type": KINDS[self.schedule.type].trainers,
+                "warmup_steps": self.schedule.params.get("warmup_num_steps"),
+                "max_steps": self.schedule.params.get("total_num_steps"),
+            }
+        return {name: value for name, value in found.items() if value not in (None, AUTO)}
+
+    @property
     def config(self) -> OffloadConfig:
         return OffloadConfig.load(self.values)
 
     def to_yaml(self, source: str) -> str:
-        """Return the configuration as YAML, with a comment for each key of the file."""
+        """Return the configuration as YAML, and behind it a comment for each key of the file."""
         lines = [f"# From {source}, by `offload migrate`."]
         if self.unfilled:
             lines.append("# For OffloadTrainer: what is not here comes from TrainingArguments.")
-        shown: set[str] = set()
-        lines += _yaml_lines(self.values, "", self.comments, shown)
-        rest = [text for path in self.comments if path not in shown for text in self.comments[path]]
+        lines.append(dump_yaml(self.values))
         for title, texts in (
+            ("What became of each key", self.notes),
             ("Filled in from TrainingArguments", self.filled),
-            ("Without a key here", [*rest, *self.rest]),
         ):
-            lines += ["", f"# {title}:", *(f"# {text}" for text in texts)] if texts else []
+            lines += [f"# {title}:", *(f"# {text}" for text in texts), ""] if texts else []
         if self.printed_schedule is not None:
-            lines += ["", "# The scheduler, for your loop:"]
+            lines.append("# The scheduler, for your loop:")
             lines += [f"#   {line}".rstrip() for line in self.printed_schedule.code().splitlines()]
-        return "\n".join(lines) + "\n"
-
-
-def _yaml_lines(
-    values: Mapping[str, Any], prefix: str, comments: Mapping[str, list[str]], shown: set[str]
-) -> Iterator[str]:
-    indent = "  " * prefix.count(".")
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        shown.add(path)
-        for text in comments.get(path, []):
-            yield f"{indent}# {text}"
-        if isinstance(value, Mapping) and not _is_split(value):
-            yield f"{indent}{name}:"
-            yield from _yaml_lines(value, f"{path}.", comments, shown)
-        else:
-            yield f"{indent}{name}: {dump_yaml(value, inline=True)}"
+        return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _is_split(value: Mapping[str, Any]) -> bool:
@@ -254,7 +248,7 @@ def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str
     said = f"{path}: {_shown(value)}"
     note = f" -- {section} is off" if is_off else _note(key, value)
     if value is None or (value == AUTO and key.fate is not Fate.MAPPED):
-        made.rest.append(said + note)
+        made.notes.append(said + note)
         return None
     if value == AUTO:
         made.said[canonical] = AUTO
@@ -262,7 +256,7 @@ def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str
             made.autos[canonical] = key
             made.filled.append(f"{path}: auto -- {key.filled}")
         else:
-            made.comment(key.becomes, f"{path}: auto -- its default")
+            made.notes.append(f"{path}: auto -- its default")
         return None
     try:
         value = read(key.kind, value)
@@ -270,14 +264,14 @@ def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str
         return f"{path}: {error}, found {value!r}"
     made.said[canonical] = value
     if key.fate is Fate.MAPPED:
-        made.comment(key.becomes, said + note)
+        made.notes.append(f"{said} -> {key.becomes}{note}" if key.becomes else said + note)
         return None
     asks = not _is_harmless(key, value) and not is_off
     if key.fate is Fate.REFUSED and asks:
         return f"{path}: {_shown(value)} is not supported: {key.note}"
     if key.fate is Fate.WARNED and asks and _enabled(made, section) != AUTO:
-        (made.for_loops if key.followed else made.warnings).append(f"{said}: {key.note}")
-    made.rest.append(said + note)
+        made.warnings.append(f"{said}: {key.note}")
+    made.notes.append(said + note)
     return None
 
 
@@ -446,7 +440,7 @@ def _nvme_paths(made: Migration, param: str, optimizer: str) -> None:
 def _optimizer(made: Migration) -> None:
     section = made.said.get("optimizer")
     if section is None:
-        made.rest.append(
+        made.notes.append(
             "no optimizer section: OffloadTrainer takes it from TrainingArguments (optim, "
             "learning_rate, ...)" if made.unfilled else
             "no optimizer section: DeepSpeed takes the one that your program makes, and so does "
@@ -499,7 +493,7 @@ def _schedule(made: Migration) -> None:
         _leave_to_trainer(made, schedule)
         return
     for name in params or {}:
-        made.rest.append(f"scheduler.params.{name}: {_shown(params[name])} -- in the code below")
+        made.notes.append(f"scheduler.params.{name}: {_shown(params[name])} -- in the code below")
     made.for_loops.append(
         f"scheduler.type: {kind}: no key of ours; the code below makes it in your loop, where it "
         "is stepped after optimizer.step()"
@@ -511,8 +505,7 @@ def _leave_to_trainer(made: Migration, schedule: Schedule) -> None:
         f"scheduler.type: {schedule.type} -- lr_scheduler_type: {KINDS[schedule.type].trainers}, "
         "with learning_rate, warmup_steps and max_steps"
     )
-    printed = made.comments.get("", [])
-    made.comments[""] = [text for text in printed if not text.startswith("scheduler.type")]
+    made.notes = [text for text in made.notes if not text.startswith("scheduler.type")]
     peak = schedule.params.get("warmup_max_lr")
     if isinstance(peak, int | float):
         made.set("optimizer.lr", float(peak), f"scheduler.params.warmup_max_lr: {_shown(peak)}")

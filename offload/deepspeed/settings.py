@@ -73,21 +73,3 @@ class Settings:
     @property
     def has_optimizer(self) -> bool:
         return self.client is not None or self.made.has_optimizer
-
-    @property
-    def casts_inputs(self) -> bool:
-        return bool(self.made.get("fp16.auto_cast")) and self.config.precision == "fp16"
-
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of torch.autocast around the forward; None without autocast."""
-        if not self.made.get("torch_autocast.enabled"):
-            return None
-        name = str(self.made.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
-        found = {
-            "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16,
-            "fp16": torch.float16, "half": torch.float16,
-        }.get(name)  # fmt: skip
-        if found is None:
-            raise ConfigError(f"torch_autocast.dtype: {name} is neither bfloat16 nor float16")
-        return found

@@ -19,7 +19,6 @@ from offload.config.paths import StrPath
 from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.engine import EngineModule
 from offload.deepspeed.settings import Settings
-from offload.deepspeed.utils import check_leaves, follow_section
 from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
 from offload.taking_over import engine_for, tiers_of
@@ -70,9 +69,6 @@ def initialize(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()) if given is None else given)
     settings = Settings.of(_config(args, config, config_params), ranks, optimizer)
-    follow_section(model, settings.made.get("zero_optimization.leaf_module", {}))
-    if ranks > 1 and settings.config.zero.stage == 3:
-        check_leaves(model, settings.config.groups.blocks)
     groups = given if settings.client is None else settings.client.groups
     engine = _engine(model, settings, groups)
     try:

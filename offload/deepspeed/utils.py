@@ -1,10 +1,9 @@
-"""`deepspeed.utils`: gradients, masters and optimizer states of one parameter; leaf modules."""
+"""`deepspeed.utils`: gradients, masters and optimizer states of one parameter."""
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ from torch import nn
 
 from offload.deepspeed.engine import EngineModule, engine_of
 from offload.deepspeed.left_out import left_out
-from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.groups.discovery import discover
+from offload.tiers.errors import StateError
 
 logger = logging.getLogger("offload")
 
@@ -100,83 +98,19 @@ def _check_state(engine: EngineModule, key: str) -> None:
         )
 
 
-# ---------------------------------------------------------------- leaf modules
-# Those whose parameters stage 3 gathers as one. Most are parts of a block anyway.
-_LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the leaves in `model`."""
-    return [module for module in model.modules() if module in _LEAVES]
-
-
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes (or class names, also with their modules') as leaves, for
-    `initialize`. Return them; raise ValueError if there is none."""
-    types = tuple(each for each in leaf_module_classes if isinstance(each, type))
-    names = {each for each in leaf_module_classes if isinstance(each, str)}
-    found = []
-    for module in model.modules():
-        kind = type(module)
-        own = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-        if isinstance(module, types) or own & names:
-            found.append(module)
+    """Return the modules of these classes (or class names). Nothing is marked: a block is gathered
+    as one, and groups.blocks names others. Raise ValueError if there is none."""
+    names = {each if isinstance(each, str) else each.__name__ for each in leaf_module_classes}
+    found = [
+        module for module in model.modules()
+        if names & {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
+    ]  # fmt: skip
     if raise_if_not_found and not found:
         raise ValueError(f"{type(model).__name__} has no module of {list(leaf_module_classes)}")
-    for module in found:
-        _LEAVES.add(module)
     return found
-
-
-def follow_section(model: nn.Module, section: Mapping[str, Any]) -> None:
-    """Mark the modules that `zero_optimization.leaf_module` of a configuration names as leaves.
-    Raise UnsupportedError if it names others than by their classes."""
-    for key in ("names", "name_suffixes"):
-        if section.get(key):
-            raise UnsupportedError(
-                f"zero_optimization.leaf_module.{key} is not supported; write the modules' classes "
-                "under zero_optimization.leaf_module.classes"
-            )
-    classes = section.get("classes", [])
-    classes = [classes] if isinstance(classes, str) else classes
-    set_z3_leaf_modules(model, classes, raise_if_not_found=False)
-
-
-def check_leaves(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise UnsupportedError for a leaf of several groups: ranks that choose different branches of
-    it would gather different ones. `blocks`: as groups.blocks."""
-    group_of = {
-        id(param): index
-        for index, group in enumerate(discover(model, blocks, experts=False).groups)
-        for _, param in group.params
-    }
-    for name, module in model.named_modules():
-        if module in _LEAVES and len({group_of.get(id(p)) for p in module.parameters()}) > 1:
-            raise UnsupportedError(
-                f"{name} ({type(module).__name__}) is a leaf module whose parameters are in "
-                'several groups; name the class that runs it in {"offload": {"groups": {"blocks": '
-                "[...]}}}, with those of the model's repeated blocks"
-            )
-
-
-class RepeatingLoader:
-    """Repeats the batches of a loader without end."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self._batches = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._batches = iter(self.loader)
-            return next(self._batches)
 
 
 def __getattr__(name: str) -> Any:

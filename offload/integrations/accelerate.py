@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
@@ -23,9 +22,9 @@ from offload.checkpoint.foreign.weight_shards import Write, remove_other_shards,
 from offload.checkpoint.format.disk import make_folder, storage_errors
 from offload.config.paths import StrPath, path_of, path_text
 from offload.engine import Engine
+from offload.integrations.model_tensors import ModelTensors
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.groups.layout import ParamSpec
 
 _LEAST = (1, 10)
 if tuple(map(int, accelerate.__version__.split(".")[:2])) < _LEAST:
@@ -173,7 +172,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         folder = path_of(save_directory, "save_directory")
         with storage_errors("creating", folder):
             make_folder(folder, parents=True)
-        remove_other_shards(folder, write_shards(_OwnNames(engine), folder, max_shard_size))
+        remove_other_shards(folder, write_shards(_FirstNames(engine), folder, max_shard_size))
 
     def load_state(
         self, input_dir: StrPath | None = None, load_kwargs: dict[str, Any] | None = None,
@@ -204,42 +203,12 @@ def _name(number: int) -> str:
     return _STATES if number == 0 else f"{_STATES}_{number}"
 
 
-class _OwnNames:
-    """Parameters and persistent buffers of an engine's model, each under its first name."""
+class _FirstNames:
+    """The tensors of an engine's model, each under its first name."""
 
     def __init__(self, engine: Engine) -> None:
-        """Raise UnsupportedError for an entry that is not a tensor."""
-        self._engine = engine
-        self._names: dict[str, str] = {}  # of a parameter here, by its first one in the engine
-        self._others: dict[str, Tensor] = {}  # that are in no tier
-        self.tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for name, value in engine.module.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor):
-                raise UnsupportedError(
-                    f"{name} is a {type(value).__name__}, which a safetensors file cannot hold; "
-                    "engine.save_checkpoint saves it"
-                )
-            if id(value) not in seen:
-                seen.add(id(value))
-                self._add(name, value)
-
-    def _add(self, name: str, value: Tensor) -> None:
-        store = self._engine.runtime.store
-        spec = store.spec_of(value)
-        shape, dtype = value.shape, value.dtype
-        if spec is None:
-            self._others[name] = value
-        else:
-            self._names[spec.name] = name
-            shape, dtype = torch.Size(spec.shape), store.dtype
-        self.tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+        self._model = ModelTensors(engine.module)
+        self.tensors = {name: self._model.tensors[name] for name in self._model.first_names()}
 
     def write(self, write: Write) -> None:
-        def take(spec: ParamSpec, elements: range, raw: Tensor) -> None:
-            if spec.name in self._names:
-                write(self._names[spec.name], raw)
-
-        stream_weights(self._engine, take)
-        for name, tensor in self._others.items():
-            write(name, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+        self._model.stream(self.tensors.keys(), lambda name, _, raw: write(name, raw))

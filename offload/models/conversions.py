@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.group import NO_COPIES
 from offload.zero.groups.store import WeightStore
 
@@ -87,35 +86,18 @@ class Conversions:
             probe.shape, probe.dtype, probe.device,
         ):  # fmt: skip
             return
-        change, remedy = _change(probe, becomes)
         raise UnsupportedError(
-            f"{what} would make {name} {change} in its tiers, as the configuration says; {remedy}"
+            f"{what} would make {name} {_described(becomes)}, and in its tiers it is "
+            f"{_described(probe)}; set precision (fp32, bf16 or fp16) and device in the "
+            "configuration, and leave out what moves models to save memory; take "
+            "model.state_dict() for converted copies, and close the engine, or "
+            "offload.dispatched(model), to drop the values"
         )
 
 
-def _change(is_now: torch.Tensor, becomes: torch.Tensor) -> tuple[str, str]:
-    """Return what a conversion changes, and what to do instead."""
-    if becomes.dtype != is_now.dtype:
-        remedy = "tiers hold fp32, bf16 and fp16"
-        if becomes.dtype in FLOAT_OF:
-            precision = FLOAT_OF[becomes.dtype].name.lower()
-            remedy = (
-                f"open the model in that format, with precision: {precision} in the configuration; "
-                "a pipeline that casts its components then changes nothing"
-            )
-        remedy += "; for converted copies, take model.state_dict()"
-        return f"{becomes.dtype}, and it is {is_now.dtype}", remedy
-    if becomes.is_meta:
-        remedy = "to drop the values, close the engine, or offload.dispatched(model)"
-    elif becomes.device != is_now.device:
-        remedy = (
-            f"set device: {becomes.device.type} in the configuration, and leave out what moves "
-            "models to save memory (a pipeline's enable_model_cpu_offload): tiers do that"
-        )
-    else:
-        remedy = "only values of the same shape can be written (engine.gathered)"
-        return "of another shape, and it keeps its own", remedy
-    return f"a tensor on {becomes.device}, and it is computed with on {is_now.device}", remedy
+def _described(tensor: torch.Tensor) -> str:
+    shape = "" if tensor.dim() == 2 else " of another shape"
+    return f"{tensor.dtype} on {tensor.device}{shape}"
 
 
 def _name_of(function: Callable[[Any], Any]) -> str:

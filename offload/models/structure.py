@@ -1,17 +1,14 @@
 """Whether a model still has the parameters that it had in `offload.initialize`.
 
 A head, an adapter or a larger embedding put in later has parameters that no update sees: autograd
-gives them gradients, and they stay as they are. That is looked for before every step, by identity:
-one pass over two dictionaries per module, in C: 0.2 ms for 1,000 parameters.
+gives them gradients, and they stay as they are. That is looked for before every step, by identity.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Callable
 from operator import is_
-from typing import Any
 
 from torch import nn
 
@@ -22,71 +19,48 @@ _MOST_NAMES = 4  # in an error
 
 
 class ModelStructure:
-    """A model's modules and parameters as they were. Parameters that are not managed (complex ones,
-    frozen ones that were added) have to stay frozen."""
+    """A model's parameters as they were. Those that are not managed (complex ones, frozen ones that
+    were added) have to stay frozen."""
 
     def __init__(self, model: nn.Module, home_of: Callable[[nn.Parameter], object]) -> None:
         """`home_of` returns None for a parameter that is not managed."""
         self._model = model
         self._home_of = home_of
-        self._missing: set[int] = set()  # parameters that have been spoken of
-        self._note(_named(model))
+        self._gone: set[int] = set()  # parameters that have been spoken of
+        self._note()
 
     def check(self) -> None:
         """Raise UnsupportedError, naming trainable parameters that no update would see."""
-        if not self._is_as_noted():
+        now = list(self._model.parameters())
+        if len(now) != len(self._named) or not all(map(is_, now, self._named.values())):
             before = self._named
-            self._note(_named(self._model))
-            self._say_missing(before)
-        if any(param.requires_grad for param in self._others.values()):
-            raise UnsupportedError(self._explain())
+            self._note()
+            self._say_gone(before)
+        trained = [name for name, param in self._others.items() if param.requires_grad]
+        if trained:
+            raise UnsupportedError(
+                f"{_listed(trained)}: no update would see what was put into the model after "
+                "offload.initialize (or is no real floating point); add modules, adapters and "
+                "tokens before offload.initialize, write values into the parameters that are there "
+                "(engine.gathered), or freeze what is new with requires_grad_(False)"
+            )
 
-    def _note(self, named: Mapping[str, nn.Parameter]) -> None:
-        modules = list(self._model.modules())
-        dicts: list[dict[str, Any]] = [
-            each for m in modules for each in (m._modules, m._parameters)
-        ]
-        self._filled = [each for each in dicts if each]
-        self._empty = [each for each in dicts if not each]
-        self._kept = list(_values(self._filled))
-        self._named = named
-        self._others = {name: p for name, p in named.items() if self._home_of(p) is None}
+    def _note(self) -> None:
+        self._named = dict(self._model.named_parameters())
+        self._others = {n: p for n, p in self._named.items() if self._home_of(p) is None}
 
-    def _is_as_noted(self) -> bool:
-        if any(self._empty) or sum(map(len, self._filled)) != len(self._kept):
-            return False
-        return all(map(is_, _values(self._filled), self._kept))
-
-    def _say_missing(self, before: Mapping[str, nn.Parameter]) -> None:
+    def _say_gone(self, before: dict[str, nn.Parameter]) -> None:
         here = {id(param) for param in self._named.values()}
         gone = {
             id(param): name for name, param in before.items()
-            if id(param) not in here and self._home_of(param) is not None
+            if id(param) not in here | self._gone and self._home_of(param) is not None
         }  # fmt: skip
-        new = [name for key, name in gone.items() if key not in self._missing]
-        if new:
+        if gone:
+            self._gone |= gone.keys()
             _log.warning(
                 "%s: no longer in the model, which trains without; the memory is kept until the "
-                "engine is closed", _listed(new),
+                "engine is closed", _listed([*gone.values()]),
             )  # fmt: skip
-        self._missing |= gone.keys()
-
-    def _explain(self) -> str:
-        names = _listed([name for name, p in self._others.items() if p.requires_grad])
-        return (
-            f"{names}: no update would see what was put into the model after offload.initialize "
-            "(or is no real floating point); add modules, adapters and tokens before "
-            "offload.initialize, write values into the parameters that are there "
-            "(engine.gathered), or freeze what is new with requires_grad_(False)"
-        )
-
-
-def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())
-
-
-def _values(dicts: Iterable[dict[str, Any]]) -> Iterable[Any]:
-    return chain.from_iterable(map(dict.values, dicts))
 
 
 def _listed(names: list[str]) -> str:

@@ -22,15 +22,12 @@ def build() -> Any:
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
-    "half": (lambda m: m.half(), r"\.half\(\) .*precision: fp16"),
-    "bfloat16": (lambda m: m.bfloat16(), r"\.bfloat16\(\) .*precision: bf16"),
-    "double": (lambda m: m.double(), r"\.double\(\) .*tiers hold fp32, bf16 and fp16"),
+    "half": (lambda m: m.half(), r"\.half\(\) .*float16 on cpu, .*float32 on cpu; set precision"),
+    "bfloat16": (lambda m: m.bfloat16(), r"\.bfloat16\(\) .*torch\.bfloat16"),
+    "double": (lambda m: m.double(), r"\.double\(\) .*\(fp32, bf16 or fp16\)"),
     "float": (lambda m: m.float(), None),
     "to fp32": (lambda m: m.to(torch.float32), None),
-    "to fp16": (
-        lambda m: m.to(torch.float16),
-        r"\.to\(\) .*precision: fp16.*a pipeline that casts",
-    ),
+    "to fp16": (lambda m: m.to(torch.float16), r"\.to\(\) .*torch\.float16"),
     "to meta": (lambda m: m.to("meta"), r"\.to\(\) .*on meta.*close the engine"),
     "cpu": (lambda m: m.cpu(), None),
     "to_empty": (lambda m: m.to_empty(device="cpu"), None),

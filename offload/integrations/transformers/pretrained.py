@@ -135,7 +135,7 @@ def open_pretrained(
     """
     import transformers
 
-    _check_version(transformers.__version__)
+    check_version(transformers.__version__)
     folder = path_of(folder, "folder")
     _check_folder(folder)
     for name in kwargs.keys() & _REFUSED.keys():
@@ -270,7 +270,8 @@ def is_model_class(transformers: Any, found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
 
 
-def _check_version(found: str) -> None:
+def check_version(found: str) -> None:
+    """Raise UnsupportedError for a version of transformers that is too old."""
     numbers = tuple(int(part) for part in found.split(".")[:2])
     if numbers < _LEAST:
         raise UnsupportedError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from offload.checkpoint.foreign.model_files import CONFIG, read_json
 from offload.display.words import about
@@ -25,8 +26,6 @@ _TOKENIZER_FILES = (
     "vocab.txt", "tekken.json",
 )  # fmt: skip
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-_BROKEN = "\N{REPLACEMENT CHARACTER}"  # of a letter that is not whole yet
-_LONGEST_LETTER = 8  # tokens; what is broken for longer is so in the text
 _QUIET_S = 10.0  # without a line, where text comes at the end
 
 
@@ -78,81 +77,59 @@ class Encoded:
         return self.ids.shape[1]
 
 
-class Tokenizer:
-    """The tokenizer of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        """Load the tokenizer. Raise ConfigError if the folder has none that transformers reads."""
-        import transformers
-
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise ConfigError(
-                f"{folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES[:4])}, ...); "
-                "tokenizer.save_pretrained(FOLDER) writes one"
-            )
-        try:
-            self._own: Any = transformers.AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # any, of the libraries that read it
-            said = " ".join(str(error).split())[:200]
-            raise ConfigError(f"{folder}: its tokenizer cannot be read: {said}") from error
-        self._folder = folder
-
-    def encode(self, prompts: Sequence[str], *, chat: bool) -> Encoded:
-        """Encode prompts; with `chat` each as a user's turn, before the model's. Raise ConfigError
-        for a prompt without tokens, or if the tokenizer lacks what is needed."""
-        texts = [self._turn(prompt) for prompt in prompts] if chat else list(prompts)
-        # a template has the special tokens already
-        rows = [self._own(text, add_special_tokens=not chat)["input_ids"] for text in texts]
-        for number, row in enumerate(rows, 1):
-            if not row:
-                raise ConfigError(f"--prompt: prompt {number} has no tokens; give it some text")
-        longest = max(map(len, rows))
-        ids = torch.full((len(rows), longest), self._padding(rows))
-        mask = torch.zeros_like(ids)
-        for number, row in enumerate(rows):
-            ids[number, longest - len(row) :] = torch.tensor(row)
-            mask[number, longest - len(row) :] = 1
-        return Encoded(ids, mask)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._own.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder, with a token to pad with if it has one for the end. Raise
+    ConfigError if the folder has none that transformers reads."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"{folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES[:4])}, ...); "
+            "tokenizer.save_pretrained(FOLDER) writes one"
         )
-        return text
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # any, of the libraries that read it
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{folder}: its tokenizer cannot be read: {said}") from error
+    if found.pad_token is None:
+        found.pad_token = found.eos_token
+    return found
 
-    @property
-    def padding(self) -> int | None:
-        """The token behind the end of a sequence that is shorter than others."""
-        own = self._own.pad_token_id
-        return self._own.eos_token_id if own is None else own  # type: ignore[no-any-return]
 
-    def _padding(self, rows: Sequence[Sequence[int]]) -> int:
-        padding = self.padding
-        if padding is None and len(set(map(len, rows))) > 1:
+def encode(tokenizer: Any, prompts: Sequence[str], *, chat: bool) -> Encoded:
+    """Encode prompts; with `chat` each as a user's turn, before the model's. Raise ConfigError for
+    a prompt without tokens, or if the tokenizer lacks what is needed."""
+    where = tokenizer.name_or_path
+    texts = list(prompts)
+    if chat:
+        if not tokenizer.chat_template:
             raise ConfigError(
-                f"{self._folder}: its tokenizer has neither a padding token nor one for the end, "
-                "and these prompts are not equally long; give one at a time"
+                f"--chat: the tokenizer of {where} has no chat template; leave --chat out"
             )
-        return padding or 0
-
-    def _turn(self, prompt: str) -> str:
-        if not self._own.chat_template:
-            raise ConfigError(
-                f"--chat: the tokenizer of {self._folder} has no chat template; leave --chat out"
-            )
-        turns = [{"role": "user", "content": prompt}]
-        text: str = self._own.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return text
+        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    if len(texts) > 1 and tokenizer.pad_token is None:
+        raise ConfigError(
+            f"{where}: its tokenizer has neither a padding token nor one for the end, as several "
+            "prompts need; give one at a time"
+        )
+    # a template has the special tokens already
+    found = tokenizer(
+        texts, add_special_tokens=not chat, padding=len(texts) > 1, padding_side="left",
+        return_tensors="pt",
+    )  # fmt: skip
+    encoded = Encoded(found["input_ids"], found["attention_mask"])
+    for number, tokens in enumerate(encoded.mask.sum(1).tolist(), 1):
+        if not tokens:
+            raise ConfigError(f"--prompt: prompt {number} has no tokens; give it some text")
+    return encoded
 
 
 def open_generating(folder: Path) -> Any:
     """Open the model of a folder, with its weights still in files. Raise UnsupportedError for a
     model that does not generate text, ConfigError as `open_pretrained` does."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # nothing is read yet: it would fill at once
+    transformers.utils.logging.disable_progress_bar()  # nothing is read yet: it would fill at once
     model: Any = open_pretrained(folder)
     if not model.can_generate():
         named = ", ".join(read_json(folder / CONFIG).get("architectures") or ()) or "its class"
@@ -203,36 +180,34 @@ class Times:
         return statistics.median(gaps) if gaps else None
 
 
-class Stream:
-    """Receives tokens from `generate`; a single sequence's text is written as it completes."""
+class Stream(transformers.TextStreamer):  # type: ignore[misc]
+    """Receives tokens from `generate`; a single sequence's text is written word by word."""
+
+    next_tokens_are_prompt: bool
 
     def __init__(
-        self, tokenizer: Tokenizer, write: Callable[[str], None] | None,
-        say: Callable[[str], None], new_tokens: int,
+        self, tokenizer: Any, write: Callable[[str], None] | None, say: Callable[[str], None],
+        new_tokens: int,
     ) -> None:  # fmt: skip
         """`write` gets text; None: for several sequences `say` gets a line from time to time."""
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.times = Times()
-        self._tokenizer = tokenizer
+        self.most = new_tokens
         self._write = write
         self._say = say
-        self.most = new_tokens
         self._said_s = 0.0
-        self._begun = False
-        self._before: list[int] = []  # tokens of the last piece: a word's text depends on them
-        self._new: list[int] = []
 
     def begin(self) -> None:
         self.times.began_s = self._said_s = time.perf_counter()
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._begun:  # the prompt
-            self._begun = True
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt = False
             return
         now = time.perf_counter()
         self.times.tokens_s.append(now)
         if self._write is not None:
-            self._new += value.flatten().tolist()
-            self._put_out(last=False)
+            super().put(value)
         elif now - self._said_s >= _QUIET_S:
             self._said_s = now
             done = len(self.times.tokens_s)
@@ -241,17 +216,12 @@ class Stream:
 
     def end(self) -> None:
         """Finish: no further token comes."""
-        if self._write is not None and self._new:
-            self._put_out(last=True)
+        if self._write is not None:
+            super().end()
 
-    def _put_out(self, *, last: bool) -> None:
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         assert self._write is not None, "text is wanted"
-        before = self._tokenizer.decode(self._before)
-        text = self._tokenizer.decode(self._before + self._new)
-        if text.endswith(_BROKEN) and not last and len(self._new) < _LONGEST_LETTER:
-            return
-        self._before, self._new = self._new, []
-        self._write(text[len(before) :])
+        self._write(text)
 
 
 def generate(
@@ -259,7 +229,6 @@ def generate(
     padding: int | None, device: torch.device, stops: Callable[[], bool],
 ) -> torch.Tensor:  # fmt: skip
     """Return the new tokens [batch, tokens]; `stops` returns true after a token to end early."""
-    import transformers
 
     def stopped(ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
         return torch.full((ids.shape[0],), stops(), device=ids.device, dtype=torch.bool)

@@ -32,12 +32,16 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.integrations.adapters import AdapterSave, is_adapted
+from offload.integrations.transformers.pretrained import check_version
+from offload.integrations.transformers.pretrained_load import load_weights
+from offload.integrations.transformers.pretrained_save import StreamedSave
 from offload.integrations.transformers.trainer_optimizer import (
     GroupsOnly,
     changed_arguments,
     client_of,
     groups_only,
 )
+from offload.integrations.transformers.trainer_watch import WatchCallback as WatchCallback
 from offload.integrations.transformers.training_arguments import (
     Source,
     arguments_for,
@@ -48,19 +52,8 @@ from offload.optimizers.optimizer import OffloadOptimizer
 from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
+check_version(transformers.__version__)
 _log = logging.getLogger("offload")
-_LEAST = (5, 17)
-if tuple(map(int, transformers.__version__.split(".")[:2])) < _LEAST:
-    raise UnsupportedError(
-        f"offload.integrations.transformers needs transformers {'.'.join(map(str, _LEAST))} or "
-        f"newer, and {transformers.__version__} is installed; pip install -U transformers, or "
-        "write the loop with offload.initialize"
-    )
-
-from offload.integrations.transformers.pretrained_load import load_weights  # noqa: E402
-from offload.integrations.transformers.pretrained_save import StreamedSave  # noqa: E402
-from offload.integrations.transformers.trainer_watch import WatchCallback as WatchCallback  # noqa: E402
-
 STATES = "offload"  # the folder of the engine's states in a checkpoint of Trainer's
 _SCHEDULER = "scheduler.pt"
 _MAKES_ITS_OWN = (
@@ -180,7 +173,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     def _make_engine(self, model: nn.Module) -> Engine:
         """Make the engine from the trainer's optimizer, which has made no step."""
         config = self._settled(model)
-        client = client_of(self, OffloadMixin, model)
+        client = client_of(self)
         if not isinstance(client.given, GroupsOnly):  # whose numbers the configuration has
             named = dict(named_keys(self._source()).get("optimizer") or {})
             config = OffloadConfig.load({**config.to_dict(), "optimizer": client.merged(named)})
@@ -275,7 +268,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
                 "have, once; leave it out, and let all machines read output_dir"
             )
         if self._brought is not None and self.model is not None:
-            client_of(self, OffloadMixin, self.model)
+            client_of(self)
         saving = super()._save_optimizer_and_scheduler
         if not _is_trainers(saving):
             raise UnsupportedError(
