@@ -9,9 +9,10 @@ called with it: `DynamicCache` and `EncoderDecoderCache` stay what they are, and
 from __future__ import annotations
 
 import abc
+import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -237,20 +238,6 @@ def _take_over(layer: Any, made: Any) -> None:
         made.cumulative_length = seen
 
 
-class _NewLayers:
-    """Makes the layers of a cache that does not know yet how many it has."""
-
-    def __init__(self, store: KVStore, first: int) -> None:
-        self._store, self._next = store, first
-
-    def __call__(self) -> PagedLayer:
-        self._next += 1
-        return PagedLayer(self._store, _name(self._next - 1))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NewLayers:
-        return _NewLayers(self._store, self._next)
-
-
 def _name(layer: int, of: str = "") -> str:
     return f"KV cache, {of}layer {layer}"
 
@@ -267,7 +254,9 @@ def keep_in_tiers(cache: Cache, store: KVStore, of: str = "") -> None:
         keep_in_tiers(cache.cross_attention_cache, store, "cross-attention, ")
         return
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = cast(Any, _NewLayers(store, len(cache.layers)))
+        numbers = itertools.count(len(cache.layers))
+        # a function, which a copy of the cache shares
+        cache.layer_class_to_replicate = lambda: PagedLayer(store, _name(next(numbers)))
     for number, layer in enumerate(cache.layers):
         cache.layers[number] = _paged(layer, store, _name(number, of))
     cache.offloading = False  # transformers' own, to the CPU

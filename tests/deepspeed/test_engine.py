@@ -41,27 +41,18 @@ mse = nn.functional.mse_loss
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.02}}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_loop_is_plain_pytorchs(stage: int) -> None:
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_a_loop_is_plain_pytorchs(device: str, tmp_path: Path) -> None:
     net = model()
     plain = Plain(net, kind=WARMUP["type"], params=WARMUP["params"])
-    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    place = {"device": device, "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_optimizer": place, "offload_param": place}
     with initialized(net, {**BASE, "scheduler": WARMUP, "zero_optimization": zero}) as engine:
         assert train(engine, range(10)) == pytest.approx(plain.train(range(10)))
         assert engine.get_global_grad_norm() == pytest.approx(plain.norms[-1])
         assert engine.get_lr() == [plain.optimizer.param_groups[0]["lr"]]
         assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 10, 18)
         assert same(weights(engine.module), weights(plain.model))
-
-
-def test_nvme_changes_nothing(tmp_path: Path) -> None:
-    def losses(zero: dict[str, Any]) -> list[float]:
-        with initialized(model(), {**BASE, "zero_optimization": zero}) as engine:
-            return train(engine, range(9))
-
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    assert losses(zero) == losses({"stage": 3})
 
 
 def test_the_boundary_gates_the_step() -> None:
@@ -196,11 +187,7 @@ def test_a_client_optimizer_with_groups_and_a_scheduler_of_it() -> None:
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "adam"),
-        (lambda p: torch.optim.Adam(p, decoupled_weight_decay=True), "adamw"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True, fused=False), "adamw"),
         (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True), "sgd"),
-        (torch.optim.Adagrad, "adagrad"),
         (FusedAdam, "adamw"),
         (lambda p: DeepSpeedCPUAdam(p, adamw_mode=False), "adam"),
     ],
@@ -236,14 +223,12 @@ def test_a_client_optimizer_goes_on_where_it_was() -> None:
         assert same(weights(net), weights(plain))
 
 
-@pytest.mark.parametrize(
-    "make", [torch.optim.RMSprop, torch.optim.Adamax,
-             lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1)]
-)  # fmt: skip
-def test_a_client_optimizer_without_a_rule_is_refused(make: Any) -> None:
+def test_a_client_optimizer_without_a_rule_is_refused() -> None:
     net = model()
-    with pytest.raises(UnsupportedError, match=r"no rule here|begins with zeros"):
-        deepspeed.initialize(model=net, optimizer=make(net.parameters()), config={**BASE})
+    with pytest.raises(UnsupportedError, match="no rule here"):
+        deepspeed.initialize(
+            model=net, optimizer=torch.optim.RMSprop(net.parameters()), config={**BASE}
+        )
 
 
 def test_without_an_optimizer_the_model_computes_and_does_not_train() -> None:
@@ -566,21 +551,12 @@ def test_the_accelerator() -> None:
         _ = found.nonsense
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        lambda net: net,
-        lambda net: list(net.named_parameters()),
-        lambda net: [
-            {"params": net[0].weight},
-            {"params": [net[0].bias]},
-            {"params": []},
-            {"params": iter(net[2].parameters()), "lr": 0.5},
-        ],
-    ],
-)
-def test_parameters_come_in_every_form_that_torch_takes(form: Any) -> None:
+def test_parameters_come_in_every_form_that_torch_takes() -> None:
     net = model()
-    with initialized(net, model_parameters=form(net)) as engine:
+    groups = [
+        {"params": net[0].weight}, {"params": []}, {"params": [("bias", net[0].bias)]},
+        {"params": iter(net[2].parameters()), "lr": 0.5},
+    ]  # fmt: skip
+    with initialized(net, model_parameters=groups) as engine:
         assert sum(len(group["params"]) for group in engine.optimizer.param_groups) == 4
         assert all(param.requires_grad for param in net.parameters())

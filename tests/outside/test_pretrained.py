@@ -83,7 +83,6 @@ def test_what_is_missing_and_what_is_not_expected_is_reported(
     assert {k.strip(): v.strip() for k, v in rows.items()} == {
         "Key": "Status", "lm_head.weight": "UNEXPECTED", "score.weight": "MISSING",
     }  # fmt: skip
-    assert f"from: {llama}" in text
 
 
 def both_equal(tensors: dict[str, Tensor]) -> None:
@@ -353,7 +352,7 @@ def configured(**keys: Any) -> Callable[[Path], None]:
             configured(model_type="foo", auto_map={"AutoConfig": "code.Config"}), ConfigError,
             "get_class_from_dynamic_module",
         ),
-        (configured(vocab_size=80), CheckpointError, "embed_tokens.weight *| MISMATCH"),
+        (configured(vocab_size=80), CheckpointError, "ignore_mismatched_sizes=True"),
     ],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_loaded_is_refused_by_name(

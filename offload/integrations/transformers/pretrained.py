@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offload")
 _LEAST = (5, 17)
 _ADAPTER = "adapter_config.json"
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _DOWNLOAD = "download the folder (hf download ID --local-dir FOLDER) and name it"
 _STATES = "budget and placement in offload's configuration say where states are"
 _QUANTISED = (
@@ -185,17 +183,13 @@ def built(
 ) -> Any:
     """Build a model of transformers' class `kind` from the tensors of `folder`, by its own
     `from_pretrained`. Raise CheckpointError if the tensors do not fit."""
-    report = _Report(folder)
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(report)
     try:
         return kind.from_pretrained(None, config=settings, state_dict=dict(tensors), **kwargs)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{folder} does not fit {kind.__name__}: {str(report) or error}"
+            f"{folder} does not fit {kind.__name__}: {error} (transformers' report names the "
+            "weights; ignore_mismatched_sizes=True initialises those of other shapes anew)"
         ) from error
-    finally:
-        logger.removeFilter(report)
 
 
 def _settings(
@@ -317,24 +311,3 @@ def _without(folder: Path, names: list[str]) -> str:
             'with it, and write it again with model.save_pretrained("NEW")'
         )
     return f"{said} (found {', '.join(there[:6]) or 'nothing'}); get the whole folder"
-
-
-class _Report(logging.Filter):
-    """Adds the folder's name to transformers' report about its weights: given a state dict,
-    transformers does not know it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-        self._said = ""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if isinstance(record.msg, str) and "LOAD REPORT" in record.msg:
-            record.msg = record.msg.replace("from: None", f"from: {self._folder}")
-            self._said = _COLOURS.sub("", record.msg)
-            if "MISMATCH" in self._said:
-                self._said += "\nignore_mismatched_sizes=True initialises those anew"
-        return True
-
-    def __str__(self) -> str:
-        return self._said
