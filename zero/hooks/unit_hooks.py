@@ -338,7 +338,8 @@ class _Guard:
 
     Installed in the attribute that `Module.compile` uses for the compiled call, which copies and
     pickles leave out. A module that is compiled later has only its hooks (or none, and fetches each
-    parameter where it is used).
+    parameter where it is used), and torch.compile goes past the call of a module without hooks, to
+    its forward: so there are both.
     """
 
     __slots__ = (
