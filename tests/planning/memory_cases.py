@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ class Case:
     name: str
     config: dict[str, Any]
     own_loop: bool = False  # as `offload train` drives it: updates within backward
-    keys: tuple[str, ...] = field(default=())  # what was drawn, to be shown
 
     def loaded(self) -> OffloadConfig:
         config = OffloadConfig.load(self.config)
@@ -118,12 +117,7 @@ def _drawn(size: str, seed: int, rng: random.Random, folder: Path) -> Case:
     host, nvme, own_loop = rng.choice(["least", "tight", "ample"]), rng.random(), rng.random() < 0.3
     case = Case(f"{size}-{seed}", config, own_loop)
     budget = _budgets(case, host, tight_nvme=nvme < 0.5)
-    drawn = (
-        precision, f"{passes}x{micro}", f"{placement}", f"{optimizer}", f"{checkpoint}", away,
-        f"{batch}x{sequence}", host, "tight nvme" if nvme < 0.5 else "ample nvme",
-        "own loop" if own_loop else "",
-    )  # fmt: skip
-    return Case(case.name, {**config, "budget": budget}, own_loop, drawn)
+    return Case(case.name, {**config, "budget": budget}, own_loop)
 
 
 def _budgets(case: Case, host: str, *, tight_nvme: bool) -> dict[str, int]:

@@ -85,12 +85,6 @@ def test_a_step_touches_the_experts_of_all_its_passes() -> None:
     assert more.touched_pass == found.touched_pass
 
 
-def test_a_dense_model_has_no_experts() -> None:
-    shape = model(experts=False)
-    plan, _ = plan_of(shape)
-    assert estimate_experts(plan, shape, Workload(1, 64)) is None
-
-
 # ---------------------------------------------------------------- memory
 def test_the_least_memory_is_one_expert_s_beside_its_block_not_a_table_s() -> None:
     whole, _ = plan_of(model(experts=False), **NVME)

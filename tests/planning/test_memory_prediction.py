@@ -40,7 +40,6 @@ class Row:
     tier: dict[str, float]
     rss: float | None
     nvme_is_bound: bool
-    measured: dict[str, Any]
 
     def exact(self) -> dict[str, float]:
         """Errors of the tiers whose peaks do not depend on the moment."""
@@ -107,7 +106,7 @@ def _row(case: Case, predicted: Predicted, measured: dict[str, Any], *, ram: boo
         errors["host"] = math.copysign(max(0.0, abs(errors["host"]) - slack), errors["host"])
     place = predicted.memory.places[Tier.HOST]
     rss = place.peak_nbytes / measured["rss"] - 1 if ram else None
-    return Row(case, errors, rss, Tier.NVME in predicted.memory.bounds, measured)
+    return Row(case, errors, rss, Tier.NVME in predicted.memory.bounds)
 
 
 def _judge(rows: list[Row]) -> None:
