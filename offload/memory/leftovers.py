@@ -1,8 +1,7 @@
 """Files that dead processes left in a folder: found by name, and removed on request.
 
 Files and folders carry the mark of the process that made them (`swap/maker_marks`), checkpoints
-that were being written are locked by it (`checkpoint/ownership`). Nothing else is ever touched, nor
-anything that belongs to another user.
+that were being written are locked by it (`checkpoint/ownership`). Nothing else is ever touched.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -183,6 +184,27 @@ def test_a_sibling_with_such_a_name_stays(
     engine.save_checkpoint(tmp_path / "saved")
     shutil.rmtree(tmp_path / "saved")
     assert tree(tmp_path) == before
+
+
+def test_a_complete_leftover_that_may_not_be_renamed_is_in_nobodys_way(
+    engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It is another user's, in a folder with the sticky bit."""
+    theirs = marked(tmp_path / "theirs", "tmp")
+    shutil.copytree(original, theirs)
+    perform = disk.perform
+
+    def refused(operation: str, path: Path, *call: Any) -> Any:
+        if operation == "rename" and path.name == "theirs":
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return perform(operation, path, *call)
+
+    monkeypatch.setattr(disk, "perform", refused)
+    engine.save_checkpoint(tmp_path / "step-000001")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000001"
+    assert f"{theirs} stays: " in caplog.text
+    assert theirs.is_dir()
 
 
 @pytest.mark.parametrize("inner", ["parameters", "optimizer"])

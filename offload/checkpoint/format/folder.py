@@ -163,7 +163,7 @@ def _is_doomed(leftover: Leftover, locks: ExitStack) -> bool:
     locks.callback(unlock, lock)
     try:
         return not _adopt(leftover)
-    except StorageError as error:  # it may be complete
+    except (OSError, StorageError) as error:  # it may be complete, or be another user's
         _log.warning("%s stays: %s", leftover.path, error)
         return False
 
