@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offload.memory.memory_guard import MemoryGuardReport
-from offload.process.machine import process_memory
+from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -43,49 +43,21 @@ def tier_reports(accounts: Mapping[Tier, TierAccount]) -> dict[str, TierReport]:
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """RAM of the process in bytes, `rss_nbytes` now and `peak_nbytes` at most so far, and what it
-    consists of. Each part but the last was asked of the system; the sum is `rss_nbytes`.
-
-        tiers      pages of host and, on a CPU, of device that were touched
-        heap       of the C library, in use: tensors beside the tiers (activations, gradients that
-                   autograd has just made, logits), and what libraries allocate
-        holes      in that heap: freed, and not given back to the system
-        libraries  code and data of files: PyTorch's, Python's. The kernel drops them when it must
-        other      Python's objects, compiled kernels, stacks, memory of a GPU's driver
-    """
+    """RAM of the process in bytes: `rss_nbytes` now, of which `tiers_nbytes` are touched pages of
+    the tiers (host and, on a CPU, device), and `peak_nbytes` at most so far."""
 
     rss_nbytes: int
     peak_nbytes: int
     tiers_nbytes: int
-    heap_nbytes: int
-    holes_nbytes: int
-    libraries_nbytes: int
 
     @classmethod
     def now(cls, tiers_nbytes: int) -> ProcessReport:
-        seen = process_memory()
-        left = seen.rss_nbytes - seen.files_nbytes
-        tiers = min(tiers_nbytes, left)
-        heap = min(seen.heap_nbytes, left - tiers)
-        holes = min(seen.holes_nbytes, left - tiers - heap)
-        return cls(seen.rss_nbytes, seen.peak_nbytes, tiers, heap, holes, seen.files_nbytes)
-
-    @property
-    def other_nbytes(self) -> int:
-        known = self.tiers_nbytes + self.heap_nbytes + self.holes_nbytes + self.libraries_nbytes
-        return self.rss_nbytes - known
+        rss = rss_nbytes()
+        return cls(rss, peak_rss_nbytes(), min(tiers_nbytes, rss))
 
     def __str__(self) -> str:
         rss, peak = format_bytes(self.rss_nbytes), format_bytes(self.peak_nbytes)
-        parts = [
-            (self.tiers_nbytes, "tiers"),
-            (self.heap_nbytes, "heap (tensors beside the tiers)"),
-            (self.holes_nbytes, "holes in it"),
-            (self.libraries_nbytes, "libraries"),
-            (self.other_nbytes, "Python and the rest"),
-        ]
-        terms = [f"{what} {format_bytes(nbytes)}" for nbytes, what in parts]
-        return f"{rss} of RAM, {peak} at most: {', '.join(terms)}"
+        return f"{rss} of RAM, {peak} at most, {format_bytes(self.tiers_nbytes)} of it tiers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +77,8 @@ class TierTraffic:
     in here.
 
     `memory` says what is left of the machine's RAM, or of the cgroup that has least, and which
-    copies were given up for it (`MemoryGuardReport`). `process` says what the RAM of this process
-    consists of (`ProcessReport`).
+    copies were given up for it (`MemoryGuardReport`). `process` says how much RAM this process
+    takes (`ProcessReport`).
     """
 
     tiers: dict[str, TierReport]

@@ -16,7 +16,7 @@ import torch
 
 from offload.kernels.gpu import triton_launch
 from offload.memory.device_homes import DeviceHomes
-from offload.memory.memory_guard import MemoryGuard, MemoryReader
+from offload.memory.memory_guard import MemoryGuard, read_headroom
 from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nvme_nbytes
 from offload.process import machine
 from offload.swap.activations.activation_window import ActivationWindow
@@ -94,7 +94,7 @@ class TieredHomes:
             if plan.opens_files:
                 self.store = self._open_store(nvme)
             self.activations = self._open_activations(device)
-            self.guard = MemoryGuard(self.pool, MemoryReader(), sharing=ranks_here())
+            self.guard = MemoryGuard(self.pool, read_headroom, sharing=ranks_here())
             self.guard.start()
             opened.pop_all()
 
@@ -151,11 +151,6 @@ class TieredHomes:
             links, self.lock, device=device, in_place=not self.plan.gpu,
             trim=machine.trim_memory if device.type == "cpu" else None,
         )  # fmt: skip
-
-    @property
-    def keeper(self) -> ActivationTier | None:
-        """The tier of saved activations; None if they stay on the device."""
-        return self.activations
 
     # ---------------------------------------------------------------- states
     def parameters(

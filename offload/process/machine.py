@@ -13,12 +13,11 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 
@@ -91,15 +90,10 @@ def total_memory_nbytes(root: Path = _ROOT) -> int:
 
 def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
     """Return every cgroup memory limit that binds this process, innermost first."""
-    return limits_of(cgroup_folders("memory", root))
-
-
-def limits_of(folders: Iterable[Path]) -> list[MemoryLimit]:
-    """Return every limit of these cgroups, in their order."""
     limits = []
-    for folder in folders:
+    for folder in _cgroup_folders("memory", root):
         for name in ("memory.high", "memory.max", "memory.limit_in_bytes"):
-            limit = read_int(folder / name)
+            limit = _read_int(folder / name)
             if limit is not None and limit < _UNLIMITED:
                 used = _used_nbytes(folder)
                 limits.append(MemoryLimit(folder, limit, *used, kills=name != "memory.high"))
@@ -130,7 +124,7 @@ def free_swap_nbytes(root: Path = _ROOT) -> int:
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """Return the cores' worth of time the tightest cgroup grants; None without a quota."""
-    shares = [share for folder in cgroup_folders("cpu", root) if (share := _quota_of(folder))]
+    shares = [share for folder in _cgroup_folders("cpu", root) if (share := _quota_of(folder))]
     return min(shares, default=None)
 
 
@@ -191,56 +185,6 @@ def rss_nbytes() -> int:
     """Return the bytes of RAM this process holds now."""
     with open("/proc/self/statm", "rb") as file:  # psutil takes three times as long
         return int(file.read().split()[1]) * resource.getpagesize()
-
-
-@dataclass(frozen=True)
-class ProcessMemory:
-    """RAM of this process, in bytes: `rss_nbytes` now, of which `files_nbytes` are libraries and
-    other files, and `peak_nbytes` at most so far. The C library's heap, which has the tensors of
-    PyTorch on a CPU, holds `heap_nbytes` in use and `holes_nbytes` that are free, at most (of which
-    pages may have been given back); both are 0 where it is not glibc 2.33 or newer."""
-
-    rss_nbytes: int
-    peak_nbytes: int
-    files_nbytes: int
-    heap_nbytes: int
-    holes_nbytes: int
-
-
-def process_memory(root: Path = _ROOT) -> ProcessMemory:
-    """Return the RAM of this process now."""
-    lines = (_read(root / "proc/self/status") or "").splitlines()
-    pairs = (line.split() for line in lines if line.endswith(" kB"))
-    kib = {name: int(number) for name, number, _ in pairs}
-    heap = _heap()
-    return ProcessMemory(
-        rss_nbytes=kib.get("VmRSS:", 0) * 1024,
-        peak_nbytes=kib.get("VmHWM:", 0) * 1024,
-        files_nbytes=kib.get("RssFile:", 0) * 1024,
-        heap_nbytes=heap.uordblks + heap.hblkhd,
-        holes_nbytes=heap.fordblks,
-    )
-
-
-class _Heap(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
-
-    _fields_: ClassVar = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
-            "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def _heap() -> _Heap:
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if ask is None:
-        return _Heap()
-    ask.restype = _Heap
-    found: _Heap = ask()
-    return found
 
 
 def peak_rss_nbytes(root: Path = _ROOT) -> int:
@@ -337,7 +281,7 @@ def read_setting(path: str, root: Path = _ROOT) -> str | None:
     return _read(root / path.lstrip("/"))
 
 
-def cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
+def _cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
     """Yield the folders of this process's cgroups for `controller`, innermost first, v2 then v1."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -361,7 +305,7 @@ def _upwards(point: Path, mounted: str, path: str) -> Iterator[Path]:
 
 def _used_nbytes(folder: Path) -> tuple[int, int]:
     """Return the bytes in use, and how many of them are page cache."""
-    used = read_int(folder / "memory.current") or read_int(folder / "memory.usage_in_bytes") or 0
+    used = _read_int(folder / "memory.current") or _read_int(folder / "memory.usage_in_bytes") or 0
     stats = dict(line.split()[:2] for line in (_read(folder / "memory.stat") or "").splitlines())
     # inactive page cache is given back on demand
     inactive, active, mapped = (
@@ -375,7 +319,7 @@ def _quota_of(folder: Path) -> float | None:
     words = (_read(folder / "cpu.max") or "").split()
     if len(words) == 2 and words[0] != "max":
         return int(words[0]) / int(words[1])
-    quota, period = read_int(folder / "cpu.cfs_quota_us"), read_int(folder / "cpu.cfs_period_us")
+    quota, period = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
     return quota / period if quota and period and quota > 0 else None
 
 
@@ -394,7 +338,7 @@ def _meminfo(name: str, root: Path) -> int | None:
     return None
 
 
-def read_int(path: Path) -> int | None:
+def _read_int(path: Path) -> int | None:
     """Return the number in a file of /proc or /sys; None if there is none."""
     text = _read(path)
     return int(text) if text and text.lstrip("-").isdigit() else None

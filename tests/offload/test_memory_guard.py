@@ -55,7 +55,7 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr("offload.memory.tier_manager.MemoryReader", lambda: made)
+    monkeypatch.setattr("offload.memory.tier_manager.read_headroom", made)
     return made
 
 

@@ -42,7 +42,7 @@ def train(folder: str, placement: dict[str, Any], stage: int, how: str) -> dict[
     torch.set_num_threads(1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     machine = Machine()
-    homes.MemoryReader = lambda: machine  # type: ignore[assignment, misc]
+    homes.read_headroom = machine  # type: ignore[assignment]
     keys = config(
         Path(folder), placement, budget=BUDGET, optimizer=OPTIMIZER,
         zero={"stage": stage, "timeout_s": 20.0}, clip_grad_norm=0.5,

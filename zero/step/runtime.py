@@ -61,7 +61,7 @@ class Homes(WeightHomes, Protocol):
     """Makes all states of a group, each with the home that the placement gives it."""
 
     @property
-    def keeper(self) -> Keeper | None:
+    def activations(self) -> Keeper | None:
         """The tier of saved activations; None if they stay on the device."""
         ...
 
@@ -149,7 +149,7 @@ class Runtime:
             begun.callback(lambda: self.rank_work.close())
             self.store = WeightStore(
                 discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
-                ranks=self.rank_work, keeper=homes.keeper,
+                ranks=self.rank_work, keeper=homes.activations,
             )  # fmt: skip
             self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
             self.group_of, self.versions = self.store.group_of, self.store.versions
