@@ -127,7 +127,7 @@ class TieredHomes:
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
             self.swap_folders = paths
-            self.spare_nvme_nbytes = min(spare_nvme_nbytes(self.plan), self.free_nvme_nbytes())
+            self.spare_nvme_nbytes = min(spare_nvme_nbytes(self.plan), self._free_nvme_nbytes())
             options = _backend_options(nvme, self.plan)
             backend = opened.enter_context(open_backend(nvme.backend, **options))
             store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
@@ -258,7 +258,7 @@ class TieredHomes:
         """Return the device's streams and memory for updates and gradients beside the model."""
         return self._device.work()
 
-    def free_nvme_nbytes(self) -> int:
+    def _free_nvme_nbytes(self) -> int:
         """Return the free bytes of all paths together, if each gets as much as the one with the
         least. Raises PathError if a path cannot be looked at."""
         try:

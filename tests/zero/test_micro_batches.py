@@ -496,10 +496,7 @@ class Table(nn.Linear):
         return super().forward(x) + table
 
 
-@pytest.mark.parametrize("pieces", [2, 3])
-def test_a_shared_table_as_long_as_the_batch_is_found_out_at_any_call(
-    tmp_path: Path, pieces: int
-) -> None:
+def test_a_shared_table_as_long_as_the_batch_is_found_out_at_any_call(tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -510,8 +507,7 @@ def test_a_shared_table_as_long_as_the_batch_is_found_out_at_any_call(
                 x = block(x, torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None])
             return x
 
-    keys = {**split(tmp_path, "Table"), "micro_batches": pieces}
-    with offload.initialize(Model(), keys) as engine:
+    with offload.initialize(Model(), split(tmp_path, "Table")) as engine:
         assert engine.module(torch.randn(4, 6, WIDTH, device=ON)).shape == (4, 6, WIDTH)
         with pytest.raises(UnsupportedError, match="fails on a piece of its batch"):
             engine.module(torch.randn(4, 4, WIDTH, device=ON))
