@@ -36,11 +36,6 @@ TIGHT = {"budget": BUDGET, "optimizer": {"chunk": 65536}}
 FEW = Workload(1, 2)
 
 
-def in_modules(shape: ModelShape) -> ModelShape:
-    """The same model with each expert a module of its own, which a step without tokens leaves."""
-    return replace(shape, groups=tuple(replace(each, packed=False) for each in shape.groups))
-
-
 def solved(shape: ModelShape, work: Workload, placement: Any, **keys: Any) -> Solution:
     config = OffloadConfig.load({**TIGHT, "placement": placement, **keys})
     return solve(config, shape, HARDWARE, RunFacts(work, SPEEDS, lambda config: FACTS))
@@ -64,7 +59,7 @@ def test_homes_add_up_to_what_a_plan_holds() -> None:
         "experts": {"parameters": "nvme", "gradients": "nvme",
                     "optimizer": {"host": "25%", "nvme": "75%"}},
     }  # fmt: skip
-    plan, _ = plan_of(shape := in_modules(model()), placement=placement)
+    plan, _ = plan_of(shape := model(), placement=placement)
     assert tuple(plan.placements) == PLACED
     for state_class, tier in itertools.product(CLASSES, Tier):
         parts = [plan.homes[p].get(tier, 0) for p in PLACED if class_of(p) is state_class]
@@ -90,7 +85,7 @@ def _fastest_share(plan: Plan, placed: Any) -> float:
 
 
 def test_where_few_experts_are_touched_memory_is_what_every_token_uses() -> None:
-    shape = in_modules(model(1, num_hidden_layers=2, num_local_experts=32))
+    shape = model(1, num_hidden_layers=2, num_local_experts=32)
     auto = solved(shape, FEW, {"experts": "auto"})
     together = solved(shape, FEW, "auto")
     assert auto.best.fits
@@ -106,7 +101,7 @@ def test_where_few_experts_are_touched_memory_is_what_every_token_uses() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", [False, True])
 def test_homes_of_their_own_are_not_slower_where_few_are_touched(gpu: bool) -> None:
-    shape = in_modules(model(num_hidden_layers=2, num_local_experts=32))
+    shape = model(num_hidden_layers=2, num_local_experts=32)
     hardware = replace(HARDWARE, device_nbytes=(1 << 30) * gpu)
     seconds = []
     for placement in "auto", {"experts": "auto"}:

@@ -99,8 +99,6 @@ def idle_nbytes(plan: Plan, model: ModelShape, workload: Workload) -> Held:
     tables = tables_of(model)
     if ExpertClass.PARAMETERS not in plan.placements or not tables:
         return idle
-    if plan.trains and any(model.groups[table.indices[0]].packed for table in tables):
-        return idle  # every step updates all of them
     in_step = workload.tokens * plan.sharding.world_size
     share = 1 - _touched_share(tables, model.experts_per_token, in_step)
     for placed in ExpertClass:
