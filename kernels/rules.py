@@ -156,6 +156,11 @@ class Scalars:
         """The numbers of states that the rule can work with."""
         return (len(self.states),)
 
+    @property
+    def loop(self) -> tuple[Rule, bool, tuple[int, ...]]:
+        """The key of the compiled loop: steps with equal keys are made by the same loop."""
+        return self.rule, self.flag, self.state_counts
+
     @classmethod
     def kept_for(cls, numbers: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the states that are kept for these values of a param group's keys."""

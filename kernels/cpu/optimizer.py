@@ -17,13 +17,20 @@ Bytes of memory moved per parameter by Adam with a bf16 gradient and weight (fp3
     BF16                               20      18     20          14
     INT8, 1.02 each                    16      14     16          10
 
+Steps that were missed can be made before, in the same pass (`Missed`): each with a gradient of
+zeros and its own numbers, with the bits that one pass per step would have given. 50 missed steps of
+AdamW with a split master on 4 M elements, on one Zen 5 core, in 10**9 parameters per second and
+step, in one pass each and in one for all: fp32 states 2.8 and 6.2, bf16 states 3.1 and 4.0, 8-bit
+states 2.4 and 2.6. Larger or smaller pieces (`step_loop.SPAN`) change nothing: arithmetic limits.
+
 With a split or fp32 master and FP32 states the results are exact in the sense that they agree with
 an fp32 optimizer's; weights are rounded to nearest even on the way out (`kernels.convert`). BF16
 and INT8 states and a bf16 weight without a master are approximations, whose rounding is stochastic
 and reproducible (`kernels.noise`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -33,7 +40,9 @@ from offload.kernels.cpu.noise import Noise
 from offload.kernels.cpu.step_loop import (
     ARGUMENTS,
     KEY,
+    NUMEL,
     SCALES,
+    replay_loop,
     step_loop,
 )
 from offload.kernels.floats import (
@@ -48,12 +57,20 @@ from offload.kernels.floats import (
 from offload.kernels.rules import Scalars, StateFormat
 from offload.kernels.variants import Master, master_of, variant_code
 
-__all__ = ["Master", "optimizer_step", "scale_blocks"]
+__all__ = ["Master", "Missed", "optimizer_step", "scale_blocks"]
 
 _FP32 = np.dtype(np.float32)
 _INT16 = np.dtype(np.int16)
 _STATE_DTYPES = (_FP32, np.dtype(np.uint16), np.dtype(np.uint8))
 _SILENT = Noise(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A step that was not made when it was due, because its gradient was zero."""
+
+    scalars: Scalars
+    noise: Noise | None = None
 
 
 def scale_blocks(numel: int) -> int:
@@ -65,19 +82,20 @@ def optimizer_step(
     grad: Array | None, weight: Array, states: Sequence[Array], scalars: Scalars, *,
     grad_float: Float, weight_float: Float, state_format: StateFormat = StateFormat.FP32,
     scales: Sequence[Array] = (), low: Array | None = None, master: Array | None = None,
-    noise: Noise | None = None, run: Runner = serial,
+    noise: Noise | None = None, missed: Sequence[Missed] = (), run: Runner = serial,
 ) -> None:  # fmt: skip
     """Update `weight`, the states and what else is given, in place, from `grad`.
 
     All arrays are contiguous and do not overlap; all but `scales` are (numel,). `grad` and `weight`
     hold what `grad_float` and `weight_float` say (16-bit floats as uint16 bits); without `grad` the
-    gradient is +0 everywhere. `states` are those that `scalars.names_of` lists: fp32, uint16 bits
-    of bf16, or uint8 codes, by `state_format`. For INT8 `scales` has one fp32 array
-    (scale_blocks(numel),) per state, and the arrays must start on a block boundary of what they are
-    a part of. Three states with `AdamScalars` make it amsgrad, in FP32 only. An fp32 weight takes
-    no master. A bf16 weight takes `low` (int16), `master` (fp32) or neither, an fp16 weight needs
-    `master`. Whatever is rounded stochastically (BF16 and INT8 states, a bf16 weight without
-    master) needs `noise`.
+    gradient is +0 everywhere. `missed` are steps to be made before this one, the oldest first, with
+    that gradient and the same rule, flag and states. `states` are those
+    that `scalars.names_of` lists: fp32, uint16 bits of bf16, or uint8 codes,
+    by `state_format`. For INT8 `scales` has one fp32 array (scale_blocks(numel),) per state, and
+    the arrays must start on a block boundary of what they are a part of. Three states with
+    `AdamScalars` make it amsgrad, in FP32 only. An fp32 weight takes no master. A bf16 weight takes
+    `low` (int16), `master` (fp32) or neither, an fp16 weight needs `master`. Whatever is rounded
+    stochastically (BF16 and INT8 states, a bf16 weight without master) needs `noise`.
 
     Blocks until `run` has covered everything; it is given a number of elements, with INT8 states a
     number of blocks. `grad` is left as it was. ValueError, before anything is written, names the
@@ -95,6 +113,8 @@ def optimizer_step(
         if rounds or (kind is Master.NONE and weight_float is not Float.FP32):
             raise ValueError("noise: stochastic rounding needs it, got None")
         noise = _SILENT
+    for step in missed:
+        _check_alike(step, scalars, noise)
     code = variant_code(
         scalars.rule,
         None if grad is None else grad_float,
@@ -108,7 +128,10 @@ def optimizer_step(
     arguments = _arguments(arrays, scales, noise, numel)
     count = scale_blocks(numel) if state_format is StateFormat.INT8 else numel
     # The kernel knows addresses only: the arrays are alive because this call is not over.
-    run(partial(step_loop(code), arguments, scalars.constants), count)
+    if missed:
+        run(_replay(code, arguments, missed, scalars), count)
+    else:
+        run(partial(step_loop(code), arguments, scalars.constants), count)
 
 
 def _arguments(arrays: Sequence[Array], scales: Sequence[Array], noise: Noise, numel: int) -> Array:
@@ -121,6 +144,16 @@ def _arguments(arrays: Sequence[Array], scales: Sequence[Array], noise: Noise, n
 
 def _noise(noise: Noise) -> tuple[int, int, int]:
     return noise.key, noise.weight_key, noise.first & 0xFFFFFFFF
+
+
+def _replay(
+    code: int, last: Array, missed: Sequence[Missed], scalars: Scalars
+) -> Callable[[int, int], None]:
+    """The body that makes all steps; `last` are the arguments of the last step."""
+    rows = np.tile(last, (len(missed) + 1, 1))
+    rows[:-1, KEY:NUMEL] = [_noise(step.noise or _SILENT) for step in missed]
+    constants = np.stack([*(step.scalars.constants for step in missed), scalars.constants])
+    return partial(replay_loop(code), rows, constants)
 
 
 def _address(array: Array) -> int:
@@ -137,6 +170,14 @@ def _check_extra(weight: Array, low: Array | None, master: Array | None, numel: 
         check_output("master", master, _FP32, numel)
         return master
     return weight
+
+
+def _check_alike(missed: Missed, scalars: Scalars, noise: Noise) -> None:
+    """Raise ValueError unless one compiled loop can make both steps."""
+    if missed.scalars.loop != scalars.loop:
+        raise ValueError(f"missed: expected steps as {scalars}, got {missed.scalars}")
+    if missed.noise is None and noise is not _SILENT:
+        raise ValueError("missed: expected the noise of each step, got None")
 
 
 def _check_states(

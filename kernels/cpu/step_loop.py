@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 
 from offload.kernels.cpu import jit
 from offload.kernels.cpu.block_loop import Blocks
+from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.cpu.lanes import I8, I32, I64, WIDTH, Lanes, Value, has_wide_registers
 from offload.kernels.cpu.loops import pipelined, sweep
 from offload.kernels.cpu.noise import RandomBits
@@ -41,7 +42,7 @@ from offload.kernels.cpu.step_parts import (
 )
 from offload.kernels.floats import Float
 from offload.kernels.rules import StateFormat
-from offload.kernels.variants import Variant
+from offload.kernels.variants import Variant, without_gradient
 
 # Elements per round of a loop that is not pipelined: a round loads from all arrays, computes, then
 # stores. 128 fill the 32 registers of AVX-512 (4 operands of 8 vectors; 256 spill), 16 are what
@@ -49,6 +50,7 @@ from offload.kernels.variants import Variant
 BURST = 128 if has_wide_registers() else WIDTH
 PAIRED = not has_wide_registers()  # the order of 16-bit and 8-bit states in registers
 PIPELINED = not has_wide_registers()  # whether rules with a root overlap vectors
+SPAN = 2048  # elements on which several steps are made in turn: 24 KiB of fp32 weight and states
 # Places in the kernel's `arguments`: addresses, then numbers.
 GRAD, WEIGHT, EXTRA, STATES, SCALES, KEY, WEIGHT_KEY, FIRST, NUMEL = 0, 1, 2, 3, 6, 8, 9, 10, 11
 ARGUMENTS = 12
@@ -79,6 +81,33 @@ def step_loop(code: int) -> jit.Kernel:
         _step(plan, arguments, constants, lo, hi)
 
     return jit.compiled(step)
+
+
+@cache
+def replay_loop(code: int) -> jit.Kernel:
+    """The kernel of several steps, the last one of `Variant.from_code(code)`, those before it with
+    a gradient of zeros.
+
+    As that of `step_loop`, but `arguments` and `constants` have a row per step. It makes all steps
+    on some elements before it goes on to the next: they cross memory once.
+    """
+    last, missed = jit.plan(code, _DIGEST), jit.plan(without_gradient(code), _DIGEST)
+    span = SPAN // BLOCK if Variant.from_code(code).states is StateFormat.INT8 else SPAN
+
+    def replay_alone(arguments, constants, lo, hi):  # type: ignore[no-untyped-def]
+        for start in range(lo, hi, span):
+            stop = min(start + span, hi)
+            for row in range(len(constants)):
+                _step(missed, arguments[row], constants[row], start, stop)
+
+    def replay(arguments, constants, lo, hi):  # type: ignore[no-untyped-def]
+        for start in range(lo, hi, span):
+            stop = min(start + span, hi)
+            for row in range(len(constants) - 1):
+                _step(missed, arguments[row], constants[row], start, stop)
+            _step(last, arguments[-1], constants[-1], start, stop)
+
+    return jit.compiled(replay_alone if last == missed else replay)
 
 
 @intrinsic(prefer_literal=True)

@@ -91,20 +91,26 @@ class Counter:
         self._groups = groups
         self._packed = packed
         self._stays = stays
+        self._behind: set[str] = set()  # experts that have missed steps
 
     def step(self, routing: Sequence[set[int]]) -> Moved:
-        chosen = {
+        chosen = [
             f"layers.{layer}.experts.{expert}"
-            for layer, experts in enumerate(routing) for expert in experts
-        }  # fmt: skip
+            for layer, experts in enumerate(routing) for expert in sorted(experts)
+        ]  # fmt: skip
+        used = [*chosen, *(name for name in self._groups if "experts" not in name)]
         moved = Moved()
-        for name, group in self._groups.items():
-            is_used = "experts" not in name or name in chosen
-            if is_used and not self._stays:  # forward, backward
-                moved.read += 2 * group.weights
-            if is_used or self._packed:  # gradients have room until they are used up, or are zero
-                moved.written += group.weights + group.records
-                moved.read += 0 if self._stays else group.weights + group.records
+        for name in used:
+            group = self._groups[name]
+            weights, records = group.weights, group.records
+            moved.written += weights + records  # gradients have room until they are used up
+            if not self._stays:  # forward, backward, update
+                moved.read += weights + weights + (weights + records)
+            if name in self._behind:  # in the forward: what it missed
+                moved.written += weights + records
+                moved.read += 0 if self._stays else records
+        if self._packed:
+            self._behind = {name for name in self._groups if "experts" in name} - set(chosen)
         return moved
 
 

@@ -6,7 +6,7 @@
     mul_, norm, ...  of all rows; anything else reads or writes the whole
 
 Rows without a gradient are zero where others have one, as in PyTorch, where all are one tensor: a
-step moves them, too (weight decay, moments).
+step moves them, too (weight decay, moments), once they are needed (lazy_updates.py).
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
     __slots__ = (
-        "__weakref__", "_classes", "_placeholders", "_shown", "_users", "_uses",
+        "__weakref__", "_catch_up", "_classes", "_placeholders", "_shown", "_users", "_uses",
         "_watched", "_written", "check_assigned", "copies", "device", "dtype", "ep_size",
         "has_masters", "index", "layout", "name", "params", "pending", "permanent",
         "residing", "state", "updated_at", "version", "written_at",
@@ -143,6 +143,8 @@ class ParamGroup:
         self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
+        # makes `pending` an update by the steps that were missed, if there are any
+        self._catch_up: Callable[[ParamGroup], None] | None = None
         self._classes = [classes_of(type(param)) for param in self.params]
         self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
         self._users: set[object] = set()
@@ -160,9 +162,28 @@ class ParamGroup:
         """Whether a module's forward or `gathered` has entered and not left."""
         return bool(self._users)
 
+    def fall_behind(self, catch_up: Callable[[ParamGroup], None]) -> None:
+        """Note that a step was missed: before anything is read, `catch_up` begins its update."""
+        self._catch_up = catch_up
+        self.invalidate()
+        if self.residing is GroupState.GATHERED:
+            self.unmap()
+
+    def caught_up(self) -> None:
+        """Note that an update by all steps that were missed is about to be submitted."""
+        self._catch_up = None
+
+    def begin_missed(self) -> None:
+        """Begin the update by the steps that were missed, if there are any."""
+        if self._catch_up is not None:
+            if self.pending is not None:  # where an interrupt can end the wait
+                self.pending.wait()
+            self._catch_up(self)
+
     def wait_for_update(self) -> None:
-        """Block until a pending update of this group is visible. Every reader of weights or
-        optimizer states comes here."""
+        """Block until a pending update of this group is visible, and that by the steps that it
+        missed. Every reader of weights or optimizer states comes here."""
+        self.begin_missed()
         pending = self.pending
         if pending is not None:
             pending.wait()

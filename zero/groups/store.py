@@ -280,6 +280,7 @@ class WeightStore:
             recorder.turn_to(f"{way} {shown(group.name)}")
         with self.one_thread:
             self.check_usable()
+            group.begin_missed()
             self.fetcher.need(group, backward=backward)
             self.ranks.use(group, backward=backward)
             self.fetcher.fetch_ahead()
@@ -301,6 +302,9 @@ class WeightStore:
         group and was added to the `fetcher` is used through that and its state."""
         with self.one_thread:
             self.check_usable()
+            for item in chosen:
+                if isinstance(item, ParamGroup):
+                    item.begin_missed()
             self.fetcher.announce(chosen)
 
     def versions(self, unit: Unit) -> tuple[int, ...]:

@@ -214,7 +214,7 @@ class ParameterValues(WeightValues):
         if packed is not None:
             return
         group, index = self._find(param)
-        group.wait_for_update()
+        group.wait_for_update()  # by steps that were missed, which the number so far counts
         self._state_of(group).steps[index] = steps
 
     def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:

@@ -79,6 +79,8 @@ class WeightValues:
     @interrupted_in_waits
     def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
         """Enter groups. Raises BudgetError if they do not fit together."""
+        for group in groups:
+            group.begin_missed()
         for count, group in enumerate(groups):
             try:
                 group.enter(user)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -32,7 +33,20 @@ class Segment:
     stop: int
     scalars: Scalars
     step: int  # number of updates of these elements, this one included
-    has_gradient: bool = True  # False: it is zero, and not read
+    # Updates before this one, the oldest first, each with a gradient of zeros: its numbers and step
+    missed: Sequence[tuple[Scalars, int]] = ()
+    has_gradient: bool = True  # False: this one has a gradient of zeros, too
+
+    def runs(self) -> Iterator[Segment]:
+        """Yield the same updates, joined where one compiled loop can make them."""
+        if not self.missed:
+            yield self
+            return
+        steps = [*self.missed, (self.scalars, self.step)]
+        for _, each in groupby(steps, lambda step: step[0].loop):
+            *missed, (scalars, step) = each
+            graded = self.has_gradient and step == self.step
+            yield Segment(self.start, self.stop, scalars, step, missed, graded)
 
 
 @dataclass(slots=True)
@@ -148,7 +162,8 @@ class Chunk:
             lo = max(segment.start, self.elements.start) - self.elements.start
             hi = min(segment.stop, self.elements.stop) - self.elements.start
             if lo < hi:
-                yield segment, slice(lo, hi)
+                for run in segment.runs():
+                    yield run, slice(lo, hi)
 
     def noise(self, seed: int, step: int, span: slice) -> Noise:
         """Return noise that depends on the seed, the group, the step and an element's place in the

@@ -127,11 +127,16 @@ class DeviceUpdate:
     ) -> None:  # fmt: skip
         own = chunk.record_format.operands(arrays, span, segment.scalars)
         given = grads[span] if grads is not None and segment.has_gradient else None
-        triton_optimizer.optimizer_step(
-            given, weights[span], own.states, segment.scalars,
-            scales=own.scales, low=own.low, master=own.master,
-            noise=chunk.noise(self._seed, segment.step, span),
-        )  # fmt: skip
+        steps = [
+            *((None, *each) for each in segment.missed),
+            (given, segment.scalars, segment.step),
+        ]
+        for gradient, scalars, step in steps:
+            triton_optimizer.optimizer_step(
+                gradient, weights[span], own.states, scalars,
+                scales=own.scales, low=own.low, master=own.master,
+                noise=chunk.noise(self._seed, step, span),
+            )  # fmt: skip
 
 
 def _tensors(kept: RecordFormat, record: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:

@@ -192,8 +192,10 @@ class Runtime:
         # What is at home on the device is not updated where the CPU could wait for it: the model
         # has to ask for it anew, so that its stream waits.
         states = (group.state, gradients.state, *records)
+        table = self.store.table_of(group)
         group.permanent = (
             kept.in_place and not group.has_masters and layout.ranks == 1
+            and not (table is not None and table.packed)  # which may miss steps
             and not any(each.at_home_on_device for each in states)
         )  # fmt: skip
         return kept
@@ -440,8 +442,9 @@ class Runtime:
 
     @interrupted_in_waits
     def settle(self) -> None:
-        """Wait for all updates that are pending and every byte on its way; raises what went
-        wrong."""
+        """Make every update by steps that were missed, wait for all that are pending and every byte
+        on its way; raises what went wrong."""
+        self.stepper.catch_up_all()
         self.updates.settle()
         for state in self.optimizer_states:
             for each in (state.group.state, state.gradients.state, *state.records):

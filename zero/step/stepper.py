@@ -20,25 +20,26 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from offload.kernels.rules import Scalars
 from offload.swap.states.trace import Trace
+from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.zero.experts.packed import ExpertTable
 from offload.zero.gradients.loss_scale import LossScale, NonfiniteSteps
 from offload.zero.gradients.norms import GradientNorms, Place, clip_coefficient
+from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.reduction import Reductions
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.step.chunks import GroupUpdate, Segment
+from offload.zero.step.lazy_updates import LazyUpdates, ZeroUpdates
 from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 from offload.zero.step.update import UpdateQueue, merge
 
@@ -79,7 +80,7 @@ class Stepper:
     ) -> None:  # fmt: skip
         """`reductions` are with other ranks that have gradients of the same parameters,
         `tensor_parallel` is there where some have those of other parts. `tables` are the model's
-        experts."""
+        experts: those of a packed one make a step without a gradient when they are next needed."""
         self._states = states
         self._updates = updates
         self._rules = rules
@@ -104,7 +105,8 @@ class Stepper:
         self._reductions = Reductions() if reductions is None else reductions
         self.norms = GradientNorms(states, self._reductions, tensor_parallel)
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
-        self._packed = [packed for table in tables for packed in table.packed.values()]
+        alone = not self._reductions.has_others
+        self._missed = LazyUpdates(states, tables, alone=alone)
 
     @property
     def has_unstepped_gradients(self) -> bool:
@@ -345,47 +347,26 @@ class Stepper:
         """Submit every group with gradients that is not being updated yet."""
         first = self._reductions.forward_order or self._trace.first_uses()
         order = {index: rank for rank, index in enumerate(first)}
-        zeros = self._rows_of_zeros()
-        updated = [
-            state for state in self._states
-            if state.gradients.has_any or state.group.index in zeros
-        ]  # fmt: skip
-        rest = [state for state in updated if state.group.index not in self._ahead]
+        having = [state for state in self._states if state.gradients.has_any]
+        rest = [state for state in having if state.group.index not in self._ahead]
         rest.sort(key=lambda state: order.get(state.group.index, len(order)))
-        self._submit(rest, hyper_of, grad_scale, zeros)
-        for state in updated:
+        with_gradients = {state.group.index for state in having}
+        self._missed.begin_step(hyper_of)
+        self._submit(rest, hyper_of, grad_scale)
+        for state in having:
             state.group.await_or_unmap()
-
-    def _rows_of_zeros(self) -> Mapping[int, Collection[int]]:
-        """Return, by group, the rows without a gradient of packed parameters that have one: plain
-        PyTorch has zeros there, and decays and moves these rows, too. On several ranks, all have
-        agreed on the rows' gradients."""
-        found: dict[int, set[int]] = defaultdict(set)
-        alone = not self._reductions.has_others
-        for packed in self._packed:
-            without = [
-                (group.index, index) for group, index in packed.places
-                if not self._states[group.index].gradients.passes[index]
-            ]  # fmt: skip
-            has_some = len(without) < len(packed.places) or (alone and packed.has_gradient)
-            if has_some and packed.spec.trainable:
-                for group, index in without:
-                    found[group].add(index)
-        return found
+        for group in self._missed.end_step(with_gradients):
+            group.fall_behind(self._catch_up_one)
+        self.catch_up(self._missed.overdue())
 
     def _submit(
-        self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float,
-        zeros: Mapping[int, Collection[int]] = MappingProxyType({}), *, first: bool = False,
+        self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float, *,
+        first: bool = False,
     ) -> None:  # fmt: skip
         scalars: _ScalarsOf = {}
-        updates = []
-        for state in states:
-            rows = zeros.get(state.group.index, ())
-            updates.append(self._group_update(state, hyper_of, grad_scale, rows, scalars))
+        updates = [self._group_update(state, hyper_of, grad_scale, scalars) for state in states]
         with self._lock:
-            self._read_by_update.update(
-                update.group.index for update in updates if update.has_gradients
-            )
+            self._read_by_update.update(state.group.index for state in states)
         here = [update for update in updates if update.state.parts]
         self._updates.submit(here, first=first)
         for update in updates:  # other ranks have all of the group that is updated
@@ -393,30 +374,54 @@ class Stepper:
                 update.state.gradients.landed.then(partial(_end, update))
 
     def _group_update(
-        self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float, zeros: Collection[int],
-        scalars: _ScalarsOf,
-    ) -> GroupUpdate:  # fmt: skip
-        """Return the next update of a group, which is counted from here on. The gradients of the
-        parameters `zeros` are zero."""
+        self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float, scalars: _ScalarsOf
+    ) -> GroupUpdate:
+        """Return the next update of a group, which is counted from here on."""
         group, gradients, segments = state.group, state.gradients, []
-        graded = np.flatnonzero(gradients.passes).tolist()
-        for index in sorted({*graded, *zeros}):
-            hyper = hyper_of(group.params[index])
-            if hyper is None:
-                continue
+        hypers = {
+            index: hyper for index in np.flatnonzero(gradients.passes).tolist()
+            if (hyper := hyper_of(group.params[index])) is not None
+        }  # fmt: skip
+        missed = self._missed.take(state, hypers)
+        group.caught_up()
+        for index, hyper in hypers.items():
             state.steps[index] += 1
             step, scale = state.steps.item(index), grad_scale * gradients.factor(index)
             key = (id(hyper), step, scale)
             if key not in scalars:
                 scalars[key] = hyper, hyper.scalars(step, scale)
-            part, has_gradient = state.parts.get(index), index not in zeros
+            before, part = missed.pop(index, ()), state.parts.get(index)
             if part is not None:
-                place = part.spec.offset, part.spec.stop
-                segments.append(Segment(*place, scalars[key][1], step, has_gradient))
+                spec = part.spec
+                segments.append(Segment(spec.offset, spec.stop, scalars[key][1], step, before))
+        segments += _without_gradients(state, missed)
         group.invalidate()
         ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
-        done = partial(self._update_done, group.index)
-        return GroupUpdate(state, merge(segments), ready, done, has_gradients=bool(graded))
+        return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
+
+    # ---------------------------------------------------------------- missed steps
+    @defer_signals
+    def catch_up(self, groups: Sequence[ParamGroup]) -> None:
+        """Begin an update of each of the groups that missed steps. No gradient is read."""
+        updates = []
+        for group in groups:
+            state = self._states[group.index]
+            missed = self._missed.take(state)
+            group.caught_up()
+            segments = merge(_without_gradients(state, missed))
+            ready: Transfer[None] = Transfer(f"the steps that {group.name} missed")
+            if segments:
+                made = GroupUpdate(state, segments, ready, lambda: None, has_gradients=False)
+                updates.append(made)
+        if updates:
+            self._updates.submit(updates)
+
+    def catch_up_all(self) -> None:
+        """Catch up, as `catch_up` does, with the steps that any group has missed."""
+        self.catch_up(self._missed.behind())
+
+    def _catch_up_one(self, group: ParamGroup) -> None:
+        self.catch_up([group])
 
     def _update_done(self, index: int) -> None:
         """Note, on the update thread, that the group's gradients are not read any more."""
@@ -434,6 +439,19 @@ class Stepper:
             with self._lock:
                 self._clear_after_update.discard(index)
                 self._read_by_update.discard(index)
+
+
+def _without_gradients(state: OptimizerState, updates: ZeroUpdates) -> list[Segment]:
+    """Return the segments of updates without gradients, for the parameters in this rank's part."""
+    segments = []
+    for index, (*before, (scalars, step)) in updates.items():
+        part = state.parts.get(index)
+        if part is not None:
+            spec = part.spec
+            segments.append(
+                Segment(spec.offset, spec.stop, scalars, step, before, has_gradient=False)
+            )
+    return segments
 
 
 def _end(update: GroupUpdate, _: Transfer[None]) -> None:

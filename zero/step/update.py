@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.kernels.cpu.optimizer import optimizer_step
+from offload.kernels.cpu.optimizer import Missed, optimizer_step
 from offload.kernels.floats import Array, Float
 from offload.kernels.rules import StateFormat
 from offload.swap.device.streams import mark_here
@@ -304,6 +304,10 @@ class UpdateQueue:
             grad_float=chunk.update.state.gradients.format, weight_float=self._own,
             state_format=kept.state_format, scales=own.scales, low=own.low, master=own.master,
             noise=chunk.noise(self._seed, segment.step, span),
+            missed=[
+                Missed(scalars, chunk.noise(self._seed, step, span))
+                for scalars, step in segment.missed
+            ],
             run=self._run_blocks if blocks else self._run,
         )  # fmt: skip
 
@@ -358,9 +362,11 @@ def merge(pieces: Sequence[Segment]) -> list[Segment]:
             and last.stop == piece.start
             and last.step == piece.step
             and (last.scalars is piece.scalars or last.scalars == piece.scalars)
-            and last.has_gradient == piece.has_gradient
+            and (last.has_gradient, last.missed) == (piece.has_gradient, piece.missed)
         ):
-            merged[-1] = Segment(last.start, piece.stop, last.scalars, last.step, last.has_gradient)
+            merged[-1] = Segment(
+                last.start, piece.stop, last.scalars, last.step, last.missed, last.has_gradient
+            )
         else:
             merged.append(piece)
     return merged

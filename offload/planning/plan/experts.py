@@ -3,8 +3,7 @@
 If a router chooses `k` of `E` experts for each of `T` tokens with equal probability, an expert gets
 no token with a probability of (1 - k / E)^T, so that E (1 - (1 - k / E)^T) experts are expected to
 be touched. Routers that prefer some experts touch fewer (the sum is concave in the experts'
-shares). Only touched experts are fetched and get gradients; of a packed parameter all are updated,
-the others with zeros.
+shares). Only touched experts are fetched, get gradients and are updated.
 
 If experts are spread over `ep_size` ranks, a `ModelShape` has those of one rank, to which the
 tokens of all of these ranks are sent.

@@ -50,8 +50,6 @@ def representatives(
     is_large = len(model.groups) > most_groups
     for table in tables_of(model):
         here, few = len(table.indices), table.touched(chosen, step_tokens)
-        if model.numel_trainable and model.groups[table.indices[0]].packed:
-            few = here  # those without tokens are updated with zeros
         bundles = (most_groups - len(alone)) // len(model.tables) if is_large else here
         if few < here and not model.numel_trainable:
             # every pass chooses others: a copy is of use if it is of one of those

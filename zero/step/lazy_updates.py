@@ -1,0 +1,177 @@
+"""Lazy updates of packed parameters: steps that rows have missed, made when they are next needed.
+
+Plain PyTorch updates a packed parameter as a whole: in a step in which an expert got no token, its
+rows have a gradient of zeros, and all the same decay and move on by their momentum. Here each
+expert is a group of its own, and that step is only noted:
+
+    step               k        k + 1      k + 2      k + 3
+    numbers noted      a        b          c          d
+    expert 0        gradient    .          .       gradient: update with b, c (zeros) and d
+    expert 1           .        .       read: update with a, b (zeros)      ... c, d later
+
+The numbers of a step (learning rate and so on) are noted once for all experts of a module; each
+group counts from which step on it lacks them, and steps that no group lacks are forgotten. Making
+them later gives the same bits: `kernels.optimizer` says how, and the count of steps, on which
+bias corrections and the bits of stochastic rounding depend, goes on as if they had been made. (Lazy
+updates of sparse rows elsewhere, as of `torch.optim.SparseAdam`, leave such steps out.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from offload.kernels.rules import Scalars
+from offload.zero.experts.packed import ExpertTable, PackedParam
+from offload.zero.groups.group import ParamGroup
+from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
+
+MAX_MISSED = 1024  # steps, before a group that nobody has needed makes them: bounds the memory
+
+# One step of a table: the hyperparameters of each trainable parameter of an expert, None for one
+# that the step leaves alone.
+_Step = tuple[Hyper | None, ...]
+# By parameter: numbers and counts of its updates with a gradient of zeros, the oldest first.
+ZeroUpdates = dict[int, list[tuple[Scalars, int]]]
+
+
+class LazyUpdates:
+    """The steps that the groups of packed `tables` have missed. For the thread of the model."""
+
+    def __init__(
+        self, states: Sequence[OptimizerState], tables: Sequence[ExpertTable], *, alone: bool
+    ) -> None:
+        """`alone`: no other rank has gradients of the same parameters."""
+        self._logs = [_Log(table, states, alone=alone) for table in tables if table.packed]
+        self._log_of = {state.group.index: log for log in self._logs for state in log.states}
+
+    def begin_step(self, hyper_of: HyperOf) -> None:
+        """Note the numbers of a step that is made."""
+        for log in self._logs:
+            log.begin_step(hyper_of)
+
+    def end_step(self, having: Collection[int]) -> list[ParamGroup]:
+        """Note that groups not among `having` missed the step; return those that had missed none
+        before."""
+        return [group for log in self._logs for group in log.end_step(having)]
+
+    def take(self, state: OptimizerState, graded: Collection[int] | None = None) -> ZeroUpdates:
+        """Return all that a group has missed, which the caller is about to make. With `graded`,
+        before an update of these parameters with gradients; then the step in progress for the
+        others, too."""
+        log = self._log_of.get(state.group.index)
+        return {} if log is None else log.take(state, graded)
+
+    def lacks(self, state: OptimizerState) -> bool:
+        """Return whether a group has missed any step."""
+        log = self._log_of.get(state.group.index)
+        return log is not None and log.lacks(state)
+
+    def overdue(self) -> list[ParamGroup]:
+        """Return groups that should not miss more: they have missed many, or parts of them are
+        updated by other ranks, which do not know when this one needs them."""
+        return [group for log in self._logs for group in log.overdue()]
+
+    def behind(self) -> list[ParamGroup]:
+        """Return groups that have missed any step."""
+        return [group for log in self._logs for group in log.behind(0)]
+
+
+class _Log:
+    """The steps of one table that some of its groups have missed."""
+
+    def __init__(
+        self, table: ExpertTable, states: Sequence[OptimizerState], *, alone: bool
+    ) -> None:
+        self.states = [states[group.index] for group in table.groups]
+        self._packed = list(table.packed.values())
+        self._all_states = states
+        self._alone = alone
+        self._steps: list[_Step] = []
+        self._first = 0  # the number of the first of them, counted from the first step of all
+        self._lacks: dict[int, int] = {}  # by group: the number of the first step that it missed
+        self._now: _Step | None = None  # the step under way
+
+    @property
+    def _end(self) -> int:
+        return self._first + len(self._steps)
+
+    def begin_step(self, hyper_of: HyperOf) -> None:
+        step: list[Hyper | None] = [None] * len(self.states[0].steps)
+        for packed in self._packed:
+            index = packed.places[0][1]  # the same in all groups
+            if packed.spec.trainable and self._has_gradient(packed):
+                step[index] = hyper_of(packed.rows[0])  # all rows are in its param group
+        if any(hyper is not None for hyper in step):
+            self._now = tuple(step)
+
+    def _has_gradient(self, packed: PackedParam) -> bool:
+        """Return whether plain PyTorch's parameter would have a gradient, if only of zeros. On
+        several ranks, they have agreed on the rows' gradients."""
+        if self._alone and packed.has_gradient:
+            return True
+        states = self._all_states
+        return any(states[group.index].gradients.passes[index] for group, index in packed.places)
+
+    def end_step(self, having: Collection[int]) -> Iterator[ParamGroup]:
+        step, self._now = self._now, None
+        if step is None:
+            return
+        number = self._end
+        self._steps.append(step)
+        counts = np.array([hyper is not None for hyper in step], dtype=np.int64)
+        for state in self.states:
+            index = state.group.index
+            if index in having:
+                continue
+            state.steps += counts
+            if index not in self._lacks:
+                self._lacks[index] = number
+                yield state.group
+        self._forget_made()
+
+    def _forget_made(self) -> None:
+        first = min(self._lacks.values(), default=self._end)
+        del self._steps[: first - self._first]
+        self._first = first
+
+    def take(self, state: OptimizerState, graded: Collection[int] | None) -> ZeroUpdates:
+        first = self._lacks.pop(state.group.index, self._end)
+        missed = self._steps[first - self._first :]
+        found: ZeroUpdates = {}
+        for index, count in enumerate(state.steps.tolist()):
+            hypers = [step[index] for step in missed if step[index] is not None]
+            start = count - len(hypers) + 1  # missed steps were counted when they were due
+            if self._now is not None and graded is not None and index not in graded:
+                hypers += [hyper for hyper in (self._now[index],) if hyper is not None]
+                state.steps[index] = start + len(hypers) - 1
+            if hypers:
+                found[index] = [
+                    (_numbers(hyper, start + place), start + place)
+                    for place, hyper in enumerate(hypers) if hyper is not None
+                ]  # fmt: skip
+        self._forget_made()
+        return found
+
+    def lacks(self, state: OptimizerState) -> bool:
+        return state.group.index in self._lacks
+
+    def overdue(self) -> Iterator[ParamGroup]:
+        is_shared = any(state.group.layout.ranks > 1 for state in self.states[:1])
+        return self.behind(0 if is_shared else MAX_MISSED)
+
+    def behind(self, steps: int) -> Iterator[ParamGroup]:
+        """Yield groups that have missed more than `steps`."""
+        if len(self._steps) <= steps:
+            return
+        for state in self.states:
+            if self._end - self._lacks.get(state.group.index, self._end) > steps:
+                yield state.group
+
+
+@lru_cache(maxsize=4 * MAX_MISSED)  # experts of all layers ask for the same
+def _numbers(hyper: Hyper, step: int) -> Scalars:
+    """Return the numbers of an update with a zero gradient: clipping and loss scale change none."""
+    return hyper.scalars(step, 1.0)
