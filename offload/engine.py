@@ -38,7 +38,7 @@ from offload.swap.threads.lanes import waits_s
 from offload.swap.threads.recorder import Recorder
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
-from offload.tiers.errors import ConfigError, StateError, UnsupportedError
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.spread_experts import SpreadExperts
@@ -181,8 +181,6 @@ class Engine(TieredModel):
             _alike(config, discovery, model, self.spread),
         )  # fmt: skip
         try:
-            if self._ranks is not None:
-                _refuse_in_backward(config, self._ranks)
             self._build(config, discovery, parameters, weights, lazy)
         except BaseException:
             self.close("drop")
@@ -715,14 +713,6 @@ def _listed(parameters: ParamGroups | None) -> Any:
     if parameters is None or isinstance(parameters, torch.Tensor):
         return parameters
     return list(parameters)
-
-
-def _refuse_in_backward(config: OffloadConfig, ranks: Ranks) -> None:
-    if config.optimizer.in_backward is True:
-        raise ConfigError(
-            f"optimizer.in_backward: true: {ranks.world_size} ranks train together, and update "
-            "once all gradients are reduced; set in_backward: auto"
-        )
 
 
 def _alike(

@@ -42,7 +42,7 @@ def print_plan(
     with located(file, overrides):
         _check_device(config, file, overrides, model)
         other = model is not None or config.written_for is not None
-        found = named(config, model) if other else built_in(config, ranks * nodes)
+        found = named(config, model) if other else built_in(config)
         planned = _plan(found, ranks, nodes)
     if planned.timed and others.note:
         planned = replace(planned, notes=(others.note, *planned.notes))
@@ -102,9 +102,9 @@ class PlannedModel:
     facts: FactsOf | None  # of a pass; None: the model's code is not known
 
 
-def built_in(config: OffloadConfig, ranks: int = 1) -> PlannedModel:
+def built_in(config: OffloadConfig) -> PlannedModel:
     """Return the model of `offload train`, in a loop that takes every step it begins."""
-    config = config.owning_the_loop(ranks)
+    config = config.owning_the_loop()
     model = build_meta_model(config)
     workload = workload_of(config)
     shape = discover(model, config.groups.blocks, experts=config.splits_experts(1)).shape()

@@ -482,12 +482,12 @@ class OffloadConfig(Section):
                 other[1],
             )
 
-    def owning_the_loop(self, ranks: int = 1) -> OffloadConfig:
+    def owning_the_loop(self) -> OffloadConfig:
         """Return the configuration for offload's own training loop, which takes every step it
-        begins, on `ranks` processes: `in_backward` is resolved."""
+        begins: `in_backward` is resolved."""
         if self.optimizer.in_backward != "auto":
             return self
-        update = {"in_backward": ranks == 1 and self._needs_all_gradients() is None}
+        update = {"in_backward": self._needs_all_gradients() is None}
         return self.model_copy(update={"optimizer": self.optimizer.model_copy(update=update)})
 
     @classmethod

@@ -98,7 +98,7 @@ class OptimizerConfig(Section):
     nvme: int8}. bf16 and int8 are approximations."""
     in_backward: AutoBool = key("auto", example=True)
     """Update each group as soon as its gradients are there, behind the rest of the backward; every
-    begun step must then be taken. On one rank. auto: only in `offload train`, where no clipping or
+    begun step must then be taken. auto: only in `offload train`, and there where no clipping or
     skipping needs all gradients first."""
     chunk: AutoChunk = key("auto", example=1 << 20, per_rank=True, unit="elements")
     """Elements per piece streamed in the update: a multiple of 1024, rounded up to one of 2048

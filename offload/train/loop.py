@@ -69,9 +69,9 @@ def run(
     """
     import offload
 
+    config = config.owning_the_loop()
     check_names(config.train.loggers)
     with World.joined(config, compute_device(config)) as world:
-        config = config.owning_the_loop(world.size)
         told = world.tell(str(folder.path.absolute()))
         if not world.is_first:
             console = PlainConsole(quiet=True)

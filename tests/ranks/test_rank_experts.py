@@ -25,7 +25,7 @@ from tests.ranks.expert_programs import (
     use_gradients_and_values,
 )
 from tests.ranks.processes import run_ranks
-from tests.ranks.programs import Outcome, train_all
+from tests.ranks.programs import OPTIMIZER, Outcome, train_all
 
 
 def together(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -52,6 +52,10 @@ def assert_close(found: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "branches": {"stage": 2, "kind": BranchingLM},
     "passes": {"stage": 2, "passes": 2, "local": True},
+    "in backward": {
+        "stage": 1, "placement": HOST,
+        "keys": {"optimizer": {**OPTIMIZER, "in_backward": True}, "clip_grad_norm": None},
+    },
     "recomputed": {"stage": 3, "placement": {**HOST, "activations": {"checkpoint": True}}},
     "as with a GPU": {"stage": 3, "placement": NVME, "mirrored": True},
     "replicas": {"stage": 2, "keys": {"zero": {"stage": 2, "shard_group": 1}}},

@@ -65,6 +65,12 @@ FAMILIES: dict[str, list[Case]] = {
         Case(2, {**HOST, "experts": {"host": "25%", "nvme": "75%"}}, Experts),
     ],
     "branches apart": every_stage(Case(3, HOST, Branches))[:3],  # groups that not all ranks use
+    "in backward": [
+        case for homes in (HOST, NVME) for case in every_stage(
+            Case(3, homes, keys={"clip_grad_norm": None,
+                                 "optimizer": {**OPTIMIZER, "in_backward": True}})
+        )
+    ],
     "micro-batches": every_stage(Case(3, HOST, keys={"micro_batches": 2})),
     "recomputed": every_stage(
         Case(3, {**NVME, "activations": {"tier": "nvme", "checkpoint": True}})

@@ -57,13 +57,19 @@ class Gradients(abc.ABC):
         return bool(self.passes.any())
 
     @property
+    def is_reduced_locally(self) -> bool:
+        """Whether the gradients arrive without waiting for other ranks."""
+        return True
+
+    @property
     def holds_any(self) -> bool:
         """Whether there are gradients to clear."""
         return self.has_any
 
     @abc.abstractmethod
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Take in a gradient of parameter `index`."""
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
+        """Take in a gradient of parameter `index`. Returns False if the update must not count on it
+        before the step."""
 
     @abc.abstractmethod
     def read(self, index: int) -> torch.Tensor | None:
@@ -79,9 +85,9 @@ class Gradients(abc.ABC):
         infinite or NaN if that is."""
 
     @property
+    @abc.abstractmethod
     def spent(self) -> bool:
-        """Whether an update in backward has used the gradients up."""
-        return False
+        """Whether an update has used the gradients up."""
 
     @abc.abstractmethod
     def write(self, index: int, value: torch.Tensor) -> None:
@@ -99,9 +105,9 @@ class Gradients(abc.ABC):
     def drop(self, indices: Sequence[int]) -> None:
         """Forget the gradients of some parameters."""
 
+    @abc.abstractmethod
     def spend(self) -> None:
         """Give the memory back: an update has used the gradients up. Their norm is still known."""
-        raise NotImplementedError("ranks reduce all gradients before they are used")
 
     @abc.abstractmethod
     def clear(self) -> None:
@@ -154,7 +160,7 @@ class GradientAccumulator(Gradients):
     def spent(self) -> bool:
         return self._spent
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
         source = flat_gradient(gradient)
         before = self.passes.item(index)
         if before and self.format is not Float.FP32:
@@ -171,6 +177,7 @@ class GradientAccumulator(Gradients):
         self.passes[index] = before + 1
         if self._having[before + 1] == len(self._specs):
             self.close()
+        return True
 
     def _passed(self, index: int, passes: int) -> None:
         """Note how many passes a parameter has now."""

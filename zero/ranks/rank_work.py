@@ -40,7 +40,7 @@ class RankWork(RankWeights):
         (see `ReducedGradients`)."""
         return own
 
-    def reduce(self, dtype: torch.dtype) -> Reductions:
+    def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> Reductions:
         """Reduce from now on the gradients that `gradients` has made (see `SharedReductions`)."""
         return self.reductions
 
@@ -101,14 +101,17 @@ class SharedWork(SharedWeights, RankWork):
         self._reduced.append(made)
         return made
 
-    def reduce(self, dtype: torch.dtype) -> SharedReductions:
+    def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> SharedReductions:
         made = SharedReductions(
             self._reduced, self.ranks, self.collectives,
             self._memory,
             self._reduce_dtype or dtype, self._reduce_dtype or torch.float32, self._trace,
+            wait_for_complete_groups=wait_for_complete_groups,
         )  # fmt: skip
         made.exchanges_tokens = self._exchanges_tokens
-        made.experts = self._experts.reduce(dtype)
+        made.experts = self._experts.reduce(
+            dtype, wait_for_complete_groups=wait_for_complete_groups
+        )
         made.experts.synchronising = False
         self.reductions = made
         return made

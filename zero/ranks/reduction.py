@@ -67,6 +67,7 @@ class ReducedGradients(Gradients):
         self.bucket: Lease | None = None
         self.issued = False
         self.submitted = False  # something was reduced since the last `clear`
+        self.when_issued: Callable[[], None] | None = None
         self.landed: Transfer[None] = Transfer.completed(None)
 
     # ---------------------------------------------------------------- as the update sees it
@@ -79,6 +80,10 @@ class ReducedGradients(Gradients):
         return self.own.format
 
     @property
+    def is_reduced_locally(self) -> bool:
+        return self.landed.done()
+
+    @property
     def holds_any(self) -> bool:
         return self.submitted or self.has_any
 
@@ -87,6 +92,10 @@ class ReducedGradients(Gradients):
 
     def square(self, index: int) -> float:
         return self.own.square(self._numbers[index]) if index in self._numbers else 0.0
+
+    @property
+    def spent(self) -> bool:
+        return self.own.spent
 
     def write(self, index: int, value: torch.Tensor) -> None:
         self.landed.wait()
@@ -112,6 +121,10 @@ class ReducedGradients(Gradients):
         if self.local is not None:
             self.local.drop(indices)
 
+    def spend(self) -> None:
+        self.landed.wait()
+        self.own.spend()
+
     def read(self, index: int) -> torch.Tensor | None:
         there = index in self._numbers and self.passes[index]
         return self.own.read(self._numbers[index]) if there else None
@@ -123,9 +136,9 @@ class ReducedGradients(Gradients):
         self.own.clear()
         self.forget_local()
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
+    def add(self, index: int, gradient: torch.Tensor) -> bool:
         assert self.reductions is not None, "set when they are made"
-        self.reductions.take(self, index, gradient)
+        return self.reductions.take(self, index, gradient)
 
     # ---------------------------------------------------------------- not reduced yet
     def keep(self, index: int, gradient: torch.Tensor) -> None:
@@ -180,6 +193,11 @@ class Reductions:
         them: the same on every rank."""
         return ()
 
+    def when_issued(self, index: int, begin: Callable[[], None]) -> None:
+        """Call `begin` as soon as the reduction of a complete group is on its way: what waits for
+        it before that could wait for ever."""
+        begin()
+
     def clear(self, group_index: int, indices: Sequence[int]) -> None:
         """Note that users clear gradients of these, between rounds: all ranks, or the next exchange
         raises RankError."""
@@ -216,10 +234,12 @@ class SharedReductions(Reductions):
 
     def __init__(
         self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
-        memory: SharedMemory, dtype: torch.dtype, summed_dtype: torch.dtype, trace: Trace,
+        memory: SharedMemory, dtype: torch.dtype, summed_dtype: torch.dtype, trace: Trace, *,
+        wait_for_complete_groups: bool,
     ) -> None:  # fmt: skip
         """`dtype` is that of contributions, `summed_dtype` that of sums of several passes. `trace`
-        has what this pass has used."""
+        has what this pass has used. `wait_for_complete_groups`: a group is updated as soon as it is
+        reduced, so it should not be reduced before all its gradients are there."""
         self._groups = groups
         self._of = {group.index: group for group in groups}
         self.experts = Reductions()  # among the ranks with the same ones
@@ -232,6 +252,7 @@ class SharedReductions(Reductions):
         self._memory = memory
         self._dtype = dtype
         self._summed_dtype = summed_dtype
+        self._wait_for_complete_groups = wait_for_complete_groups
         self._trace = trace
         self._thread = OrderedWork("offload-reduce", ranks.device)
         self.sharding = ranks.sharding
@@ -256,12 +277,12 @@ class SharedReductions(Reductions):
         finally:
             self.synchronising = before
 
-    def take(self, group: ReducedGradients, index: int, gradient: torch.Tensor) -> None:
-        """Take a gradient of parameter `index`, for its group's bucket or for the step."""
+    def take(self, group: ReducedGradients, index: int, gradient: torch.Tensor) -> bool:
+        """Take a gradient of parameter `index`. Returns False if it is reduced in the step only."""
         if not self.synchronising:
             self._kept_passes = True
             group.keep(index, gradient)
-            return
+            return False
         if group.arrived[index]:
             self.finish()  # another pass has begun
         self._begin_round()
@@ -270,12 +291,13 @@ class SharedReductions(Reductions):
         self._arrivals[group.index] = None
         if group.issued or group.index not in self._places:
             group.keep(index, gradient)
-            return
+            return False
         spec = group.specs[index]
         self._bucket(group)[spec.offset : spec.stop].copy_(flat_gradient(gradient))
         group.passes[index] = 1
         if group.is_complete:
             self._issue_ready()
+        return True
 
     def reduce_skipped_groups(self, index: int) -> None:
         """Backward uses the group `index` now: reduce the groups two places before it that this
@@ -350,7 +372,7 @@ class SharedReductions(Reductions):
             if not head.is_complete:
                 later = self._order[self._place + 1 :]
                 behind = sum(self._of[index].is_complete for index in later)
-                if behind < _MOST_BEHIND:
+                if self._wait_for_complete_groups or behind < _MOST_BEHIND:
                     return
             self._issue_head()
 
@@ -380,6 +402,16 @@ class SharedReductions(Reductions):
             group.forget_local()
         group.issued = group.submitted = True
         self._submit(group, bucket)
+        if group.when_issued is not None:
+            begin, group.when_issued = group.when_issued, None
+            begin()
+
+    def when_issued(self, index: int, begin: Callable[[], None]) -> None:
+        group = self._of.get(index)
+        if group is None or group.issued:
+            begin()
+        else:
+            group.when_issued = begin
 
     def _submit(self, group: ReducedGradients, bucket: torch.Tensor) -> None:
         lease, group.bucket = group.bucket, None
@@ -457,8 +489,8 @@ class SharedReductions(Reductions):
             if kept[group.index]:
                 self._issue(group)
                 group.begin_round()
-        for group in self._groups:
-            group.had = group.passes > 0
+        for group in self._groups:  # updates in backward use them up, not at once on all ranks
+            group.had = (group.passes > 0) & (not self._wait_for_complete_groups)
         self._kept_passes = False
         self._arrivals.clear()
         used = [group.index for group in self._groups if group.has_any]
@@ -470,10 +502,13 @@ class SharedReductions(Reductions):
         return self._order[::-1]
 
     def discard(self) -> None:
+        for group in self._groups:
+            group.when_issued = None  # nothing is updated with it
         self.finish()
         for group in self._groups:
             group.had[:] = False
-        self._ranks.note("all gradients are cleared")
+        if not self._wait_for_complete_groups:
+            self._ranks.note("all gradients are cleared")
         self._kept_passes = False
         self._arrivals.clear()
         self.experts.discard()
@@ -490,6 +525,8 @@ class SharedReductions(Reductions):
         if not in_backward or self._issuing:
             return False
         if not left or self._of[left[0]].bucket is None:
+            return False
+        if self._wait_for_complete_groups and not self._trace.is_over(left[0]):
             return False
         self._issue_head()
         return True

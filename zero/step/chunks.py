@@ -68,6 +68,11 @@ class GroupUpdate:
     def group(self) -> ParamGroup:
         return self.state.group
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether the update need not wait for other ranks."""
+        return self.state.gradients.is_reduced_locally or not self.has_gradients
+
 
 @dataclass(slots=True)
 class ChunkBytes:

@@ -154,7 +154,9 @@ class Runtime:
             self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
             self.group_of, self.versions = self.store.group_of, self.store.versions
             self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
-            self.reductions = self.rank_work.reduce(options.dtype)
+            self.reductions = self.rank_work.reduce(
+                options.dtype, wait_for_complete_groups=options.step_rules.in_backward
+            )
             self.updates = UpdateQueue(
                 self.own, run, options.seed, staging, self._expected_uses(), work
             )  # fmt: skip
@@ -311,8 +313,10 @@ class Runtime:
         if group.pending is not None:
             group.wait_for_update()  # of a graph older than the last step: that step still reads
         self._backward_thread = threading.get_ident()
-        state.gradients.add(index, gradient)
-        self.stepper.arrived(state, index, more=more)
+        there = state.gradients.add(index, gradient)
+        if not more:
+            self.stepper.count_pass(state, index)
+        self.stepper.arrived(state, index, more=more or not there)
 
     def _comes_in_parts(self, group: ParamGroup) -> bool:
         return self._sums is not None and self._sums.takes(group)

@@ -56,7 +56,7 @@ class StepRules:
     skip_nonfinite: bool = False
     max_skipped_steps: int = 50  # in a row
     # Update each group as soon as it got `passes` gradients of every parameter. The loop must then
-    # run exactly that many backward passes per step, and take every step it has begun. On one rank.
+    # run exactly that many backward passes per step, and take every step it has begun.
     in_backward: bool = False
     passes: int = 1
 
@@ -104,6 +104,7 @@ class Stepper:
         self._ahead: set[int] = set()
         self._reductions = Reductions() if reductions is None else reductions
         self.norms = GradientNorms(states, self._reductions, tensor_parallel)
+        self._arrived = [np.zeros_like(state.steps) for state in states]
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
         alone = not self._reductions.has_others
         self._missed = LazyUpdates(states, tables, alone=alone)
@@ -145,10 +146,15 @@ class Stepper:
         self.norms.invalidate()
         if more:
             return
-        passes = self._passes[state.group.index]
-        passes[index] += 1
-        if self._rules.in_backward and (passes >= self._rules.passes).all():
-            self._update_ahead(state)
+        arrived = self._arrived[state.group.index]
+        arrived[index] += 1
+        if self._rules.in_backward and (arrived >= self._rules.passes).all():
+            begin = partial(self._update_ahead, state)
+            self._reductions.when_issued(state.group.index, begin)
+
+    def count_pass(self, state: OptimizerState, index: int) -> None:
+        """Note that a parameter got all of its gradient of one backward pass."""
+        self._passes[state.group.index][index] += 1
 
     def _follow_loss_scale(self) -> None:
         """Rescale gradients that were multiplied with the scale of an earlier pass."""
@@ -247,7 +253,7 @@ class Stepper:
 
     def _forget_passes(self) -> None:
         self._hyper_ahead = None
-        for passes in self._passes:
+        for passes in (*self._passes, *self._arrived):
             passes[:] = 0
 
     def drop(self, state: OptimizerState, indices: Sequence[int]) -> None:

@@ -107,6 +107,9 @@ class UpdateQueue:
                 if first:
                     self._waiting.move_to_end(update.group.index, last=False)
         self._worker.wake()
+        for update in updates:
+            if not update.can_begin:
+                update.state.gradients.landed.then(lambda _: self._worker.wake())
 
     def promote(self, index: int) -> None:
         """Note that a group is needed now: its update is the next to begin."""
@@ -208,7 +211,8 @@ class UpdateQueue:
 
     def _begin_group(self) -> GroupUpdate | None:
         with self._lock:
-            waiting = self._waiting.values()
+            # one that waits for other ranks must not hold what the reduction needs to end
+            waiting = (each for each in self._waiting.values() if each.can_begin)
             update = next((each for each in waiting if self.gate.admits(each.group.index)), None)
             if update is None:
                 return None

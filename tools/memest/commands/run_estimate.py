@@ -46,9 +46,7 @@ def read_question(asked: EstimateOptions) -> Question:
     profile = profile_of(asked, config)
     speeds = speeds_of(profile, config, measure=source.has_graph and not asked.no_measure)
     # `offload train` takes every step it begins; whose loop the others are in is not known
-    planned = config
-    if source.kind is SourceKind.YAML:
-        planned = config.owning_the_loop(profile.ranks)
+    planned = config.owning_the_loop() if source.kind is SourceKind.YAML else config
     if generation is not None:
         planned = config.for_inference()
         planned, _ = kv_in_tiers(
