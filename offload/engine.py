@@ -247,6 +247,8 @@ class Engine(TieredModel):
                 config.max_skipped_steps,
                 in_backward=config.optimizer.in_backward is True,
                 passes=config.gradient_accumulation_steps,
+                trial_nbytes=self._homes.spare,
+                free_nbytes=self._homes.free_nvme_nbytes,
             ),
             reduce_dtype=None if rounded == "fp32" else DTYPES[rounded],
         )
@@ -344,6 +346,7 @@ class Engine(TieredModel):
             skipped_steps=runtime.stepper.skipped,
             gradient_norm=None if last is None else last.gradient_norm,
             loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
+            trials=replace(runtime.stepper.speculative.counts),
             waits=self.waits(),
         )
 
@@ -549,11 +552,6 @@ class Engine(TieredModel):
     def swap_folders(self) -> Sequence[str]:
         """The folders that hold swap files; empty if nothing is on nvme."""
         return self._homes.swap_folders
-
-    @property
-    def spare_nvme_nbytes(self) -> int:
-        """The bytes that old versions of states may take there beside the states."""
-        return self._homes.spare_nvme_nbytes
 
     def load_checkpoint(self, path: StrPath) -> dict[str, Any]:
         """Take over what `save_checkpoint` wrote, under any placement and number of ranks, and

@@ -10,6 +10,7 @@ from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
+from offload.zero.step.speculative_updates import SpeculationCounts
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,20 @@ class Report(TierTraffic):
     `steps` were taken, `skipped_steps` not, for infinite or NaN gradients. `gradient_norm` is that
     of the last step, unscaled and before the engine's clipping (a loop that clips by itself hands
     over gradients that are clipped already); `loss_scale` is None unless the precision is fp16.
+    `trials` counts the groups of parameters that were updated during backward as if the step would
+    clip and skip nothing: `kept`, `redone` in the step, or `taken_back` before it, since their
+    values or gradients were read or changed; and says why there are none now (`why_off`).
     """
 
     steps: int
     skipped_steps: int
     gradient_norm: float | None
     loss_scale: float | None
+    trials: SpeculationCounts
 
     def __str__(self) -> str:
         """Return a few lines to read: bytes held and moved, and the outcome of the steps."""
         norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
         steps = f"steps   {self.steps}, {self.skipped_steps} skipped{norm}"
-        return f"{super().__str__()}\n{steps}"
+        trials = f"{self.trials}" and f"\ntrials  {self.trials}"
+        return f"{super().__str__()}\n{steps}{trials}"

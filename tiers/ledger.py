@@ -98,3 +98,21 @@ def _balance(tier: Tier, account: TierAccount, arenas: int) -> str:
         f"{sum(classes.values())} by class, {account.used_nbytes} by account, {arenas} in arenas, "
         f"budget {account.budget_nbytes} ({format_bytes(account.budget_nbytes)})"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OldBytes:
+    """Bytes of versions from before an update on trial, where they are kept."""
+
+    files: int = 0
+    memory: int = 0  # of the host
+
+    def __add__(self, other: OldBytes) -> OldBytes:
+        return OldBytes(self.files + other.files, self.memory + other.memory)
+
+    def __sub__(self, other: OldBytes) -> OldBytes:
+        return OldBytes(self.files - other.files, self.memory - other.memory)
+
+    def holds(self, other: OldBytes) -> bool:
+        """Whether these bytes are enough for `other`."""
+        return other.files <= self.files and other.memory <= self.memory

@@ -17,7 +17,7 @@ import torch
 from offload.kernels.gpu import triton_launch
 from offload.memory.device_homes import DeviceHomes
 from offload.memory.memory_guard import MemoryGuard, read_headroom
-from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nvme_nbytes
+from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nbytes
 from offload.process import machine
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
@@ -37,7 +37,7 @@ from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
 from offload.tiers.file_tier import FileTier
-from offload.tiers.ledger import Ledger, StateClass
+from offload.tiers.ledger import Ledger, OldBytes, StateClass
 from offload.tiers.memory import DeviceMemory, HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, Tier
@@ -78,7 +78,7 @@ class TieredHomes:
         self.store: BlockStore | None = None
         self.swap_folders: Sequence[str] = ()
         self._timeout_s = nvme.timeout_s
-        self.spare_nvme_nbytes = 0  # of the budget, and of what is free on the disks
+        self.spare = OldBytes()  # of the budgets, and of what is free on the disks
         self._staging: list[Lease] = []
         self._update_buffers: list[Lease] = []
         # as many threads as PyTorch computes with; they start when there is much to decode
@@ -127,7 +127,8 @@ class TieredHomes:
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
             self.swap_folders = paths
-            self.spare_nvme_nbytes = min(spare_nvme_nbytes(self.plan), self._free_nvme_nbytes())
+            spare = spare_nbytes(self.plan)
+            self.spare = replace(spare, files=min(spare.files, self.free_nvme_nbytes()))
             options = _backend_options(nvme, self.plan)
             backend = opened.enter_context(open_backend(nvme.backend, **options))
             store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
@@ -252,13 +253,15 @@ class TieredHomes:
         else:
             with self.lock:
                 lease = self._memory[tier].lease(nbytes, owner=name, state_class=state_class)
-        return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
+        # other ranks' parts are in a state with strides, too
+        spare = self.pool if tier is Tier.HOST and not stride_nbytes else None
+        return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes, spare)
 
     def device_work(self) -> DeviceWork:
         """Return the device's streams and memory for updates and gradients beside the model."""
         return self._device.work()
 
-    def _free_nvme_nbytes(self) -> int:
+    def free_nvme_nbytes(self) -> int:
         """Return the free bytes of all paths together, if each gets as much as the one with the
         least. Raises PathError if a path cannot be looked at."""
         try:

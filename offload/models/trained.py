@@ -65,10 +65,6 @@ class Trained(Protocol):
     def swap_folders(self) -> Sequence[str]:
         """The folders that hold swap files."""
 
-    @property
-    def spare_nvme_nbytes(self) -> int:
-        """The bytes that old versions of states may take in them beside the states."""
-
     def settle(self) -> None: ...
     def checkpoint_saved(self, *, wait: bool = True) -> bool: ...
     def gathered(

@@ -12,10 +12,10 @@ from offload.swap.device.streams import CopyStream, StreamEvent, keeping
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
-from offload.swap.states.state import HostPiece, Snapshot, State
+from offload.swap.states.state import HostPiece, Snapshot, State, Undoable
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
-from offload.tiers.ledger import StateClass
+from offload.tiers.ledger import OldBytes, StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
@@ -265,10 +265,38 @@ class MirroredState(SlotState):
         self._home_read.wait()
         return self._home.snapshot()
 
+    # ---------------------------------------------------------------- an update on trial
+    def undoable(self) -> MirroredState | None:
+        return None if self._home.undoable() is None else self
+
+    @property
+    def _undoable_home(self) -> Undoable:
+        home = self._home.undoable()
+        assert home is not None, "asked before"
+        return home
+
+    @property
+    def old_nbytes(self) -> OldBytes:
+        return self._undoable_home.old_nbytes
+
     def has_views(self) -> bool:
         with self._lock:
             here = self._slot is not None and self._slot.in_use()
-        return here or self._home.has_views()
+        return here or self._undoable_home.has_views()
+
+    def keep_old(self) -> bool:
+        return self._undoable_home.keep_old()
+
+    def drop_old(self) -> None:
+        self._undoable_home.drop_old()
+
+    def go_back(self) -> None:
+        self._home_read.wait()
+        try:
+            self._undoable_home.go_back()
+        finally:
+            with self._lock:  # what was fetched meanwhile is of the new version
+                self._lacking = set(range(self.pieces))
 
     # ---------------------------------------------------------------- update on the device
     def device_piece(self, piece: int) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ from offload.swap.states.state import HostPiece, Snapshot
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.swap.threads.transfer import Failure, Transfer, is_stuck
 from offload.tiers.errors import OffloadError, StateError, TierFullError
-from offload.tiers.ledger import StateClass
+from offload.tiers.ledger import OldBytes, StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
@@ -66,6 +66,7 @@ class FileState(SlotState):
         self._filling = False  # between `blank` and `mark_dirty`: neither dropped nor sent home
         self._being_sent = False  # some thread is in `write_back`
         self._failure: Failure | None = None
+        self._old: dict[int, StoredBlock] | None = None  # of pieces written since `keep_old`
 
     # ---------------------------------------------------------------- what the pool asks
     def can_evict(self) -> bool:
@@ -252,9 +253,46 @@ class FileState(SlotState):
         with self._lock:
             return self._write_back(piece, self._staged_pages(piece, source))
 
+    # ---------------------------------------------------------------- an update on trial
+    def undoable(self) -> FileState:
+        return self
+
+    @property
+    def old_nbytes(self) -> OldBytes:
+        return OldBytes(files=round_up(self.nbytes, PAGE_NBYTES) + self.pieces * PAGE_NBYTES)
+
     def has_views(self) -> bool:
         with self._lock:
             return self._slot is not None and self._slot.in_use()
+
+    def keep_old(self) -> bool:
+        with self._lock:
+            self._old = {}
+        return True
+
+    @defer_signals
+    def drop_old(self) -> None:
+        with self._lock:
+            old, self._old = self._old, None
+            for block in (old or {}).values():
+                self._store.free(block)
+
+    @defer_signals
+    def go_back(self) -> None:
+        self.settle()
+        with self._lock:
+            old, self._old = self._old or {}, None
+            for piece, block in old.items():
+                written, self._blocks[piece] = self._blocks[piece], block
+                assert written is not None, "it has an old version"
+                self._store.free(written)
+            if old and self._slot is not None:
+                if self.can_evict():
+                    self.evict()
+                else:  # a view that was kept shows the valid bytes
+                    for piece in old:
+                        pages = self._slot_pages(piece)
+                        self._arrivals[piece] = self._read(piece, pages, Priority.NORMAL)
 
     # ---------------------------------------------------------------- a save in the background
     @defer_signals
@@ -287,6 +325,7 @@ class FileState(SlotState):
                 if block is not None:
                     self._store.free(block)
             self._blocks = [None] * self.pieces
+            self.drop_old()
 
     @interrupted_in_waits
     def settle(self) -> None:
@@ -343,23 +382,30 @@ class FileState(SlotState):
     def _write(self, piece: int, pages: memoryview) -> Transfer[Any]:
         before = self._blocks[piece]
         if before is not None and self._class is StateClass.GRADIENTS:
-            self._blocks[piece] = None  # an old sum is never read again
+            self._blocks[piece] = None  # an old sum is never gone back to
             self._store.free(before)
+        old = self._old
+        replaces = self._blocks[piece] if old is None else None
         while True:
             try:
                 return self._store.write(
-                    pages, owner=self.name, state_class=self._class,
-                    replaces=self._blocks[piece],
+                    pages, owner=self.name, state_class=self._class, replaces=replaces,
                     priority=Priority.BACKGROUND,
-                    committed=lambda block: self._commit(piece, block),
+                    committed=lambda block: self._commit(piece, block, old),
                 )  # fmt: skip
             except TierFullError:
                 if not self._store.await_room():
                     raise
 
-    def _commit(self, piece: int, block: StoredBlock) -> None:
-        """The write is complete (lock held); the store has freed the version before."""
-        self._blocks[piece] = block
+    def _commit(self, piece: int, block: StoredBlock, old: dict[int, StoredBlock] | None) -> None:
+        """The write is complete (lock held). `old` is where the version before goes, if that trial
+        is not decided yet; without one the store has freed it."""
+        before, self._blocks[piece] = self._blocks[piece], block
+        if old is not None and before is not None:
+            if old is self._old and piece not in old:
+                old[piece] = before
+            else:
+                self._store.free(before)
         self._writes.pop(piece, None)
 
     def _note_failure(self, arrived: Transfer[None]) -> None:

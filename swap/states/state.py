@@ -9,6 +9,7 @@ asks `prefetch`, `tensor`, `host_piece` and never where.
 from __future__ import annotations
 
 import abc
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,8 +18,11 @@ import torch
 
 from offload.swap.device.streams import StreamEvent
 from offload.swap.io.io_backend import Priority
+from offload.swap.states.slot_pool import SlotPool
+from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
+from offload.tiers.ledger import OldBytes, StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import Residency
 
@@ -57,6 +61,33 @@ class Codec(Protocol):
 
     def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
         """Fill `values` by decoding `stored` (both 1D uint8)."""
+        ...
+
+
+class Undoable(Protocol):
+    """A state that can return to its versions from before an update on trial."""
+
+    @property
+    def old_nbytes(self) -> OldBytes:
+        """The number of bytes of all pieces' old versions, by where they are kept."""
+        ...
+
+    def has_views(self) -> bool:
+        """Whether a view of a copy in memory is alive, and would show what is written."""
+        ...
+
+    def keep_old(self) -> bool:
+        """Keep the old version of every piece that is written from here on, in the home's tier,
+        until `drop_old` or `go_back`. Returns False if there is no memory for it."""
+        ...
+
+    def drop_old(self) -> None:
+        """Accept what was written, also what is still on its way, and drop the old versions."""
+        ...
+
+    def go_back(self) -> None:
+        """Restore the bytes from the time of `keep_old`. Waits for what is on its way; for callers
+        that have no view of what was written."""
         ...
 
 
@@ -206,6 +237,11 @@ class State(abc.ABC):
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         """Take the piece home from `source`, which must not change until the transfer is done."""
 
+    # an update on trial -------------------------------------------------------------------
+    def undoable(self) -> Undoable | None:
+        """This state as an `Undoable`; None if its old version cannot be kept."""
+        return None
+
     # a save in the background -------------------------------------------------------------
     can_snapshot = False  # True: there is a `snapshot`
 
@@ -249,7 +285,7 @@ class State(abc.ABC):
 class MemoryState(State):
     """State that is used in the memory that is its home: nothing ever moves."""
 
-    __slots__ = ("_lease", "_memory")
+    __slots__ = ("_lease", "_memory", "_old", "_old_lock", "_replaced", "_spare")
 
     in_place = True
     can_snapshot = True
@@ -257,10 +293,16 @@ class MemoryState(State):
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease | None,
         edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+        spare: SlotPool | None = None,
     ) -> None:  # fmt: skip
-        """`lease` is None where there are no bytes."""
+        """`lease` is None where there are no bytes. `spare` has the memory for old versions."""
         super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
         self._lease = lease
+        self._spare = spare
+        self._old: Lease | None = None
+        self._replaced: set[int] = set()  # pieces whose old version is there
+        # A step may count an update that has not begun: no piece is kept any more from then on.
+        self._old_lock = threading.Lock()
         self._memory = torch.empty(0, dtype=torch.uint8) if lease is None else lease.tensor
 
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
@@ -279,7 +321,12 @@ class MemoryState(State):
         return Residency.CLEAN
 
     def host_piece(self, piece: int) -> HostPiece | None:
-        return HostPiece(self._memory[self.span(piece)])
+        span = self.span(piece)
+        with self._old_lock:
+            if self._old is not None and piece not in self._replaced:
+                self._old.tensor[span].copy_(self._memory[span])  # about to be written
+                self._replaced.add(piece)
+        return HostPiece(self._memory[span])
 
     def mark_piece_dirty(self, piece: int) -> None:
         """Do nothing: the piece is at home."""
@@ -294,8 +341,40 @@ class MemoryState(State):
         self._memory[span].copy_(source[: span.stop - span.start])
         return Transfer.completed(None)
 
+    # ---------------------------------------------------------------- an update on trial
+    def undoable(self) -> MemoryState | None:
+        return None if self._spare is None else self
+
     def has_views(self) -> bool:
         return self._lease is not None and self._lease.in_use()
+
+    @property
+    def old_nbytes(self) -> OldBytes:
+        return OldBytes(memory=self.nbytes)
+
+    def keep_old(self) -> bool:
+        pool = self._spare
+        assert pool is not None, "asked before"
+        self._old = pool.offer(
+            self.nbytes, f"{self.name} before the step", StateClass.STAGING,
+            next_use=pool.uses_left(),
+        )  # fmt: skip
+        return self._old is not None
+
+    def drop_old(self) -> None:
+        with self._old_lock:
+            self._replaced.clear()
+            old, self._old = self._old, None
+        if old is not None and self._spare is not None:
+            with self._spare.lock:
+                old.free()
+
+    @defer_signals
+    def go_back(self) -> None:
+        if self._old is not None:
+            for span in map(self.span, self._replaced):
+                self._memory[span].copy_(self._old.tensor[span])
+        self.drop_old()
 
     def snapshot(self) -> Snapshot:
         return MemorySnapshot(lambda piece: HostPiece(self._memory[self.span(piece)]))
@@ -307,6 +386,7 @@ class MemoryState(State):
         """Do nothing: no transfer is ever under way."""
 
     def close(self) -> None:
+        self.drop_old()
         if self._lease is not None:
             self._lease.free()
 

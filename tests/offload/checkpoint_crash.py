@@ -3,7 +3,7 @@
 Each line of input is a `Request`; for each one a child is forked (imports and kernels are paid for
 once), which loads the checkpoint, if there is to be one, and saves the following steps. Lines of
 output: `pid N`, `loaded STEP`, `saved STEP BITS`, `ended STATUS`, and after a save whose calls were
-counted `calls N`.
+counted `calls N` and `tried N`, how many updates were on trial; a child's first step tries none.
 """
 
 from __future__ import annotations
@@ -28,12 +28,22 @@ import offload
 from offload import checkpoint
 from offload.checkpoint.format import disk, folder
 from offload.checkpoint.format.manifest import RUN
+from offload.swap.io.block_store import BlockStore
+from offload.swap.states.file_state import FileState
+from offload.zero.step.speculative_updates import SpeculativeUpdates
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
 # of a save, those that change something, and so after which something else is there
 _CALLS = {
     "mkdir", "create", "pwrite", "fsync", "fsync folder", "rename", "exchange", "rmtree",
 }  # fmt: skip
+# what happens to an update on trial, in whichever thread
+_EVENTS: list[tuple[type, str]] = [
+    (SpeculativeUpdates, "begin"), (SpeculativeUpdates, "keeps"),
+    (SpeculativeUpdates, "take_back"), (SpeculativeUpdates, "_end"),
+    (FileState, "keep_old"), (FileState, "_commit"), (FileState, "drop_old"),
+    (FileState, "go_back"), (BlockStore, "write"), (BlockStore, "read"), (BlockStore, "free"),
+]  # fmt: skip
 KEYS: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 1e9}
 
 
@@ -44,6 +54,7 @@ class Request:
     fresh: bool = False  # there is nothing to load yet
     exchange: bool = True  # False: as on a system without RENAME_EXCHANGE
     stop_at: int | None = None  # the call during the first save at which to be killed; -1: count
+    trials: bool = False  # `stop_at` counts events of the second step's trials, and its save's
     keep: int = 0  # so many steps, each in a folder of its own in `path`
 
     def to_json(self) -> str:
@@ -99,9 +110,9 @@ def _save_for_ever(request: Request) -> None:
             engine.load_checkpoint(newest)
         print("loaded", engine.report().steps, flush=True)
         calls: Iterator[int] = iter(())
-        while True:
-            if request.stop_at is not None:
-                calls = _watch_calls(request.stop_at)
+        for taken in itertools.count():
+            if request.stop_at is not None and taken == int(request.trials):
+                calls = _watch_calls(request.stop_at, trials=request.trials)
             step_of(engine)
             saved = Path(request.path)
             if request.keep:
@@ -110,13 +121,15 @@ def _save_for_ever(request: Request) -> None:
             if request.keep:
                 checkpoint.prune(saved.parent, request.keep)
             print("saved", engine.report().steps, bits_of(saved), flush=True)
-            if request.stop_at is not None:
+            if request.stop_at is not None and taken == int(request.trials):
                 print("calls", next(calls), flush=True)
+                trials = engine.report().trials
+                print("tried", trials.kept + trials.redone, flush=True)
                 return
 
 
 def step_of(engine: offload.Engine) -> None:
-    """The next step. Every other one clips."""
+    """The next step. Every other one clips, and not as its updates were tried: they are undone."""
     number = engine.report().steps
     engine.backward(engine.module.loss(batches(1, seed=number)[0]))  # type: ignore[operator]
     if number % 2:
@@ -135,8 +148,9 @@ def bits_of(checkpoint: Path) -> int:
     return found
 
 
-def _watch_calls(stop_at: int) -> Iterator[int]:
-    """Count the system calls of a save from now on; killed before call `stop_at`."""
+def _watch_calls(stop_at: int, *, trials: bool) -> Iterator[int]:
+    """Count the system calls of a save from now on, with `trials` their events, too; killed before
+    call `stop_at`."""
     counter = itertools.count()
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,6 +168,8 @@ def _watch_calls(stop_at: int) -> Iterator[int]:
         return (counted if operation in _CALLS else perform)(operation, *args)
 
     disk.perform = made  # type: ignore[assignment]
+    for kind, name in _EVENTS if trials else ():
+        setattr(kind, name, watched(getattr(kind, name)))
     return counter
 
 

@@ -25,7 +25,7 @@ from offload.checkpoint.format import writer
 from offload.checkpoint.format.ownership import marked
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import NoSpaceError, PathError
-from tests.offload.checkpoint_crash import Request
+from tests.offload.checkpoint_crash import KEYS, Request, bits_of, step_of
 from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
 
 REPOSITORY = Path(__file__).parents[2]
@@ -152,6 +152,35 @@ def test_killed_before_each_system_call_of_a_save_and_of_what_removes_old_steps(
     step = victim.end()["saved"]
     names = [checkpoint.step_path(path, number).name for number in (step - 1, step)]
     assert sorted(os.listdir(path)) == names
+
+
+@pytest.mark.slow
+def test_killed_between_an_update_on_trial_and_its_step_a_run_goes_on_to_the_same_bits(
+    victim: Victim, tmp_path: Path, long: bool
+) -> None:
+    """Each child saves twice at most. What its second step tried counts or is undone, and it is
+    killed at one of the events of that, of the files or of the save."""
+    path, draw = tmp_path / "checkpoints" / "saved", random.Random(0)
+    victim.start(Request(str(path), str(tmp_path), fresh=True, trials=True, stop_at=-1))
+    ended, step, killed = victim.end(), 2, 0
+    assert ended["tried"] > 0
+    for _ in range(60 if long else 5):
+        stop_at = draw.randrange(ended["calls"])
+        found = victim.start(Request(str(path), str(tmp_path), trials=True, stop_at=stop_at))
+        assert found in (step, step + 1), "neither the old nor the new one"
+        status = victim.end()
+        killed += status["ended"] == signal.SIGKILL
+        step = status.get("saved", found)
+    assert killed > 2
+    victim.start(Request(str(path), str(tmp_path), trials=True, stop_at=-1))
+    assert victim.end()["tried"] > 0
+    assert os.listdir(tmp_path) == ["checkpoints"], "swap files go with their process"
+    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST, **KEYS)) as engine:
+        for _ in range(max(victim.bits)):  # uninterrupted, and nothing is tried
+            step_of(engine)
+        engine.save_checkpoint(tmp_path / "uninterrupted")
+        assert not engine.report().trials.kept
+    assert bits_of(tmp_path / "uninterrupted") == victim.bits[max(victim.bits)]
 
 
 # ------------------------------------------------------------------------- leftovers

@@ -48,6 +48,7 @@ class Variant:
     stage: int
     placement: dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
+    tries: bool = False  # updates on trial after every pass, as if no other one came
 
 
 Program = list[Pass | Use]
@@ -59,6 +60,7 @@ class Outcome:
     numbers: list[float]
     states: dict[str, Tensor]
     error: str = ""
+    kept: int = 0  # updates on trial that a step has made its own
 
 
 def draw(seed: int, ranks: int, *, apart: bool) -> Program:
@@ -184,12 +186,19 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
 
         def one_pass(action: Pass) -> None:
             tokens = action.tokens[dist.get_rank()]
+            if variant.tries:
+                stepper = engine.runtime.stepper
+                stepper.speculative.on, stepper.speculative.passes = (
+                    True,
+                    stepper.passes_since_step + 1,
+                )
             with engine.no_sync() if action.local else nullcontext():
                 engine.module(tokens).backward()
 
         try:
             numbers = run(program, engine.module, engine.optimizer, one_pass)
-            return Outcome(numbers, states_of(engine))
+            kept = engine.report().trials.kept
+            return Outcome(numbers, states_of(engine), kept=kept)
         except offload.OffloadError as error:
             return Outcome([], {}, f"{type(error).__name__}: {error}")
 

@@ -61,7 +61,8 @@ class Places:
         self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
     ) -> MemoryState:
         lease = self.homes.lease(nbytes, owner=name, state_class=StateClass.PARAMETERS)
-        return MemoryState(name, nbytes, PIECE_NBYTES, lease, edge, stride)
+        spare = None if stride else SlotPool(self.homes, self.host.lock)
+        return MemoryState(name, nbytes, PIECE_NBYTES, lease, edge, stride, spare)
 
     def in_file(
         self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
@@ -119,6 +120,7 @@ class StateConformance:
     """What every state owes."""
 
     has_blank = True  # False: the whole of it is filled from host memory
+    reads_no_trial = False  # True: whoever brings it has taken a trial back before
 
     def make(self, places: Places, name: str) -> State:
         raise NotImplementedError
@@ -308,6 +310,50 @@ class StateConformance:
             last = state.pieces - 1
             expected = content(seed, state.nbytes)[state.span(last)]
             assert torch.equal(self.piece_of(state, last), expected)
+
+    @pytest.mark.parametrize("is_read", [False, True], ids=["unseen", "fetched meanwhile"])
+    def test_what_was_written_on_trial_counts_or_never_was(
+        self, filled: Callable[[int], State], is_read: bool
+    ) -> None:
+        state = filled(1)
+        trial = state.undoable()
+        if trial is None:
+            assert state.at_home_on_device, "every other home has room for old versions"
+            return
+        held = content(1, state.nbytes)
+        for version, keep in ((2, False), (3, True), (4, False)):
+            values = held.clone()
+            changed = slice(state.span(1).start, state.span(2).stop)  # the first piece stays
+            values[changed] = content(version, state.nbytes)[changed]
+            assert trial.keep_old()
+            self.begin_update(state)
+            for piece in (1, 2):
+                self.update(state, piece, values[state.span(piece)])
+            if is_read and not self.reads_no_trial:  # a prefetch for the next forward
+                state.settle()
+                assert torch.equal(self.computed_with(state), values)
+            (trial.drop_old if keep else trial.go_back)()
+            held = values if keep else held
+            assert torch.equal(self.computed_with(state), held)
+            assert torch.equal(state.host_tensor(), held)
+            for piece in range(state.pieces):
+                assert torch.equal(self.piece_of(state, piece), held[state.span(piece)])
+
+    def test_where_a_trial_was_decided_before_its_update_began_no_old_version_is_kept(
+        self, filled: Callable[[int], State]
+    ) -> None:
+        state = filled(1)
+        trial = state.undoable()
+        if trial is None:
+            return
+        for version in (2, 3):
+            assert trial.keep_old()
+            trial.drop_old()
+            self.update_all(state, content(version, state.nbytes))
+        assert trial.keep_old()
+        self.update_all(state, content(4, state.nbytes))
+        trial.go_back()
+        assert torch.equal(self.computed_with(state), content(3, state.nbytes))
 
     # ---------------------------------------------------------------- memory
     def test_what_was_brought_is_computed_with(self, filled: Callable[[int], State]) -> None:

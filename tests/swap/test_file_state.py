@@ -96,6 +96,28 @@ def test_a_write_that_nobody_kept_in_memory_is_refused(bench):
     assert state.tensor().unique().tolist() == [3]
 
 
+def used_extents(bench):
+    return len(bench.store._records)
+
+
+def test_a_write_of_one_trial_that_ends_in_the_next_one_is_not_gone_back_behind(tmp_path):
+    for bench, held in writes_held(tmp_path):
+        state = bench.filled("a", 1)
+        state.evict()
+        one, two = (HostMemory(PAGE).tensor(0, PAGE).fill_(value) for value in (2, 3))
+        state.keep_old()
+        held.clear()
+        state.write_piece(0, one)
+        state.drop_old()
+        state.keep_old()
+        held.set()
+        state.settle()
+        state.write_piece(0, two)
+        state.go_back()
+        assert state.tensor().unique().tolist() == [2]
+        assert used_extents(bench) == 1
+
+
 def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):
     failing = threading.Event()
 

@@ -97,6 +97,7 @@ class OneRank(StateConformance):
 
 class TestGatheredFromMemory(OneRank):
     has_blank = False
+    reads_no_trial = True
 
     def make(self, places: Places, name: str) -> State:
         return self.shared.gathered(places.in_memory(name))
@@ -104,6 +105,7 @@ class TestGatheredFromMemory(OneRank):
 
 class TestGatheredFromAFile(OneRank, FileHomeConformance):
     has_blank = False
+    reads_no_trial = True
 
     def make(self, places: Places, name: str) -> State:
         return self.shared.gathered(places.in_file(name))

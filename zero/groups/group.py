@@ -112,7 +112,7 @@ class ParamGroup:
     __slots__ = (
         "__weakref__", "_catch_up", "_classes", "_placeholders", "_shown", "_users", "_uses",
         "_watched", "_written", "check_assigned", "copies", "device", "dtype", "ep_size",
-        "has_masters", "index", "layout", "name", "params", "pending", "permanent",
+        "has_masters", "index", "layout", "name", "on_trial", "params", "pending", "permanent",
         "residing", "state", "updated_at", "version", "written_at",
     )  # fmt: skip
 
@@ -143,6 +143,8 @@ class ParamGroup:
         self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
         self.residing = GroupState.RELEASED
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
+        # undoes a pending update that no step has made yet (speculative_updates.py)
+        self.on_trial: Callable[[], None] | None = None
         # makes `pending` an update by the steps that were missed, if there are any
         self._catch_up: Callable[[ParamGroup], None] | None = None
         self._classes = [classes_of(type(param)) for param in self.params]
@@ -180,9 +182,24 @@ class ParamGroup:
                 self.pending.wait()
             self._catch_up(self)
 
+    def has_kept_views(self) -> bool:
+        """Return whether there are views, other than the group's own, of the values where an update
+        would write to them. The group's own end."""
+        if self.residing is GroupState.GATHERED:
+            self.unmap()
+        written = self.state.undoable()
+        return written is not None and written.has_views()
+
+    def decided_update(self) -> Transfer[None] | None:
+        """Return the update that readers wait for, after undoing one that no step has made."""
+        if self.on_trial is not None:
+            self.on_trial()
+        return self.pending
+
     def wait_for_update(self) -> None:
         """Block until a pending update of this group is visible, and that by the steps that it
         missed. Every reader of weights or optimizer states comes here."""
+        self.decided_update()
         self.begin_missed()
         pending = self.pending
         if pending is not None:

@@ -184,7 +184,7 @@ class WeightStore:
             make,
             layout,
             lambda: this.groups[index].is_entered,
-            lambda: this.groups[index].pending,
+            lambda: this.groups[index].decided_update(),
         )
 
     def part_of(self, group: ParamGroup) -> Part:

@@ -17,7 +17,7 @@ from offload.swap.device.fences import Fences
 from offload.swap.device.streams import StreamEvent, mark_here
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import HostPiece, State
+from offload.swap.states.state import HostPiece, State, Undoable
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
@@ -112,6 +112,9 @@ class SharedState(State, RankCopies):
 
     def used_device_piece(self, piece: int, until: StreamEvent) -> None:
         self.home.used_device_piece(piece + self._first, until)
+
+    def undoable(self) -> Undoable | None:
+        return self.home.undoable()
 
     # ---------------------------------------------------------------- both
     def note_use(self) -> None:

@@ -6,6 +6,7 @@ asks the update queue whether a group has to be updated first. `State` does all 
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -112,6 +113,11 @@ def _next_update(trace: Trace, index: int) -> float:
     return trace.next_cycle_use(index) + 0.5
 
 
+def _next_read(runtime: Runtime, index: int) -> float:
+    done = index in runtime.stepper.speculative and not runtime.updates.is_pending(index)
+    return math.inf if done else _next_update(runtime.trace, index)
+
+
 class Runtime:
     """Owns the groups of `discovery`. Its public methods are for the thread of the model."""
 
@@ -180,8 +186,12 @@ class Runtime:
         index, layout, part = group.index, group.layout, self.store.part_of(group)
 
         # homes live as long as files, and keep no model
-        next_update = partial(_next_update, self.trace, index)
-        gradients = self._gradients(index, group.name, part, next_update, group.ep_size)
+        this, trace = weakref.proxy(self), self.trace
+
+        next_update = partial(_next_update, trace, index)
+        next_read = partial(_next_read, this, index)
+
+        gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
         chunks = layout.chunks(self.options.chunk_numel)
         formats = [self._homes.record_format(index, chunk) for chunk in range(len(chunks))]
         records = [
@@ -203,7 +213,7 @@ class Runtime:
         return kept
 
     def _gradients(
-        self, index: int, name: str, part: Part, next_use: NextUse, ep_size: int
+        self, index: int, name: str, part: Part, next_read: NextUse, ep_size: int
     ) -> Gradients:
         options = self.options
         accumulate = Float.FP32 if options.accumulate_fp32 else self.own
@@ -211,7 +221,7 @@ class Runtime:
         own = GradientAccumulator(
             name, specs, self.own, accumulate,
             lambda itemsize: self._homes.gradients(
-                index, name, len(part.trainable), itemsize, next_use
+                index, name, len(part.trainable), itemsize, next_read
             ),
             self._run_blocks, self._partials, self._ring,
             # of an expert the sum over `ep_size` ranks' tokens comes here, and no average
@@ -224,7 +234,7 @@ class Runtime:
             return GradientAccumulator(
                 name, [spec for spec in layout.params if spec.trainable], self.own, accumulate,
                 lambda itemsize: self._homes.gradients(
-                    index, f"{name}, not reduced,", layout.numel_trainable, itemsize, next_use
+                    index, f"{name}, not reduced,", layout.numel_trainable, itemsize, next_read
                 ),
                 self._run_blocks,
             )  # fmt: skip
@@ -448,6 +458,7 @@ class Runtime:
     def settle(self) -> None:
         """Make every update by steps that were missed, wait for all that are pending and every byte
         on its way; raises what went wrong."""
+        self.stepper.speculative.take_back_all()
         self.stepper.catch_up_all()
         self.updates.settle()
         for state in self.optimizer_states:

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -32,6 +32,7 @@ from offload.swap.states.trace import Trace
 from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
+from offload.tiers.ledger import OldBytes
 from offload.zero.experts.packed import ExpertTable
 from offload.zero.gradients.loss_scale import LossScale, NonfiniteSteps
 from offload.zero.gradients.norms import GradientNorms, Place, clip_coefficient
@@ -41,6 +42,7 @@ from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.step.chunks import GroupUpdate, Segment
 from offload.zero.step.lazy_updates import LazyUpdates, ZeroUpdates
 from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
+from offload.zero.step.speculative_updates import SpeculativeUpdates, Terms
 from offload.zero.step.update import UpdateQueue, merge
 
 # By the hyperparameters' id (hashing them takes longer than the rest), the number of a parameter's
@@ -59,6 +61,9 @@ class StepRules:
     # run exactly that many backward passes per step, and take every step it has begun.
     in_backward: bool = False
     passes: int = 1
+    # for the old versions of groups that are updated on trial
+    trial_nbytes: OldBytes = field(default_factory=OldBytes)
+    free_nbytes: Callable[[], int] = lambda: 0  # on the disks, now
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,9 @@ class Stepper:
         self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
         alone = not self._reductions.has_others
         self._missed = LazyUpdates(states, tables, alone=alone)
+        self.speculative = SpeculativeUpdates(
+            states, rules.trial_nbytes, updates.withdraw, rules.free_nbytes
+        )
 
     @property
     def has_unstepped_gradients(self) -> bool:
@@ -138,6 +146,7 @@ class Stepper:
                 f"one: optimizer.in_backward counts on {self._rules.passes} backward pass(es) per "
                 "step; set gradient_accumulation_steps to their number, or in_backward: false"
             )
+        self.speculative.take_back([state.group.index])
 
     def arrived(self, state: OptimizerState, index: int, *, more: bool = False) -> None:
         """Note that a gradient of parameter `index` is in its accumulator. `more`: it is a part,
@@ -148,9 +157,12 @@ class Stepper:
             return
         arrived = self._arrived[state.group.index]
         arrived[index] += 1
-        if self._rules.in_backward and (arrived >= self._rules.passes).all():
-            begin = partial(self._update_ahead, state)
-            self._reductions.when_issued(state.group.index, begin)
+        if self._rules.in_backward:
+            if (arrived >= self._rules.passes).all():
+                begin = partial(self._update_ahead, state)
+                self._reductions.when_issued(state.group.index, begin)
+        elif self.speculative.on and (arrived == self.speculative.passes).all():
+            self._reductions.when_issued(state.group.index, partial(self._try, state))
 
     def count_pass(self, state: OptimizerState, index: int) -> None:
         """Note that a parameter got all of its gradient of one backward pass."""
@@ -179,6 +191,28 @@ class Stepper:
         if state.group.state.in_place:
             state.group.unmap()  # half an update must not be read
 
+    def _try(self, state: OptimizerState) -> None:
+        """Begin the update of one group before its step, if it can be undone."""
+        with self.speculative.lock:  # who takes it back finds its update submitted
+            self._try_now(state)
+
+    def _try_now(self, state: OptimizerState) -> None:
+        if not state.parts or not self.speculative.takes(state) or self._missed.lacks(state):
+            return
+        assert self.hyper_source is not None, "set with the optimizer, before any backward"
+        if self._hyper_ahead is None:
+            self._hyper_ahead = self.hyper_source()
+        terms = self._terms(state, self._hyper_ahead, 1.0 / self._loss_scale_of_gradients)
+        if None in terms.hypers or len(terms.having) < len(state.steps):
+            return
+        state.gradients.close()
+        if not self.speculative.begin(state, terms):
+            return
+        update = self._group_update(state, terms, {}, {})
+        with self._lock:
+            self._read_by_update.add(state.group.index)
+        self._updates.submit([update], first=True)
+
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.
 
@@ -199,12 +233,19 @@ class Stepper:
         skip = not finite and self._rules.skip_nonfinite
         if self._loss_scale is not None:
             self._loss_scale.update(overflow=not finite)
+        passes = max((int(each.max()) for each in self._arrived if each.size), default=0)
+        clip = 1.0
+        redone = self.speculative.counts.redone
         if skip:
             self.skipped += 1
+            self.speculative.redo_all()
         else:
             self.taken += 1
             clip = clip_coefficient(total, self._rules.clip_grad_norm)
             self._submit_rest(hyper_of, clip / scale)
+        changed = skip or clip != 1.0
+        others = not changed and self.speculative.counts.redone > redone
+        self.speculative.decide_next(passes, changed=changed, numbers_changed=others)
         self._note_nonfinite(finite, skip)
         self._trace.end_cycle()
         self._end_ahead()
@@ -244,6 +285,7 @@ class Stepper:
         Raises StateError if updates have begun ahead of a step that was never taken.
         """
         self._refuse_to_drop(self._ahead)
+        self.speculative.take_back_all()
         self._unstepped = False
         self.norms.invalidate()
         self._reductions.discard()
@@ -259,6 +301,7 @@ class Stepper:
     def drop(self, state: OptimizerState, indices: Sequence[int]) -> None:
         """Forget the gradients of some parameters of a group, as `zero_grad` does."""
         self._refuse_to_drop(self._ahead & {state.group.index})
+        self.speculative.take_back([state.group.index])
         self.norms.invalidate()
         self._reductions.finish()
         self._reductions.clear(state.group.index, indices)
@@ -284,6 +327,7 @@ class Stepper:
     def forget(self, why: str = "a checkpoint was loaded since") -> None:
         """Forget all gradients and the updates begun ahead of a step: a load is about to replace
         the weights that they changed. For settled states."""
+        self.speculative.take_back_all()
         self._unstepped = False
         self.nonfinite.end_row()
         self._reductions.discard()
@@ -337,6 +381,7 @@ class Stepper:
         """Wait for updates: a group has one at a time, and zero_grad counts from its call."""
         with self._lock:
             reading = sorted(self._read_by_update - self._ahead)
+        reading = [index for index in reading if index not in self.speculative]
         for index in reading:
             self._states[index].group.wait_for_update()
 
@@ -354,7 +399,8 @@ class Stepper:
         first = self._reductions.forward_order or self._trace.first_uses()
         order = {index: rank for rank, index in enumerate(first)}
         having = [state for state in self._states if state.gradients.has_any]
-        rest = [state for state in having if state.group.index not in self._ahead]
+        done = self._ahead | set(self._keep_trials(hyper_of, grad_scale))
+        rest = [state for state in having if state.group.index not in done]
         rest.sort(key=lambda state: order.get(state.group.index, len(order)))
         with_gradients = {state.group.index for state in having}
         self._missed.begin_step(hyper_of)
@@ -365,12 +411,29 @@ class Stepper:
             group.fall_behind(self._catch_up_one)
         self.catch_up(self._missed.overdue())
 
+    def _keep_trials(self, hyper_of: HyperOf, grad_scale: float) -> Iterator[int]:
+        """Yield the groups whose update on trial is that of this step."""
+        for index in self.speculative:
+            state = self._states[index]
+            terms = self._terms(state, hyper_of, grad_scale)
+            if self.speculative.keeps(index, terms):
+                state.steps[list(terms.having)] += 1
+                state.group.invalidate()
+                yield index
+
     def _submit(
         self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float, *,
         first: bool = False,
     ) -> None:  # fmt: skip
         scalars: _ScalarsOf = {}
-        updates = [self._group_update(state, hyper_of, grad_scale, scalars) for state in states]
+        updates = []
+        for state in states:
+            terms = self._terms(state, hyper_of, grad_scale)
+            missed = self._missed.take(state, terms.having)
+            state.group.caught_up()
+            updates.append(self._group_update(state, terms, missed, scalars))
+            state.steps[list(terms.having)] += 1
+            state.group.invalidate()
         with self._lock:
             self._read_by_update.update(state.group.index for state in states)
         here = [update for update in updates if update.state.parts]
@@ -379,29 +442,33 @@ class Stepper:
             if not update.state.parts:
                 update.state.gradients.landed.then(partial(_end, update))
 
+    def _terms(self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float) -> Terms:
+        gradients = state.gradients
+        hypers = [hyper_of(param) for param in state.group.params]
+        having = [i for i in np.flatnonzero(gradients.passes).tolist() if hypers[i] is not None]
+        scales = [grad_scale * gradients.factor(index) for index in having]
+        return Terms(tuple(having), tuple(hypers[index] for index in having), tuple(scales))
+
     def _group_update(
-        self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float, scalars: _ScalarsOf
+        self, state: OptimizerState, terms: Terms, missed: ZeroUpdates, scalars: _ScalarsOf
     ) -> GroupUpdate:
-        """Return the next update of a group, which is counted from here on."""
-        group, gradients, segments = state.group, state.gradients, []
-        hypers = {
-            index: hyper for index in np.flatnonzero(gradients.passes).tolist()
-            if (hyper := hyper_of(group.params[index])) is not None
-        }  # fmt: skip
-        missed = self._missed.take(state, hypers)
-        group.caught_up()
-        for index, hyper in hypers.items():
-            state.steps[index] += 1
-            step, scale = state.steps.item(index), grad_scale * gradients.factor(index)
+        """Return the next update of a group. Changes nothing."""
+        group, segments = state.group, []
+        missed = dict(missed)
+        steps = state.steps[list(terms.having)].tolist()
+        for index, hyper, scale, before_ in zip(
+            terms.having, terms.hypers, terms.scales, steps, strict=True
+        ):
+            part, step = state.parts.get(index), before_ + 1
+            assert hyper is not None, "in a param group"
             key = (id(hyper), step, scale)
             if key not in scalars:
                 scalars[key] = hyper, hyper.scalars(step, scale)
-            before, part = missed.pop(index, ()), state.parts.get(index)
+            before = missed.pop(index, ())
             if part is not None:
                 spec = part.spec
                 segments.append(Segment(spec.offset, spec.stop, scalars[key][1], step, before))
         segments += _without_gradients(state, missed)
-        group.invalidate()
         ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
         return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
 

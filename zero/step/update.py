@@ -121,6 +121,22 @@ class UpdateQueue:
     def is_pending(self, index: int) -> bool:
         return index in self._unfinished
 
+    def withdraw(self, index: int) -> None:
+        """Let a group's update not begin, or wait for its end if it has begun. Raises the error of
+        a thread that has died."""
+        with self._lock:
+            self._raise_failure()
+            update = self._waiting.pop(index, None)
+            if update is not None:
+                del self._unfinished[index]
+        if update is None:
+            update = self._unfinished.get(index)
+        else:
+            update.done()
+            update.ready.complete(None)
+        if update is not None:
+            update.ready.wait()
+
     def settle(self) -> None:
         """Wait until nothing is pending and every byte is home; raises what went wrong."""
         while True:

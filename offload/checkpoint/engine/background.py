@@ -127,9 +127,13 @@ class BackgroundSave:
         fixed = _fixed(saver, snapshots)
         for number in fixed:
             saver.write_parameters(number)
+        speculative = engine.runtime.stepper.speculative
+        with defer_signals:
+            lent = speculative.lend()
+            held.callback(speculative.give_back, lent)
         gate = engine.runtime.updates.gate
         held.callback(gate.open)
-        room = min(engine.spare_nvme_nbytes, _room_on_disk(engine, folder.path, saver.nbytes()))
+        room = min(lent, _room_on_disk(engine, folder.path, saver.nbytes()))
         gate.close(_held(engine, saver, snapshots, fixed), room)
         numbers = {g.index: n for n, saved in enumerate(saver.saved) for g in saved.groups}
         saver.came = self._check

@@ -19,13 +19,14 @@ from offload.planning.plan.sizes import (
     tiers_of,
 )
 from offload.process import machine
-from offload.tiers.ledger import StateClass
-from offload.tiers.tier import Tier
+from offload.tiers.ledger import OldBytes, StateClass
+from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
+    from offload.config import OffloadConfig
     from offload.planning.plan.buffers import DevicePlan, SharedPlan
     from offload.planning.plan.kv_plan import KVPlan
 
@@ -228,11 +229,35 @@ def spare_host_nbytes(plan: Plan) -> int:
     return plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST) - copies
 
 
-def spare_nvme_nbytes(plan: Plan) -> int:
-    """The nvme budget that is left for old versions of groups that a save has not read yet."""
+def spare_nbytes(plan: Plan) -> OldBytes:
+    """The budgets that are left for old versions of groups that are updated on trial."""
     saved = 0 if plan.activations is None else plan.activations.disk_nbytes
     left = plan.budgets[Tier.NVME] - needed_nbytes(plan, Tier.NVME) - saved
-    return max(0, int(left * _SPARE_SHARE))
+    memory = plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST)
+    return OldBytes(max(0, int(left * _SPARE_SHARE)), max(0, memory))
+
+
+def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldBytes]:
+    """The groups that a step without clipping and skipping updates during its backward
+    (zero/step/speculative_updates.py), and the bytes of their old versions."""
+    if config.optimizer.in_backward is True:
+        return {}
+    whole = plan.sharding.world_size > 1 and not plan.sharding.parameters
+    tried, left = {}, spare_nbytes(plan)
+    for index in range(len(plan.groups) - 1, -1, -1):  # as backward comes to them
+        group, home = plan.groups[index], plan.parameters[index]
+        moves = {*plan.records[index]} == {Tier.NVME} or (home is Tier.NVME and not group.records)
+        on_host = home is Tier.HOST and not whole
+        if not moves or not (home is Tier.NVME or on_host) or group.decoded:
+            continue
+        pages = 2 * PAGE_NBYTES * len(group.records)
+        old = OldBytes(sum(group.records) + pages, group.parameters)
+        if home is Tier.NVME:
+            old = OldBytes(old.files + group.parameters + PAGE_NBYTES)
+        if group.layout.numel_trainable and left.holds(old):
+            tried[index] = old
+            left = left - old
+    return tried
 
 
 def nvme_slack(plan: Plan) -> int:

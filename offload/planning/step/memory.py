@@ -203,8 +203,9 @@ class PlannedMemory:
         """The most that the nvme ledger has of each class, however slow writes are.
 
         A piece has one valid version there, and at most one more: a new one while it is written, or
-        an old one that is still read; a save beside training keeps another one. Gradients have
-        none: an old sum is freed before the next one is written. Moves without room wait.
+        an old one that is still read, or kept until an update on trial is accepted; a save beside
+        training keeps another one. Gradients have none: an old sum is freed before the next one is
+        written. Moves without room wait.
         """
         plan, by_class = self._plan, self._expected(Tier.NVME)
         left = max(0, plan.budgets[Tier.NVME] - sum(by_class.values()))

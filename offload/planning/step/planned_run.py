@@ -23,7 +23,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from offload.planning.plan.plan import Plan, spare_host_nbytes
+from offload.planning.plan.plan import Plan, spare_host_nbytes, tried_groups
 from offload.planning.plan.sizes import ITEMSIZE, RecordKind, pages
 from offload.planning.step.planned_states import PlannedGroup, PlannedState, pool_of
 from offload.planning.step.program import (
@@ -36,11 +36,13 @@ from offload.planning.step.program import (
     write_program,
 )
 from offload.planning.step.representatives import Representatives
+from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.zero.groups.fetching import REPEATS, Fetcher
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
+    from offload.tiers.memory_tier import Lease
 
 MOST_PASSES = 3  # that are simulated: the first, one between, the last
 _MOST_CHUNKS = 128  # whose copies are looked at one by one: each takes time
@@ -61,6 +63,7 @@ class PlannedRun:
     ) -> None:  # fmt: skip
         """Of more than `most_chunks` records on nvme some are taken together."""
         self._plan, self.experts = plan, experts
+        self._tried = tried_groups(plan, config)
         self._itemsize = ITEMSIZE[config.precision]
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
         blocks = {g for unit in experts.model.units if unit.repeated for g in unit.groups}
@@ -84,14 +87,19 @@ class PlannedRun:
         self._fetches: list[Fetch] = []
         self._locked: list[PlannedState] = []
         self._pending: set[int] = set()
+        self._deferred: set[int] = set()  # groups that found no memory for an old version
+        self._old: list[Lease] = []  # of what that would go back to
         self._updates = False  # whether the current action is an update
         self._staged = False  # a record had no copy
         self._working: int | None = None
         self._announced = ""  # the table whose experts the forward chose last
         self._pass = -1
         self._load()
-        program = write_program(config, experts.model, min(passes, MOST_PASSES))
-        self.moves = self._settled(program)
+        program = partial(write_program, config, experts.model, min(passes, MOST_PASSES))
+        if self._tried:  # a first step tries none
+            self._run(program())
+            self._run(program(self._tried, begins=True))
+        self.moves = self._settled(program(self._tried))
 
     def _all_groups(self, experts: Representatives, most_chunks: int) -> dict[int, PlannedGroup]:
         plan, found = self._plan, {}
@@ -147,9 +155,16 @@ class PlannedRun:
         forward = takewhile(lambda action: action.verb is not Verb.GRADIENT, program)
         behind = {action.group for action in forward if action.verb is Verb.UPDATE}
         with_gradients = {index for index, group in self._groups.items() if group.has_gradients}
-        self._pending = behind & with_gradients
+        self._pending = (behind & with_gradients) | self._deferred
+        self._deferred = set()
         moves = [self._move(action) for action in program]
         self._lock()
+        for group in self._groups.values():
+            if group.is_used_up:
+                group.gradients.evict()
+                group.is_used_up = False
+        while self._old:
+            self._old.pop().free()
         if self._plan.trains:
             self._trace.end_cycle()
         self.steps.append(total_of(moves))
@@ -270,7 +285,11 @@ class PlannedRun:
         if not group.has_gradients:
             return  # behind the step before the first one
         gradients, weights = group.gradients, group.weights
+        is_tried = group.group in self._tried and group.group not in self._pending
         self._lock()
+        if is_tried and not self._keep_old(self._tried[group.group].memory):
+            self._deferred.add(group.group)
+            return
         if group.home is Tier.NVME:
             weights.take(weights.next_use(), fill=True)
         self._lock(gradients, weights)  # chunk by chunk, once the weights have their place
@@ -279,10 +298,24 @@ class PlannedRun:
         for kind in group.kinds:  # records displace no states that are locked
             self._update_kind(group, kind)
         self._lock(weights)
-        gradients.evict()
+        if is_tried:  # gradients stay for a step that has to be redone
+            group.is_used_up = True
+        else:
+            gradients.evict()
         self._pending.discard(group.group)
         if not (self._plan.gpu and {kind.tier for kind in group.kinds} <= {Tier.DEVICE}):
             group.is_mirrored = False
+
+    def _keep_old(self, nbytes: int) -> bool:
+        """Keep the old version of a state at home in host memory until the step ends. Returns False
+        if there is no memory for it."""
+        if not nbytes:
+            return True
+        left = self._trace.uses_left
+        lease = self._host.offer(nbytes, "", StateClass.STAGING, next_use=left)
+        if lease is not None:
+            self._old.append(lease)
+        return lease is not None
 
     def _record(self, group: PlannedGroup, record: PlannedState) -> None:
         nbytes = record.nbytes // group.alike * group.updated

@@ -8,6 +8,7 @@ copies.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -168,6 +169,7 @@ class PlannedGroup:
         self.in_place = self.home is Tier.DEVICE or (self.home is Tier.HOST and not plan.gpu)
         self.bring_at: Callable[[float | None], bool] = lambda next_use: True
         self.has_gradients = False  # since the first step
+        self.is_used_up = False  # its gradients are read only if the step is redone
         self.is_mirrored = False  # its mirror on the device is valid
         self._fetcher = fetcher
         # uses until one of those that it stands for is used again
@@ -181,7 +183,7 @@ class PlannedGroup:
         ) if decoded else None  # fmt: skip
         self.gradients = PlannedState(
             f"{self._name} gradients", self.updated * self.sizes.gradients, StateClass.GRADIENTS,
-            host, self._next_update,
+            host, lambda: math.inf if self.is_used_up else self._next_update(),
         )  # fmt: skip
         tiers = plan.records[group]
         self.kinds = list(record_kinds(self.sizes, tiers, plan.chunk_numel))

@@ -11,7 +11,7 @@ again in backward. Where nothing is trained there is no backward: a step is a pa
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
@@ -84,8 +84,13 @@ def total_of(moves: Iterable[Move]) -> Bytes:
     return total
 
 
-def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> list[Action]:
-    """Write the program of a step of `passes` backward passes.
+def write_program(
+    config: OffloadConfig, model: ModelShape, passes: int, tried: Collection[int] = (), *,
+    begins: bool = False,
+) -> list[Action]:  # fmt: skip
+    """Write the program of a step of `passes` backward passes. Groups in `tried` are updated during
+    backward if their gradients are complete there; with `begins` none were in the step before, so
+    that its updates are made in this one's forward.
 
     Updates during the next forward are made just before their group is needed, as happens when they
     take longer than the forward.
@@ -96,8 +101,9 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> list
             first.setdefault(group, index)
     backward = _backward_uses(model) if model.numel_trainable else {}
     trained = {group: None for group in first if model.groups[group].layout.numel_trainable}
-    in_backward = config.optimizer.in_backward is True
-    behind = () if in_backward else trained
+    always = config.optimizer.in_backward is True
+    ahead = {group for group in trained if always or group in tried}
+    behind = [group for group in trained if begins or group not in ahead]
     actions: list[Action] = []
     for number in range(passes):
         pending = dict.fromkeys(behind if number == 0 else ())
@@ -114,8 +120,11 @@ def write_program(config: OffloadConfig, model: ModelShape, passes: int) -> list
                 if first[group] != index or group not in trained:
                     continue
                 actions += [Action(Verb.GRADIENT, group, number), *waiting]
-                begins = in_backward and number == passes - 1
-                waiting = [Action(Verb.UPDATE, group, number)] if begins else []
+                is_complete = group in ahead and number == passes - 1
+                waiting = [Action(Verb.UPDATE, group, number)] if is_complete else []
+                if group in tried:
+                    actions += waiting
+                    waiting = []
         actions += waiting
     return actions
 

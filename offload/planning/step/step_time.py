@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.estimate import LinkTime, StepEstimate
-from offload.planning.plan.plan import Plan
+from offload.planning.plan.plan import Plan, tried_groups
 from offload.planning.step.exchanges import Exchange, exchanges_of
 from offload.planning.step.planned_run import MOST_PASSES, PlannedRun
 from offload.planning.step.program import Move, Verb, working_groups
@@ -110,6 +110,7 @@ class _Pipeline:
         self._plan, self._config, self._speeds = plan, config, speeds
         self._experts = experts = run.experts
         self._moves, self._total, self._workload = run.moves, run.total, workload
+        self._tried = tried_groups(plan, config)
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
         # parameters of a group: updated, where it computes, with the other ranks' shards
         self._ready: dict[int, float] = defaultdict(float)
@@ -250,7 +251,7 @@ class _Pipeline:
     def _update(self, move: Move, exchanges: Sequence[Exchange]) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         asked_s = max(self._begun_s, self._gradient_home[group])
-        if self._config.optimizer.in_backward is True:
+        if self._config.optimizer.in_backward is True or group in self._tried:
             asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
         ready_s = self._carry(READ, asked_s, moved.read)
         ready_s = self._carry(TO_DEVICE, ready_s, moved.to_device)

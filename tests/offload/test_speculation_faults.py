@@ -1,0 +1,217 @@
+"""Files that fail between an update on trial and the step that decides: the bits of a run without
+faults, or an error that says why. What was saved before goes on to the same bits."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import offload
+from offload.errors import NoSpaceError, StorageError
+from offload.memory import tier_manager as homes
+from offload.swap.io.threads_backend import ThreadsBackend
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    seeded,
+    states_of,
+)
+
+READ, WRITE = "read", "write"
+ERRORS = ("EIO", "ENOSPC", "end of file")
+RETRIED = ("short", "ragged", "EINTR", "EAGAIN")  # these end as if nothing had been
+# what decides: the step as it was tried, another one, or somebody who needs the old version
+VERDICTS = ("keep", "clip", "skip", "lr", "read", "settle", "drop", "states", "more")
+DATA = batches(4)
+FAULTY = 2  # the step that meets the fault: the first has no trials, the second decides that
+
+
+class Faults:
+    """Files of which one call fails, once `arm` has said which. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[str, int] = {}
+        self._kind = ""
+        self.happened = False
+
+    def arm(self, operation: str, kind: str, after: int) -> None:
+        with self._lock:
+            self._left, self._kind = {operation: after}, kind
+
+    def backend(self, *_: Any, **__: Any) -> ThreadsBackend:
+        return ThreadsBackend(
+            preadv=self._call(READ, os.preadv), pwritev=self._call(WRITE, os.pwritev)
+        )
+
+    def _call(self, operation: str, real: Callable[..., int]) -> Callable[..., int]:
+        def call(fd: int, buffers: Any, offset: int) -> int:
+            with self._lock:
+                left = self._left.get(operation, -1)
+                self._left[operation] = left - 1
+                self.happened |= left == 0
+            return self._fail(real, fd, buffers, offset) if left == 0 else real(fd, buffers, offset)
+
+        return call
+
+    def _fail(self, real: Callable[..., int], fd: int, buffers: Any, offset: int) -> int:
+        number = getattr(errno, self._kind, None)
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+        if self._kind == "end of file":
+            return 0
+        nbytes = buffers[0].nbytes // 2 + (17 if self._kind == "ragged" else 0)
+        return real(fd, [buffers[0][:nbytes]], offset)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of step `FAULTY` fails, from its backward on or, `late`, from the end of that on."""
+
+    verdict: str
+    kind: str
+    operation: str
+    after: int = 0  # so many of that operation come before it
+    late: bool = False
+    host: str = "16MiB"
+    precision: str = "bf16"
+    chunk: int = 2048
+
+    @classmethod
+    def drawn(cls, seed: int) -> Case:
+        drawn = random.Random(seed)
+        return cls(
+            VERDICTS[seed % len(VERDICTS)], drawn.choice(ERRORS + RETRIED),
+            drawn.choice([READ, WRITE]), drawn.randrange(24), drawn.random() < 0.4,
+            drawn.choice(["1MiB", "16MiB"]), drawn.choice(["fp32", "bf16"]),
+            drawn.choice([2048, 16384]),
+        )  # fmt: skip
+
+    @contextmanager
+    def engine(self, folder: Path, placement: dict[str, Any]) -> Iterator[offload.Engine]:
+        keys = config(
+            folder, placement, budget={"host": self.host, "nvme": "64MiB"},
+            # buffered: with O_DIRECT half a piece would be refused as no whole number of blocks
+            nvme={"paths": [str(folder)], "direct": False}, precision=self.precision,
+            clip_grad_norm=1e9, skip_nonfinite=True, optimizer={"lr": 1e-2, "chunk": self.chunk},
+        )  # fmt: skip
+        with offload.initialize(seeded(TinyLM), keys) as engine:
+            yield engine
+
+
+def backward(engine: offload.Engine, tokens: Tensor, factor: float = 1.0) -> None:
+    engine.backward(engine.module.loss(tokens) * factor)  # type: ignore[operator]
+
+
+def decide(engine: offload.Engine, verdict: str, tokens: Tensor) -> None:
+    """What a loop does between a backward and the next one."""
+    model, optimizer = engine.module, engine.optimizer
+    numbers = optimizer.param_groups[0]
+    lr = numbers["lr"]
+    if verdict == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    elif verdict == "lr":
+        numbers["lr"] = lr / 2
+    elif verdict == "read":
+        for param in model.parameters():
+            param.detach().sum()
+    elif verdict == "settle":
+        engine.settle()
+    elif verdict == "states":
+        optimizer.state_dict()
+    elif verdict == "more":
+        backward(engine, tokens)
+    elif verdict == "drop":
+        optimizer.zero_grad()
+    optimizer.step()
+    numbers["lr"] = lr
+    optimizer.zero_grad()
+
+
+def train(engine: offload.Engine, steps: range, case: Case, faults: Faults | None = None) -> None:
+    for number in steps:
+        tokens, last = DATA[number], number == FAULTY
+        factor = math.inf if last and case.verdict == "skip" else 1.0
+        if last and faults is not None and not case.late:
+            faults.arm(case.operation, case.kind, case.after)
+        backward(engine, tokens, factor)
+        if last and faults is not None and case.late:
+            faults.arm(case.operation, case.kind, case.after)
+        decide(engine, case.verdict if last else "keep", tokens)
+    engine.settle()
+
+
+def meet(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StorageError | None:
+    """The error, if there was any; whatever happened, `case` has ended well."""
+    saved, faults = folder / "saved", Faults()
+    whole, first, rest = range(len(DATA)), range(FAULTY), range(FAULTY, len(DATA))
+    with case.engine(folder, HOST) as engine:
+        train(engine, whole, case)
+        expected = states_of(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(homes, "open_backend", faults.backend)
+        making = case.engine(folder, NVME)
+        engine = making.__enter__()
+    caught: StorageError | None = None
+    try:
+        train(engine, first, case)
+        engine.save_checkpoint(saved)
+        train(engine, rest, case, faults)
+        assert_same_bits(states_of(engine), expected)
+    except StorageError as error:
+        caught = error
+        engine.report()
+        with suppress(StorageError):  # whoever goes on meets it again, or has lost nothing
+            engine.optimizer.zero_grad()
+            train(engine, rest, case)
+            assert_same_bits(states_of(engine), expected)
+    finally:
+        making.__exit__(None, None, None)
+    if caught is not None:
+        assert str(folder) in str(caught)
+        with case.engine(folder, HOST) as engine:
+            engine.load_checkpoint(saved)
+            train(engine, rest, case)
+            assert_same_bits(states_of(engine), expected)
+    return caught
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case_seed" in metafunc.fixturenames:
+        many = metafunc.config.getoption("--long")
+        metafunc.parametrize("case_seed", range(360 if many else 9))
+
+
+@pytest.mark.sample(3)
+def test_drawn_faults_leave_the_bits_or_an_error(
+    tmp_path: Path, case_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.drawn(case_seed)
+    error = meet(case, tmp_path, monkeypatch)
+    assert error is None or case.kind in ERRORS
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("verdict", ["keep", "read", "drop"])
+def test_a_write_that_fails_on_trial_is_an_error_whatever_is_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str
+) -> None:
+    error = meet(Case(verdict, "ENOSPC", WRITE), tmp_path, monkeypatch)
+    assert isinstance(error, NoSpaceError)
+    assert "lower budget.nvme" in str(error)

@@ -1,0 +1,204 @@
+"""Whoever looks between an update on trial and the step sees what counts: the states before it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.checkpoint.engine.weights import stream_weights
+from offload.errors import StateError
+from tests.offload.engine_cases import (
+    HOST,
+    NVME,
+    TinyLM,
+    assert_same_bits,
+    batches,
+    config,
+    seeded,
+    states_of,
+)
+from tests.offload.test_threads_and_forks import child_says
+
+TIMEOUT_S = 30.0
+DATA = batches(4)
+KEYS: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 1e9, "optimizer": {"lr": 1e-2}}
+
+
+def backward(engine: offload.Engine, number: int) -> None:
+    engine.backward(engine.module.loss(DATA[number]))  # type: ignore[operator]
+
+
+def step(engine: offload.Engine) -> None:
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+@contextmanager
+def engine_of(folder: Path, placement: dict[str, Any], **more: Any) -> Iterator[offload.Engine]:
+    """After two steps: the one that comes next is tried where it can be."""
+    with offload.initialize(seeded(TinyLM), config(folder, placement, **(KEYS | more))) as engine:
+        for number in range(2):
+            backward(engine, number)
+            step(engine)
+        engine.settle()
+        yield engine
+
+
+def finished(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    """The states two steps later."""
+    step(engine)
+    backward(engine, 3)
+    step(engine)
+    return states_of(engine)
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> dict[str, torch.Tensor]:
+    with engine_of(tmp_path, HOST) as engine:
+        backward(engine, 2)
+        return finished(engine)
+
+
+def streamed(engine: offload.Engine) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    stream_weights(engine, lambda spec, elements, raw: found.append(raw.clone()))
+    return found
+
+
+def gathered(engine: offload.Engine) -> list[torch.Tensor]:
+    with engine.gathered():
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+
+READERS: dict[str, Callable[[offload.Engine], Any]] = {
+    "detach": lambda engine: [p.detach().clone() for p in engine.module.parameters()],
+    "data": lambda engine: [p.data.clone() for p in engine.module.parameters()],
+    "state_dict": lambda engine: {n: v.clone() for n, v in engine.module.state_dict().items()},
+    "optimizer.state_dict": lambda engine: engine.optimizer.state_dict()["state"],
+    "gathered": gathered,
+    "export": streamed,
+    "steps": lambda engine: [engine.report().steps, engine.report().gradient_norm],
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("how", READERS)
+def test_a_reader_sees_the_state_before_the_trial(
+    tmp_path: Path, how: str, expected: dict[str, torch.Tensor]
+) -> None:
+    with engine_of(tmp_path, NVME) as engine:
+        before = READERS[how](engine)
+        backward(engine, 2)
+        assert list(engine.runtime.stepper.speculative)
+        engine.runtime.updates.settle()  # all of it is made, and at home
+        torch.testing.assert_close(READERS[how](engine), before, rtol=0, atol=0)
+        assert_same_bits(finished(engine), expected)
+
+
+def test_a_save_amid_a_trial_is_refused_and_ends_no_trial(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    with engine_of(tmp_path, NVME) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        before = states_of(engine)
+        backward(engine, 2)
+        tried = list(engine.runtime.stepper.speculative)
+        with pytest.raises(StateError, match=r"gradients wait for optimizer\.step"):
+            engine.save_checkpoint(tmp_path / "saved")
+        assert list(engine.runtime.stepper.speculative) == tried
+        engine.load_checkpoint(tmp_path / "saved")  # the gradients are dropped, and the trials
+        assert_same_bits(states_of(engine), before)
+        backward(engine, 2)
+        assert_same_bits(finished(engine), expected)
+
+
+def test_a_view_that_is_kept_shows_no_trial(tmp_path: Path) -> None:
+    """It is one of the copy in memory, which the update would write to."""
+    with engine_of(tmp_path, NVME) as engine:
+        trials = engine.runtime.stepper.speculative
+        with engine.gathered():
+            norm = engine.module.norm.weight  # type: ignore[union-attr]
+            group = engine.runtime.group_of(norm)[0].index  # type: ignore[arg-type,index]
+            kept = norm.detach()  # type: ignore[operator]
+        before = kept.clone()
+        backward(engine, 2)
+        assert list(trials)
+        assert group not in trials
+        engine.runtime.updates.settle()
+        assert torch.equal(kept, before)
+        del kept
+        step(engine)
+        backward(engine, 3)
+        assert group in trials
+
+
+# ---------------------------------------------------------------- other threads and processes
+OTHERS: dict[str, Callable[[offload.Engine], Any]] = {
+    "optimizer.state_dict": lambda engine: engine.optimizer.state_dict(),
+    "settle": lambda engine: engine.settle(),
+}
+
+
+@pytest.mark.sample("settle")
+@pytest.mark.parametrize("how", OTHERS)
+def test_another_thread_takes_a_trial_back_while_the_step_decides(
+    tmp_path: Path, how: str, expected: dict[str, torch.Tensor]
+) -> None:
+    """It waits for an update on its way when the model's thread comes to the same group."""
+    errors: list[BaseException] = []
+    with engine_of(tmp_path, NVME) as engine:
+        updates, trials = engine.runtime.updates, engine.runtime.stepper.speculative
+        go_on, waits, step_here = threading.Event(), threading.Event(), updates._step_here
+
+        def late(chunk: Any) -> None:
+            go_on.wait(TIMEOUT_S)
+            step_here(chunk)
+
+        def withdraw(index: int, real: Callable[[int], None] = trials._withdraw) -> None:
+            waits.set()
+            real(index)
+
+        def read() -> None:
+            try:
+                OTHERS[how](engine)
+            except BaseException as error:  # noqa: BLE001 - looked at below
+                errors.append(error)
+
+        updates._step_here = late  # type: ignore[method-assign]
+        trials._withdraw = withdraw
+        backward(engine, 2)
+        assert list(trials)
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert waits.wait(TIMEOUT_S)
+        threading.Timer(0.1, go_on.set).start()
+        engine.optimizer.step()
+        reader.join(TIMEOUT_S)
+        assert not reader.is_alive()
+        assert not errors
+        engine.optimizer.zero_grad()
+        backward(engine, 3)
+        step(engine)
+        assert_same_bits(states_of(engine), expected)
+
+
+@pytest.mark.slow
+def test_a_forked_child_is_told_that_the_trials_are_its_parents(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    with engine_of(tmp_path, NVME) as engine:
+        backward(engine, 2)
+        tried = list(engine.runtime.stepper.speculative)
+        assert tried
+        for how in ("detach", "optimizer.state_dict", "export"):
+            said = child_says(lambda how=how: READERS[how](engine))  # type: ignore[misc]
+            assert said.startswith("StateError: this engine belongs to process"), said
+        assert list(engine.runtime.stepper.speculative) == tried
+        assert_same_bits(finished(engine), expected)
