@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -19,23 +19,18 @@ from offload.process.child import Child, ChildFailed
 from offload.runs.folder import RunFolder
 from offload.runs.metrics import MetricsFile, StepMetrics
 from offload.tiers.units import format_bytes
-from offload.train.summary import MemoryUse, display_on
+from offload.train.summary import display_on
 
 PROGRAM = "offload.train.plain:train"
 
 
 @dataclass(frozen=True)
 class Process:
-    """One of the two processes: a row per step, and its memory."""
+    """One of the two processes: a row per step, and the most bytes in its RAM and on disk."""
 
     rows: Sequence[StepMetrics]
-    memory: MemoryUse
-    state_nbytes: int  # most in RAM of parameters, gradients, masters and optimizer states
-    disk_nbytes: int = 0  # and on disk
-
-    @property
-    def usual_step_s(self) -> float:
-        return statistics.median(row.seconds for row in self.rows)
+    peak_nbytes: int
+    disk_nbytes: int = 0
 
 
 def cannot_compare(config: OffloadConfig, ranks: int, *, resumed: bool) -> str:
@@ -91,37 +86,21 @@ def run_plain(config: OffloadConfig, file: MetricsFile, console: Console) -> Pro
             child.close()
         finally:
             child.kill()
-    memory = MemoryUse(found["baseline_nbytes"], found["peak_nbytes"])
-    return Process(rows, memory, found["state_nbytes"])
+    return Process(rows, found["peak_nbytes"])
 
 
 def comparison_table(ours: Process, plain: Process) -> Table:
-    """Return a table of the memory and seconds of both."""
+    """Return a table of the memory, seconds and loss of both."""
     shown = table("", "offload", "plain PyTorch", numbers=(1, 2), title="beside plain PyTorch")
-
-    def add(name: str, of_ours: int, of_plain: int) -> None:
-        shown.add_row(name, format_bytes(of_ours), format_bytes(of_plain))
-
-    add("peak RAM of the process (RSS)", ours.memory.peak_nbytes, plain.memory.peak_nbytes)
-    add("  parameters, gradients, optimizer states", ours.state_nbytes, plain.state_nbytes)
-    add(
-        "  Python and PyTorch, before the model",
-        ours.memory.baseline_nbytes, plain.memory.baseline_nbytes,
-    )  # fmt: skip
-    add("  activations, kernels, the rest", _rest(ours), _rest(plain))
-    add("on disk", ours.disk_nbytes, plain.disk_nbytes)
-    shown.add_row(
-        "seconds per step (median)", f"{ours.usual_step_s:.3f}", f"{plain.usual_step_s:.3f}"
-    )
-    shown.add_row(
-        "loss of the last step", f"{ours.rows[-1].loss:.6f}", f"{plain.rows[-1].loss:.6f}"
-    )
+    texts: dict[str, Callable[[Process], str]] = {
+        "peak RAM of the process (RSS)": lambda each: format_bytes(each.peak_nbytes),
+        "on disk": lambda each: format_bytes(each.disk_nbytes),
+        "seconds per step (median)": lambda each: f"{median(r.seconds for r in each.rows):.3f}",
+        "loss of the last step": lambda each: f"{each.rows[-1].loss:.6f}",
+    }
+    for name, text in texts.items():
+        shown.add_row(name, text(ours), text(plain))
     return shown
-
-
-def _rest(process: Process) -> int:
-    known = process.memory.baseline_nbytes + process.state_nbytes
-    return max(0, process.memory.peak_nbytes - known)
 
 
 def agreement(ours: Sequence[StepMetrics], plain: Sequence[StepMetrics]) -> str:

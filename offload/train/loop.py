@@ -33,7 +33,6 @@ from offload.train.start import announce, choose, last_checkpoint
 from offload.train.summary import (
     MemoryUse,
     display_on,
-    in_ram_nbytes,
     loss_line,
     moved_line,
     summary_table,
@@ -346,9 +345,9 @@ class Trainer:
             console.print(f"{report.skipped_steps} steps skipped: gradients not finite")
         console.print(loss_line(rows))
         if self.settings.compare_plain:
-            nbytes = in_ram_nbytes(config, report)
             compare_with_plain(
-                self.config, Process(rows, memory, nbytes, report.tiers["nvme"].peak_nbytes),
+                self.config,
+                Process(rows, memory.peak_nbytes, report.tiers["nvme"].peak_nbytes),
                 self.folder, console, ranks=self.world.size, resumed=self.resumed_step > 0,
             )  # fmt: skip
         console.print(f"run folder: {self.folder.path}", soft_wrap=True)

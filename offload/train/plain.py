@@ -124,32 +124,20 @@ class Plain:
                 for master, param in zip(self._masters, self._params, strict=True):
                     param.copy_(master)
 
-    def state_nbytes(self) -> int:
-        """The actual bytes of parameters, their gradients, masters and the optimizer's states."""
-        states = [t for s in self.optimizer.state.values() for t in s.values()]
-        masters = self._masters if self._mixed else []
-        return sum(tensor.nbytes for tensor in (*self._params, *self._params, *masters, *states))
-
 
 # ---------------------------------------------------------------- a run, in a process of its own
 def train(options: Mapping[str, Any], parent: Parent) -> None:
-    """Train, and answer each step's `StepMetrics` values, then the memory of the process."""
+    """Train, and answer each step's `StepMetrics` values, then the peak RAM of the process."""
     from offload.config import OffloadConfig
 
     config = OffloadConfig.load(options["config"])
-    baseline_nbytes = rss_nbytes()
     batches = Batches.of(config)
     plain = Plain(config, batches.device)
     began = time.perf_counter()
     for step in range(config.train.steps):
         metrics = _step(config, plain, batches, step, began)
         parent.answer({"step": metrics.step, **metrics.values()})
-    parent.answer(
-        {
-            "baseline_nbytes": baseline_nbytes, "peak_nbytes": peak_rss_nbytes(),
-            "state_nbytes": plain.state_nbytes(),
-        }
-    )  # fmt: skip
+    parent.answer({"peak_nbytes": peak_rss_nbytes()})
 
 
 def _step(
