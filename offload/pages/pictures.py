@@ -42,14 +42,13 @@ DARK = dict(zip(CLASSES, (
 _INK, _LINE = "#1b1b1a", "#deddd8"  # these stand for var(--ink) and var(--line) below
 _WIDTH = 9.4  # inches, of 100 pixels
 _LINE_COLOURS = (_INK, *(LIGHT[name] for name in ("parameters", "gradients", "activations")))
-_BUCKETS = 400  # of a long line: the least and the greatest value of each are drawn
 _MAX_VALUE = 1e100  # that can be drawn
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "offload", "text.parse_math": False,
     "font.family": "sans-serif", "font.size": 9, "text.color": _INK, "axes.labelcolor": _INK,
     "axes.edgecolor": _LINE, "axes.spines.top": False, "axes.spines.right": False,
     "xtick.color": _INK, "ytick.color": _INK, "grid.color": _LINE, "legend.frameon": False,
-    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.use": True, "path.simplify_threshold": 1.0,
 }  # fmt: skip
 
 Text = Callable[[float], str]
@@ -88,8 +87,7 @@ def line_picture(
     """Draw lines over steps on one scale; `text` formats a value."""
     with _figure(2.3) as (axes, picture):
         for colour, line in zip(_LINE_COLOURS * len(lines), lines, strict=False):
-            xs, ys = thinned(np.asarray(line.xs, float), np.asarray(line.ys, float))
-            ys = np.clip(ys, -_MAX_VALUE, _MAX_VALUE)
+            xs, ys = line.xs, np.clip(np.asarray(line.ys, float), -_MAX_VALUE, _MAX_VALUE)
             style = ":" if line.dotted else "-"
             # markers show a value without neighbours
             axes.plot(xs, ys, style, color=colour, linewidth=1.4, label=_name(line.name),
@@ -155,19 +153,6 @@ def _inline(svg: str) -> str:
     for name, colour in {"ink": _INK, "line": _LINE, **LIGHT}.items():
         svg = svg.replace(colour, f"var(--{name.replace(' ', '-')})")
     return svg
-
-
-def thinned(xs: Any, ys: Any) -> tuple[Any, Any]:
-    """Return the line, or the least and greatest of each of `_BUCKETS` parts of a long one."""
-    if len(xs) <= 4 * _BUCKETS:
-        return xs, ys
-    kept = {0, len(xs) - 1}
-    for part in np.array_split(np.arange(len(xs)), _BUCKETS):
-        known = part[np.isfinite(ys[part])]
-        if len(known):
-            kept |= {int(known[ys[known].argmin()]), int(known[ys[known].argmax()])}
-    order = sorted(kept)
-    return xs[order], ys[order]
 
 
 def _said(line: Line, text: Text) -> str:
