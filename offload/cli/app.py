@@ -157,7 +157,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     remove: Annotated[
-        bool, typer.Option("--clean", help="Remove what dead runs left in PATHs first.")
+        bool, typer.Option("--clean", help="Remove files left in PATHs by runs that were killed.")
     ] = False,
 ) -> None:
     """Report what this machine offers, what is missing, and how to fix it. The exit code is 1 if

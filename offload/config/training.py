@@ -10,10 +10,11 @@ from pydantic import Field, model_validator
 from offload.config.fields import KeyedError, PathText, Section, key, section
 
 MOST_LAYERS = 4096  # deeper is a mistake, and would take long to count
-MOST_WIDTH = 1 << 24
+MOST_WIDTH = 1 << 20
 MOST_SIZE = 1 << 26  # of any one dimension; the largest vocabularies have 2^18
 MOST_EXPERTS = 1 << 16
-MOST_PARAMS = 10**15
+MOST_BATCH = 1 << 20
+MOST_PARAMS = 10**15  # that are counted
 MOST_TOKENS = 1 << 32  # of a pass
 
 
@@ -49,7 +50,7 @@ class ModelConfig(Section):
     mean probability; 1 where all are chosen alike."""
     vocab: int = key(256, example=32000, ge=256, le=MOST_SIZE, unit="tokens")
     """Vocabulary size; bytes are tokens 0..255."""
-    max_sequence: int = key(1024, example=2048, ge=1, le=MOST_TOKENS, unit="tokens")
+    max_sequence: int = key(1024, example=2048, ge=1, le=MOST_SIZE, unit="tokens")
     """Longest sequence the model can read."""
     tied: bool = key(True)
     """Share the embedding with the output head."""
@@ -91,19 +92,6 @@ class ModelConfig(Section):
         positions = self.max_sequence if self.shape == "gpt" else 0
         tables = self.vocab * (1 if self.tied else 2) + positions
         return int(self.layers * block) + tables * self.hidden
-
-    @model_validator(mode="after")
-    def _check_numel(self) -> Self:
-        if self.numel > MOST_PARAMS:
-            experts = f", experts: {self.experts}" if self.experts else ""
-            raise KeyedError(
-                f"hidden: {self.hidden} makes {self.numel:.3g} parameters with layers: "
-                f"{self.layers}{experts} and vocab: {self.vocab}; at most {MOST_PARAMS:.0e} are "
-                "counted",
-                "hidden",
-                "layers",
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
@@ -195,7 +183,7 @@ class TrainConfig(Section):
     """Share of the text, at its end, kept for validation."""
     steps: int = key(200, example=1000, ge=1)
     """Optimizer steps."""
-    batch: int = key(4, example=8, ge=1, unit="sequences")
+    batch: int = key(4, example=8, ge=1, le=MOST_BATCH, unit="sequences")
     """Sequences per backward pass."""
     sequence: int = key(256, example=512, ge=1, unit="bytes")
     """Length of a sequence."""
@@ -225,13 +213,6 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_sequence(self) -> Self:
-        if self.batch * self.sequence > MOST_TOKENS:
-            raise KeyedError(
-                f"batch: {self.batch} x sequence: {self.sequence} are "
-                f"{self.batch * self.sequence:,} tokens in a pass; at most {MOST_TOKENS:,}",
-                "batch",
-                "sequence",
-            )
         if self.sequence > self.model.max_sequence:
             raise KeyedError(
                 f"sequence: {self.sequence} is longer than model.max_sequence: "
