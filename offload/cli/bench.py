@@ -16,11 +16,8 @@ from offload.cli.config import Overrides
 from offload.cli.errors import GuardedGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from offload.bench.record import Record
     from offload.bench.rounds import Say
-    from offload.bench.table import Column
 
 
 class BenchGroup(GuardedGroup):
@@ -88,9 +85,9 @@ def adam(
     json: Json = None,
 ) -> None:
     """The optimizer's step against a loop that moves the same bytes."""
-    from offload.bench.adam import COLUMNS, AdamOptions
+    from offload.bench.adam import AdamOptions
 
-    _run(context, AdamOptions(numel, rounds, threads), COLUMNS, json)
+    _run(context, AdamOptions(numel, rounds, threads), json)
 
 
 @bench_app.command()
@@ -105,11 +102,10 @@ def io(
     json: Json = None,
 ) -> None:
     """Swap files: offload's block store against the fastest raw O_DIRECT loop found."""
-    from offload.bench.io import COLUMNS, IoOptions
+    from offload.bench.io import IoOptions
     from offload.swap.io.backends import resolve_backend
 
-    options = IoOptions(path, _nbytes(size), resolve_backend(backend), rounds)
-    _run(context, options, COLUMNS, json)
+    _run(context, IoOptions(path, _nbytes(size), resolve_backend(backend), rounds), json)
 
 
 @bench_app.command()
@@ -120,9 +116,9 @@ def copy(
     json: Json = None,
 ) -> None:
     """Copies between host and GPU: offload's streams against a raw copy."""
-    from offload.bench.copy import COLUMNS, CopyOptions
+    from offload.bench.copy import CopyOptions
 
-    _run(context, CopyOptions(_nbytes(size), rounds), COLUMNS, json)
+    _run(context, CopyOptions(_nbytes(size), rounds), json)
 
 
 @bench_app.command()
@@ -137,10 +133,9 @@ def step(
 ) -> None:
     """Training steps of the systems plain (PyTorch), host and nvme, and the roofline."""
     from offload.bench.contenders import StepOptions
-    from offload.bench.step import COLUMNS
 
     options = StepOptions(config, tuple(option or []), path, _names(systems), rounds)
-    _run(context, options, COLUMNS, json)
+    _run(context, options, json)
 
 
 @bench_app.command()
@@ -158,10 +153,9 @@ def ranks(
 ) -> None:
     """Training steps of several ranks: the systems stage3, stage2 and stage3-nvme."""
     from offload.bench.contenders import StepOptions
-    from offload.bench.ranks import COLUMNS
 
     options = StepOptions(config, tuple(option or []), path, _names(systems), rounds, count)
-    _run(context, options, COLUMNS, json)
+    _run(context, options, json)
 
 
 @contextmanager
@@ -173,9 +167,7 @@ def _saying() -> Iterator[Say]:
         yield status.update
 
 
-def _run(
-    context: typer.Context, options: object, columns: Sequence[Column], json: Path | None
-) -> None:
+def _run(context: typer.Context, options: object, json: Path | None) -> None:
     """Measure, print the result, and write it to a file if one was given."""
     from offload.bench.record import check_json
     from offload.bench.table import print_record
@@ -183,7 +175,8 @@ def _run(
 
     check_json(json)
     group: Any = context.parent and context.parent.command
-    run = named(group.functions.format(context.command.name))
+    name = context.command.name
+    run, columns = named(group.functions.format(name)), named(f"offload.bench.{name}:COLUMNS")
     with _saying() as say:
         record: Record = run(options, say)
     print_record(record, columns)  # first: a full disk must not take it along

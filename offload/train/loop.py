@@ -21,7 +21,7 @@ from offload.loggers import Logger, check_names, closing_all
 from offload.memory.tier_manager import compute_device
 from offload.planning.choice.run_check import SETTLING_STEPS, compare
 from offload.process.interrupts import Interrupts, noted_interrupts
-from offload.process.machine import OtherPrograms, peak_rss_nbytes, rss_nbytes
+from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.runs.folder import RunFolder, SavedRun
 from offload.runs.forecast import Forecast
 from offload.runs.own_run import RunRecord
@@ -130,7 +130,6 @@ class Trainer:
     def __post_init__(self) -> None:
         self.settings = self.config.train
         self.record = RunRecord(self.engine, self.folder)
-        self.others = OtherPrograms()
 
     def restore(self, saved: SavedRun) -> None:
         """Resume from a checkpoint. CheckpointError, with the way out, if its bytes are damaged."""
@@ -151,7 +150,6 @@ class Trainer:
         if start < steps:
             if self.forecast is not None:
                 self.folder.write_prediction(self.forecast.prediction())
-            self.others = OtherPrograms()  # from here on
             if not self.settings.checkpoint_every:
                 self.console.print(_NOTHING_SAVED)
         else:
@@ -208,8 +206,6 @@ class Trainer:
             return
         prediction, measured = self.forecast.prediction(), self.record.measured()
         self.console.print(compare(prediction, measured).line, soft_wrap=True)
-        if prediction.seconds is not None and self.others.note:
-            self.console.print(f"note: {self.others.note}", soft_wrap=True)
 
     def _complete_save(self) -> None:
         """Wait for a save that is under way; another Ctrl-C abandons it."""

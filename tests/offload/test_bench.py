@@ -217,9 +217,3 @@ def test_a_system_of_ours_that_fails_ends_the_bench_with_its_own_words(
     assert "ours, all on nvme ended early with status 1" in error
     assert "budget.host: 1.0 MiB" in error
     assert list(tmp_path.iterdir()) == []
-
-
-# ---------------------------------------------------------------- step's processes and limits
-
-
-# ---------------------------------------------------------------- the parts
