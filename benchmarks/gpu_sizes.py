@@ -59,7 +59,7 @@ class Shape:
     def model(self) -> dict[str, Any]:
         """The shape as `train.model` has it."""
         sizes = {name: value for name, value in asdict(self).items() if name != "name"}
-        return {"shape": "llama", "max_sequence": SEQUENCE, "tied": False, **sizes}
+        return {"max_sequence": SEQUENCE, "tied": False, **sizes}
 
 
 LARGE = Shape("30 B", 50, 7168, 56, 8, 20480, 128256)  # never chosen by itself

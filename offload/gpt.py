@@ -1,4 +1,4 @@
-"""The built-in language models: Llama-shaped and GPT-shaped, dense or of experts, over bytes.
+"""The built-in language model: Llama-shaped, dense or of experts, over bytes.
 
 Built to be offloaded: repeated blocks in one ModuleList, and every module that owns parameters can
 initialise them itself (`reset_parameters`), so that a model on the meta device comes to life one
@@ -63,7 +63,7 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; rotary positions when a table of angles is given."""
+    """Causal self-attention with rotary positions."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -74,13 +74,12 @@ class Attention(nn.Module):
         self.value = Linear(config.hidden, self._kv_heads * head)
         self.output = Linear(config.heads * head, config.hidden, _residual_std(config))
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """BSH to BSH."""
         q = self._split(self.query(x), self._heads)
         k = self._split(self.key(x), self._kv_heads)
         v = self._split(self.value(x), self._kv_heads)
-        if rotary is not None:
-            q, k = rotary.turn(q), rotary.turn(k)
+        q, k = rotary.turn(q), rotary.turn(k)
         grouped = self._kv_heads != self._heads
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
@@ -126,20 +125,6 @@ class GatedMlp(nn.Module):
         return result
 
 
-class GeluMlp(nn.Module):
-    """down(gelu(up(x)))."""
-
-    def __init__(self, config: ModelConfig, width: int) -> None:
-        super().__init__()
-        self.up = Linear(config.hidden, width)
-        self.down = Linear(width, config.hidden, _residual_std(config))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """...H to ...H."""
-        result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return result
-
-
 class Load(NamedTuple):
     """The load of experts for each sequence of a batch: a block that computes the batch in pieces
     (`micro_batches`) knows no balancing loss of the whole batch."""
@@ -155,7 +140,7 @@ class Mixture(MoE):
         assert config.experts is not None, "a dense model has none"
         super().__init__(
             config.hidden,
-            lambda: _mlp(config, config.expert_width),
+            lambda: GatedMlp(config, config.expert_width),
             config.experts,
             k=config.experts_per_token,
             drop_tokens=False,
@@ -176,12 +161,12 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = _norm(config)
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=_NORM_EPS)
         self.attention = Attention(config)
-        self.mlp_norm = _norm(config)
-        self.mlp = Mixture(config) if config.experts else _mlp(config, config.mlp_width)
+        self.mlp_norm = nn.RMSNorm(config.hidden, eps=_NORM_EPS)
+        self.mlp = Mixture(config) if config.experts else GatedMlp(config, config.mlp_width)
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor | tuple[Tensor, Load]:
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor | tuple[Tensor, Load]:
         """BSH to BSH; with experts, also how they were loaded."""
         x = x + self.attention(self.attention_norm(x), rotary)
         if isinstance(self.mlp, Mixture):
@@ -199,11 +184,8 @@ class LanguageModel(nn.Module):
         self.config = config
         self.checkpoint_activations = checkpoint_activations
         self.embedding = Embedding(config.vocab, config.hidden)
-        self.positions = (
-            Embedding(config.max_sequence, config.hidden) if config.shape == "gpt" else None
-        )
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = _norm(config)
+        self.norm = nn.RMSNorm(config.hidden, eps=_NORM_EPS)
         self.head = Linear(config.hidden, config.vocab)
         if config.tied:
             self.head.weight = self.embedding.weight
@@ -219,9 +201,7 @@ class LanguageModel(nn.Module):
                 f"{self.config.max_sequence}"
             )
         x = self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(length, device=tokens.device))
-        rotary = self._rotary(length, x)
+        rotary = Rotary.at(length, self.config.hidden // self.config.heads, x)
         loads: list[Load] = []
         for layer in self.layers:
             x = self._through(layer, x, rotary, loads)
@@ -239,14 +219,7 @@ class LanguageModel(nn.Module):
         each = [balancing_loss(load.shares.mean(0), load.chosen.mean(0), k) for load in loads]
         return torch.stack(each).mean()
 
-    def _rotary(self, length: int, like: Tensor) -> Rotary | None:
-        if self.config.shape != "llama":
-            return None
-        return Rotary.at(length, self.config.hidden // self.config.heads, like)
-
-    def _through(
-        self, layer: nn.Module, x: Tensor, rotary: Rotary | None, loads: list[Load]
-    ) -> Tensor:
+    def _through(self, layer: nn.Module, x: Tensor, rotary: Rotary, loads: list[Load]) -> Tensor:
         """Compute a layer, BSH to BSH; adds the load of the layer's experts to `loads`."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             # no dropout anywhere, so there is no generator state to carry
@@ -313,10 +286,6 @@ def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int
     return int(torch.multinomial(shares, 1, generator=generator))
 
 
-def _mlp(config: ModelConfig, width: int) -> GatedMlp | GeluMlp:
-    return GatedMlp(config, width) if config.shape == "llama" else GeluMlp(config, width)
-
-
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     # only log-softmax's fp32 output outlives this call; the fp32 copy of the logits does not
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -325,12 +294,6 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 def _fill_normal(weight: Tensor, std: float) -> None:
     if not weight.is_meta:  # there is nothing to fill, and torch would import its compiler for it
         nn.init.normal_(weight, std=std)
-
-
-def _norm(config: ModelConfig) -> nn.Module:
-    if config.shape == "llama":
-        return nn.RMSNorm(config.hidden, eps=_NORM_EPS)
-    return nn.LayerNorm(config.hidden, eps=_NORM_EPS)
 
 
 def _residual_std(config: ModelConfig) -> float:

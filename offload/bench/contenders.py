@@ -33,7 +33,7 @@ LLAMA_151M: Mapping[str, Any] = {  # examples/llama-151m.yaml, wherever the pack
     "clip_grad_norm": 1.0,
     "train": {
         "model": {
-            "shape": "llama", "layers": 8, "hidden": 1024, "heads": 16, "mlp": 4096,
+            "layers": 8, "hidden": 1024, "heads": 16, "mlp": 4096,
             "vocab": 8192, "max_sequence": 256, "tied": False,
         },
         "text": "python", "batch": 2, "sequence": 256,

@@ -111,7 +111,7 @@ def built_in(config: OffloadConfig) -> PlannedModel:
     facts = Facts(model, workload, compute_device(config).type)
     stated = "train" in config.model_fields_set
     whose = "of train.model" if stated else "at its default size, as the file names no model"
-    name = f"built-in {config.train.model.shape} {whose}"
+    name = f"built-in model {whose}"
     return PlannedModel(name, config, shape, workload, facts)
 
 

@@ -19,10 +19,8 @@ MOST_TOKENS = 1 << 32  # of a pass
 
 
 class ModelConfig(Section):
-    """Size and shape of the built-in language model."""
+    """Sizes of the built-in language model, as Llama: RMSNorm, rotary positions, SwiGLU."""
 
-    shape: Literal["llama", "gpt"] = key("llama")
-    """llama: RMSNorm, rotary positions, SwiGLU. gpt: LayerNorm, learned positions, GELU."""
     layers: int = key(6, example=12, ge=1, le=MOST_LAYERS)
     """Number of transformer blocks."""
     hidden: int = key(384, example=768, ge=1, le=MOST_WIDTH)
@@ -30,10 +28,8 @@ class ModelConfig(Section):
     heads: int = key(6, example=6, ge=1)
     """Attention heads."""
     kv_heads: int | None = key(None, example=2, ge=1, absent="as many as heads")
-    """Key/value heads of shape: llama; must divide heads."""
-    mlp: int | None = key(
-        None, example=1024, ge=1, le=MOST_SIZE, absent="4 x hidden (gpt), 8/3 x hidden (llama)"
-    )
+    """Key/value heads; must divide heads."""
+    mlp: int | None = key(None, example=1024, ge=1, le=MOST_SIZE, absent="8/3 x hidden")
     """Width of the MLP."""
     experts: int | None = key(
         None, example=8, ge=2, le=MOST_EXPERTS, absent="one MLP, which computes every token"
@@ -65,7 +61,7 @@ class ModelConfig(Section):
         """Width of the MLP with the default filled in."""
         if self.mlp is not None:
             return self.mlp
-        return 4 * self.hidden if self.shape == "gpt" else -(-8 * self.hidden // (3 * 64)) * 64
+        return -(-8 * self.hidden // (3 * 64)) * 64
 
     @property
     def expert_width(self) -> int:
@@ -85,12 +81,10 @@ class ModelConfig(Section):
     def _numel(self, experts: int | None) -> int:
         """Return the number of parameters with `experts` experts per layer; None: a dense MLP."""
         products = 2 + 2 * self.kv_head_count / self.heads
-        gated = 3 if self.shape == "llama" else 2
         width = self.mlp_width if experts is None else experts * self.expert_width
         router = (self.experts or 0) * self.hidden
-        block = products * self.hidden**2 + gated * self.hidden * width + router
-        positions = self.max_sequence if self.shape == "gpt" else 0
-        tables = self.vocab * (1 if self.tied else 2) + positions
+        block = products * self.hidden**2 + 3 * self.hidden * width + router
+        tables = self.vocab * (1 if self.tied else 2)
         return int(self.layers * block) + tables * self.hidden
 
     @model_validator(mode="after")
@@ -119,7 +113,7 @@ class ModelConfig(Section):
             raise KeyedError(
                 f"hidden: {self.hidden} is not a multiple of heads: {self.heads}", "hidden", "heads"
             )
-        if self.shape == "llama" and (self.hidden // self.heads) % 2:
+        if (self.hidden // self.heads) % 2:
             raise KeyedError(
                 f"hidden: {self.hidden} / heads: {self.heads} is odd; "
                 "rotary positions need an even head size",
@@ -132,9 +126,6 @@ class ModelConfig(Section):
                 "kv_heads",
                 "heads",
             )
-        if self.shape == "gpt" and self.kv_heads is not None and self.kv_heads != self.heads:
-            why = "; remove kv_heads or use shape: llama"
-            raise self.contradiction("kv_heads", "shape", why)
         return self
 
 

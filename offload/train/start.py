@@ -98,7 +98,7 @@ def announce(
     states, shape = format_bytes(plain_state_nbytes(config, parameters)), config.train.model
     active = f" ({shape.active_numel:,} of them for a token)" if shape.experts else ""
     console.print(
-        f"model: {shape.shape}, {parameters:,} parameters{active}, {config.precision}; "
+        f"model: {parameters:,} parameters{active}, {config.precision}; "
         f"states under plain PyTorch: {states}",
         soft_wrap=True,
     )

@@ -31,7 +31,7 @@ placement: {parameters: nvme, gradients: host, optimizer: nvme}
 optimizer: {type: adamw, lr: 1e-3, chunk: 1024}
 clip_grad_norm: 1.0
 train:
-  model: {shape: llama, layers: 1, hidden: 16, heads: 2, mlp: 32, max_sequence: 16}
+  model: {layers: 1, hidden: 16, heads: 2, mlp: 32, max_sequence: 16}
   text: text.txt
   validation: 0
   steps: STEPS

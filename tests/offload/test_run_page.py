@@ -44,7 +44,7 @@ def write(folder: Path, lines: Any, **files: str) -> Path:
     return folder
 
 
-SETTINGS = "budget: {host: 4194304, nvme: 8388608}\ntrain: {steps: 40, model: {shape: gpt}}\n"
+SETTINGS = "budget: {host: 4194304, nvme: 8388608}\ntrain: {steps: 40, model: {layers: 4}}\n"
 PREDICTED = json.dumps(
     {"format": 1, "tiers": {"host": 2 << 20}, "rss_nbytes": 400 << 20, "seconds": 0.4,
      "bounds": ["host"], "missing": []}
@@ -107,7 +107,7 @@ def test_a_run_is_on_the_page(tmp_path: Path) -> None:
         "mine ended after 40 of 40 steps",
         "host 2.0 MiB 3.0 MiB 4.0 MiB", "RAM of the process 500.0 MiB 600.0 MiB -",
         "waited for in all of the steps' time nvme 4.00 s 20 %", "update 2.00 s 10 %",
-        "host at most 2.0 MiB 3.0 MiB 0.67", "step 400 ms 500 ms 0.80", "shape: gpt",
+        "host at most 2.0 MiB 3.0 MiB 0.67", "step 400 ms 500 ms 0.80", "layers: 4",
     ):  # fmt: skip
         assert said in text
     assert pictures[0].startswith("loss: offload: 5 at 1, 0.125 at 40; plain PyTorch: 5 at 1")

@@ -15,11 +15,8 @@ SMALL: dict[str, Any] = {
     "layers": 2, "hidden": 24, "heads": 4, "mlp": 40, "max_sequence": 32,
 }  # fmt: skip
 SHAPES = [
-    {"shape": "llama"},
-    {"shape": "llama", "kv_heads": 2},
-    {"shape": "llama", "tied": False},
-    {"shape": "gpt"},
-    {"shape": "gpt", "tied": False, "vocab": 300},
+    {"kv_heads": 2},
+    {"tied": False, "vocab": 300},
 ]
 
 
@@ -96,7 +93,6 @@ def test_generated_text_depends_on_the_seed_alone(temperature: float) -> None:
         ({"hidden": 25}, "hidden: 25 is not a multiple of heads: 4"),
         ({"hidden": 12}, "is odd"),
         ({"kv_heads": 3}, "heads: 4 is not a multiple of kv_heads: 3"),
-        ({"shape": "gpt", "kv_heads": 2}, "kv_heads: 2 contradicts shape: gpt"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(sizes: dict[str, Any], fragment: str) -> None:

@@ -109,7 +109,7 @@ def _drawn(size: str, seed: int, rng: random.Random, folder: Path) -> Case:
         "train": {
             "model": {
                 "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp, "vocab": vocab,
-                "tied": rng.random() < 0.5, "shape": rng.choice(["llama", "gpt"]),
+                "tied": rng.random() < 0.5,
             },
             "batch": batch, "sequence": sequence,
         },

@@ -22,7 +22,6 @@ TINY = {"layers": 6, "hidden": 64, "heads": 4, "vocab": 256}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {**TINY, "tied": False},
     "grouped heads": {**TINY, "kv_heads": 2},
-    "gpt": {**TINY, "shape": "gpt"},
 }
 WORKLOAD = Workload(4, 80)  # large enough that some of what is saved leaves, and some stays
 
@@ -34,10 +33,10 @@ def _config(shape: str, **more: Any) -> Any:
 PASSES = ((False, 1), (False, 2), (True, 1), (True, 2), ("selective", 2))
 
 
-@pytest.mark.sample("gpt-bf16")
+@pytest.mark.sample("llama-bf16")
 @pytest.mark.parametrize(
     ("shape", "precision"),
-    [("llama", "fp32"), ("grouped heads", "bf16"), ("gpt", "bf16")],
+    [("llama", "fp32"), ("grouped heads", "bf16"), ("llama", "bf16")],
 )
 def test_a_trace_equals_a_real_pass(shape: str, precision: str, long: bool) -> None:
     passes = PASSES
@@ -69,7 +68,6 @@ def test_saved_bytes_are_those_that_autograd_packs(shape: str, precision: str) -
 @given(data=st.data())
 def test_blocks_that_are_not_run_count_as_if_they_were(data: st.DataObject) -> None:
     model = {
-        "shape": data.draw(st.sampled_from(["llama", "gpt"])),
         "layers": data.draw(st.integers(2, 9)),
         "hidden": 32 * data.draw(st.integers(1, 3)),
         "heads": 2,
@@ -128,10 +126,11 @@ def test_blocks_that_differ_count_by_their_own(
 
 
 def test_flops_are_those_of_the_products() -> None:
-    config = _config("gpt")
+    config = _config("llama")
     facts = trace_activations(build_meta_model(config), config, WORKLOAD)
     tokens, hidden, layers = WORKLOAD.tokens, TINY["hidden"], TINY["layers"]
-    weights = layers * (4 + 2 * 4) * hidden * hidden + hidden * TINY["vocab"]
+    mlp = config.train.model.mlp_width
+    weights = layers * (4 * hidden + 3 * mlp) * hidden + hidden * TINY["vocab"]
     scores = layers * 2 * tokens * WORKLOAD.sequence * hidden // 2  # the causal half
     assert facts.forward.flops == 2 * (tokens * weights + scores)
     assert facts.backward.flops == 2 * (2 * tokens * weights + 5 * scores // 2)

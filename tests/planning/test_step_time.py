@@ -41,7 +41,7 @@ from tests.offload.engine_cases import plan_for_a_gpu
 BASE: Mapping[str, Any] = {
     "train": {
         "model": {
-            "shape": "llama", "layers": 4, "hidden": 128, "heads": 4, "mlp": 384, "vocab": 512,
+            "layers": 4, "hidden": 128, "heads": 4, "mlp": 384, "vocab": 512,
             "max_sequence": 64, "tied": False,
         },
         "batch": 2, "sequence": 16,
@@ -162,7 +162,6 @@ def drawn(seed: int) -> tuple[OffloadConfig, bool]:
     sums_on_host = passes > 1 and precision == "bf16"
     keys = [
         homes(home(), "host" if sums_on_host else home(), home()),
-        f"train.model.shape={draw.choice(('llama', 'gpt'))}",
         f"train.model.layers={draw.randint(2, 6)}", f"train.model.hidden={draw.choice((64, 128))}",
         f"train.model.mlp={64 * draw.randint(1, 6)}",
         f"train.model.vocab={256 * draw.randint(1, 4)}",

@@ -24,7 +24,7 @@ placement: {parameters: host, gradients: host, optimizer: nvme}
 optimizer: {lr: 2.0e-3, chunk: 16384}
 clip_grad_norm: 1.0
 train:
-  model: {shape: llama, layers: 2, hidden: 64, heads: 2, mlp: 128, max_sequence: 32}
+  model: {layers: 2, hidden: 64, heads: 2, mlp: 128, max_sequence: 32}
   text: TEXT
   steps: 4
   batch: 2

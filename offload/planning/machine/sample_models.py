@@ -79,7 +79,7 @@ def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[Activ
 def _config_of(precision: str, sample: Sample, device: torch.device) -> OffloadConfig:
     layers, hidden, mlp, heads, batch, sequence = sample
     shape = {
-        "shape": "llama", "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp,
+        "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp,
         "vocab": _VOCABULARY, "max_sequence": sequence, "tied": False,
     }  # fmt: skip
     return OffloadConfig.load(

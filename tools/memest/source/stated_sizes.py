@@ -163,7 +163,7 @@ def _numel(config: ModelConfig) -> int:
 
 def _config(values: dict[str, object]) -> ModelConfig:
     try:
-        return ModelConfig.model_validate({"shape": "llama", **values})
+        return ModelConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"--{key}: ".replace("_", "-") for key in first["loc"]) or "--"
