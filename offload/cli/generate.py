@@ -8,17 +8,29 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import torch
+
+import offload
 from offload.cli.errors import located
 from offload.config import OffloadConfig
+from offload.display.console import PlainConsole
 from offload.display.plain_text import without_controls
+from offload.integrations.transformers.text_generation import (
+    Encoded,
+    Sampling,
+    Stream,
+    encode,
+    fitting_tokens,
+    generate,
+    load_tokenizer,
+    open_generating,
+)
+from offload.planning.choice.durations import duration, three_digits
+from offload.process.interrupts import noted_interrupts
+from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.tiers.errors import ConfigError, PathError
-
-if TYPE_CHECKING:
-    from offload.inference import Dispatched
-    from offload.integrations.transformers.text_generation import Encoded, Sampling, Stream
-    from offload.process.interrupts import Interrupts
+from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line
 
 _STOPPING = "Ctrl-C: finishing this token; press Ctrl-C again to quit at once"
 
@@ -47,7 +59,7 @@ def run_generation(asked: Asked) -> None:
     config = OffloadConfig.load(asked.file or {}, asked.overrides)
     place = nullcontext() if asked.file is None else located(asked.file, asked.overrides)
     with place:
-        _Generation(asked, config).run(prompts)
+        _generate(asked, config, prompts)
 
 
 def _text_of(prompt: str) -> str:
@@ -67,85 +79,44 @@ def _text_of(prompt: str) -> str:
     return text
 
 
-class _Generation:
-    def __init__(self, asked: Asked, config: OffloadConfig) -> None:
-        from offload.display.console import PlainConsole
-        from offload.process.machine import rss_nbytes
+def _generate(asked: Asked, config: OffloadConfig, prompts: Sequence[str]) -> None:
+    console, baseline_nbytes = PlainConsole(stderr=True), rss_nbytes()
 
-        self._asked = asked
-        self._config = config
-        self._console = PlainConsole(stderr=True)
-        self._baseline_nbytes = rss_nbytes()
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True)
 
-    def run(self, prompts: Sequence[str]) -> None:
-        import torch
-
-        import offload
-        from offload.integrations.transformers.text_generation import (
-            Stream,
-            encode,
-            fitting_tokens,
-            load_tokenizer,
-            open_generating,
-        )
-        from offload.process.interrupts import noted_interrupts
-
-        asked, folder = self._asked, self._asked.folder
-        model = open_generating(folder)
-        tokenizer = load_tokenizer(folder)
-        encoded = encode(tokenizer, prompts, chat=asked.chat)
-        new_tokens = fitting_tokens(model, encoded.length, asked.new_tokens)
-        torch.manual_seed(self._config.seed if asked.seed is None else asked.seed)
-        several = encoded.batch > 1
-        _replace_unknown_letters()
-        stream = Stream(tokenizer, None if several else _write, self._say, new_tokens)
-        with noted_interrupts() as interrupts:
-            offload.dispatch(model, self._config)
-            with offload.dispatched(model) as dispatched:
-                new = self._tokens(model, encoded, stream, dispatched, interrupts, tokenizer)
-                if several:
-                    _write_all(tokenizer.batch_decode(new, skip_special_tokens=True))
-                self._close(stream, encoded, dispatched)
-            interrupts.check()
-
-    def _tokens(
-        self, model: Any, encoded: Encoded, stream: Stream, dispatched: Dispatched,
-        interrupts: Interrupts, tokenizer: Any,
-    ) -> Any:  # fmt: skip
-        """Return the new tokens: as many as were generated before a Ctrl-C."""
-        from offload.integrations.transformers.text_generation import generate
-
-        with interrupts.put_off(_STOPPING):
-            found = generate(
-                model, encoded, stream, self._asked.sampling, stream.most,
-                padding=tokenizer.pad_token_id, device=dispatched.device,
-                stops=lambda: interrupts.seen,
-            )  # fmt: skip
-        if encoded.batch == 1:
-            _write("\n")
-        return found
-
-    def _close(self, stream: Stream, encoded: Encoded, dispatched: Dispatched) -> None:
-        from offload.process.machine import peak_rss_nbytes
-        from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line
-
-        report, rss = dispatched.report(), peak_rss_nbytes()
-        self._say("")
-        for line in _rates(stream, encoded):
-            self._say(line)
-        memory = MemoryUse(self._baseline_nbytes, rss)
-        self._console.print(summary_table(dispatched.config, report, memory, None))
-        self._say(moved_line(report.bytes_moved))
-        self._say(waits_line(report.waits))
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+    model = open_generating(asked.folder)
+    tokenizer = load_tokenizer(asked.folder)
+    encoded = encode(tokenizer, prompts, chat=asked.chat)
+    new_tokens = fitting_tokens(model, encoded.length, asked.new_tokens)
+    torch.manual_seed(config.seed if asked.seed is None else asked.seed)
+    several = encoded.batch > 1
+    _replace_unknown_letters()
+    stream = Stream(tokenizer, None if several else _write, say, new_tokens)
+    with noted_interrupts() as interrupts:
+        offload.dispatch(model, config)
+        with offload.dispatched(model) as dispatched:
+            with interrupts.put_off(_STOPPING):
+                new = generate(
+                    model, encoded, stream, asked.sampling, stream.most,
+                    padding=tokenizer.pad_token_id, device=dispatched.device,
+                    stops=lambda: interrupts.seen,
+                )  # fmt: skip
+            if several:
+                _write_all(tokenizer.batch_decode(new, skip_special_tokens=True))
+            else:
+                _write("\n")
+            report, memory = dispatched.report(), MemoryUse(baseline_nbytes, peak_rss_nbytes())
+            for line in ("", *_rates(stream, encoded)):
+                say(line)
+            console.print(summary_table(dispatched.config, report, memory, None))
+            say(moved_line(report.bytes_moved))
+            say(waits_line(report.waits))
+        interrupts.check()
 
 
 def _rates(stream: Stream, encoded: Encoded) -> list[str]:
     """Return the tokens per second of both kinds of pass."""
-    from offload.planning.choice.durations import duration, three_digits
-
     times, lines = stream.times, []
     if times.prefill_s is not None:
         rate = encoded.batch * encoded.length / times.prefill_s
