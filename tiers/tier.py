@@ -59,14 +59,13 @@ class Extent:
 
 
 class Residency(enum.Enum):
-    """Where valid copies of a piece of state *are*, as opposed to its placement: the state of a
-    slot that holds a copy.
+    """Says where the valid copies of a piece of state are now (its placement names its home).
 
     ABSENT    no memory is held; the home has the only valid copy
     ARRIVING  memory is held and a transfer is filling it; the home is valid
-    CLEAN     memory and home are both valid; the memory may be taken away at any time
-    DIRTY     only the memory is valid: it was written and has not gone home
-    LEAVING   memory is valid and a transfer is taking it home
+    CLEAN     memory and home are both valid; the copy in memory may be evicted at any time
+    DIRTY     only the memory is valid: it was written and not written back yet
+    LEAVING   memory is valid and a transfer is writing it back to its home
     """
 
     ABSENT = "absent"

@@ -304,7 +304,8 @@ def _open_unnamed(folder: PinnedFolder) -> int:
 
 
 def _unlinked_file(folder: PinnedFolder) -> int:
-    """Where the file system has no O_TMPFILE, the file has a name for an instant."""
+    """Open a new file and unlink it at once, where the file system has no O_TMPFILE: the file has a
+    name for an instant."""
     name = marked("offload-swap")
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
     fd = os.open(name, flags, 0o600, dir_fd=folder.fd)

@@ -1,21 +1,20 @@
 """Slots: memory of one tier, leased to copies of pieces whose home is another tier.
 
-A demand (a caller waits) may evict any clean copy, send dirty copies home and wait for copies that
-are on their way. A prefetch may only evict a copy that is needed later than its own, and never
-waits. The copy with the furthest next use is evicted first (Belady, 1966): a training step uses
-groups in an order learnt from the one before. Of many copies (experts, pages of keys and values)
-not all are looked at for each eviction: what one look found to be used last is given up by the next
-ones, too, unless it is used sooner now.
+A demand (its caller waits) may evict any clean copy, write dirty copies back, and wait for moves to
+end. A prefetch may only evict a copy that is needed later than the prefetched one, and never waits.
+The copy with the furthest next use is evicted first (Belady, 1966): a training step uses groups in
+the order of the step before. Among many copies (experts, pages of keys and values) not every
+eviction sorts all of them: one scan finds several victims, and the next evictions take those,
+except a victim that is needed sooner by then.
 
-Gradients exist nowhere else and are used up soon: they stay while others have room, in at most half
-of the memory. A prefetch that finds none starts taking those home that are needed last.
+Gradients exist nowhere else and are consumed soon: they stay while others have room, in at most
+half of the memory. A prefetch that finds no room starts to write back the gradients needed last.
 
-Where the machine is short of memory copies take less than the tier has: up to a limit, beyond which
-only what is needed now gets a lease.
+On a machine that is short of memory, copies get less than the whole tier: up to a limit, beyond
+which only a demand gets a lease.
 
-Values that are made in memory, from codes there, need a slot that is a multiple of the codes. The
-largest such slot is left for the next values: prefetches of codes that took its place would have to
-go again, and be read again.
+Values decoded in memory need a slot several times as large as their codes. The largest such slot is
+kept for the next values: codes prefetched into it would be evicted at once, and read again.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from offload.tiers.ledger import StateClass
 if TYPE_CHECKING:
     from offload.tiers.memory_tier import Lease, MemoryTier
 
-# Added to the next use of a copy that is made in memory from other bytes there (weights from their
-# codes): it is given up before any that would have to be moved again.
+# Added to the next use of a copy that was decoded from other bytes in memory (weights from their
+# codes): it is evicted before any copy that would have to be read again.
 MADE_HERE = 1e9
-# Copies for which a look at all of them finds one more to give up. Of fewer the one used last is
-# known at any time: a look takes little, and what it found may not be the furthest any more.
+# One scan of all copies finds one victim, and one more per so many copies. With fewer copies every
+# eviction scans anew: a scan is cheap then, and older victims may not be the furthest any more.
 _PER_LOOK = 64
 
 
@@ -56,25 +55,25 @@ class CachedPiece(Protocol):
     def evict(self) -> None: ...
 
     def write_back(self) -> None:
-        """Start taking a dirty copy home. Does nothing if it is clean or leaving."""
+        """Start to write back a dirty copy. Does nothing if it is clean or being written back."""
         ...
 
     def transit(self) -> Callable[[], None] | None:
-        """A wait for the moves of this copy to end, or None if it is not moving."""
+        """Return a function that waits until this copy's moves end; None if it is not moving."""
         ...
 
 
 def furthest_first(pieces: Iterable[CachedPiece]) -> Iterator[CachedPiece]:
-    """Pieces that can be dropped, the one needed last first; ties by size, larger first. Each is
-    asked whether it can be dropped when its turn comes."""
+    """Yield the pieces that can be evicted, the one needed last first, the larger of two needed at
+    once first. Whether a piece can be evicted is asked when its turn comes."""
     ordered = sorted(pieces, key=lambda each: (-each.next_use(), -each.held_nbytes, each.name))
     return (piece for piece in ordered if piece.can_evict())
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of the states that borrow from a pool. What was needed and not filled was still in
-    memory from its last use; what was dropped had been used up before it was ever written."""
+    """Bytes of the states that borrow from a pool. Bytes needed and not filled were still in memory
+    from their last use; dropped bytes were consumed before they were ever written."""
 
     needed_nbytes: int = 0
     filled_nbytes: int = 0
@@ -90,21 +89,21 @@ class Traffic:
 
 
 class SlotPool:
-    """Leases of `tier` that make room by giving up copies. Thread-safe."""
+    """Leases memory of `tier`, evicting copies to make room. Thread-safe."""
 
     def __init__(self, tier: MemoryTier, lock: threading.RLock) -> None:
         self.tier = tier
         self.lock = lock
         self._held: dict[int, CachedPiece] = {}
-        self._furthest: list[CachedPiece] = []  # left of the last look; the one used last is last
-        self._least_use = 0.0  # each of them was used no sooner than this
+        self._furthest: list[CachedPiece] = []  # the last scan's victims; the first to go is last
+        self._least_use = 0.0  # no victim was needed sooner than this
         self._may_write_back: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
-        self._held_nbytes = self._staying_nbytes = 0  # of all copies, and of those
-        self._sent: CachedPiece | None = None  # the last one that was sent home for that
-        self._values: CachedPiece | None = None  # the largest slot of values that are made here
+        self._held_nbytes = self._staying_nbytes = 0  # of all copies; of `_may_write_back`
+        self._sent: CachedPiece | None = None  # the last one written back for a prefetch
+        self._values: CachedPiece | None = None  # the largest slot of decoded values
         self._limit: int | None = None  # bytes of the tier beyond which nothing is fetched ahead
-        self.makes_values = False  # the last ones that were used were made
-        self._is_ahead = False  # room is looked for that is not needed now
+        self.makes_values = False  # the last values that were used were decoded here
+        self._is_ahead = False  # a prefetch is looking for room
         # Waits until another user releases copies; False if none will. Set by the owner of the work
         # that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
@@ -114,18 +113,18 @@ class SlotPool:
 
     @property
     def limit_nbytes(self) -> int | None:
-        """The limit on bytes used of the tier, which what is needed now may exceed; None: none."""
+        """The limit on used bytes of the tier, which a demand may exceed; None if there is none."""
         return self._limit
 
     def keep_within(self, limit_nbytes: int | None) -> None:
-        """Set the limit, and give up copies that are not needed now down to it. Gradients, which
-        may stay in half of it, go home as they come."""
+        """Set the limit, and evict copies that are not needed now until it holds. Gradients, which
+        may stay in half of the limit, are written back as they come."""
         with self.lock:
             self._limit = limit_nbytes
             self._give_up_for(0)
 
     def has_more_to_give(self) -> bool:
-        """Whether any copy that is not needed now can be given up, or is on its way home."""
+        """Whether any copy that is not needed now can be evicted, or is being written back."""
         with self.lock:
             return any(
                 piece.next_use() > 0 and (piece.can_evict() or piece.transit() is not None)
@@ -133,7 +132,7 @@ class SlotPool:
             )
 
     def _give_up_for(self, nbytes: int) -> None:
-        """Give up clean copies, the one used last first, until `nbytes` more are within the
+        """Evict clean copies, the one needed last first, until `nbytes` more are within the
         limit."""
         while self._limit is not None and self.tier.used_nbytes + nbytes > self._limit:
             piece = self._next_to_drop()
@@ -153,7 +152,7 @@ class SlotPool:
             self._held_nbytes += piece.held_nbytes
 
     def unregister(self, piece: CachedPiece) -> None:
-        """Record that `piece` is about to give its copy up (under the lock)."""
+        """Record that `piece` is about to release its copy (under the lock)."""
         del self._held[id(piece)]
         self._held_nbytes -= piece.held_nbytes
         if self._values is piece:
@@ -162,7 +161,7 @@ class SlotPool:
 
     def may_write_back(self, piece: CachedPiece) -> None:
         """Let a dirty `piece` stay until its room is needed, or until half of the memory for copies
-        is dirty: what is fetched ahead must find others to replace (under the lock)."""
+        is dirty: prefetches need clean copies to evict (under the lock)."""
         if id(piece) not in self._may_write_back:
             self._may_write_back[id(piece)] = piece
             self._staying_nbytes += piece.held_nbytes
@@ -185,7 +184,7 @@ class SlotPool:
             self._staying_nbytes -= nbytes
 
     def keep_for_values(self, piece: CachedPiece) -> None:
-        """Record that `piece` holds values that were decoded here (under the lock)."""
+        """Record that `piece` holds values decoded in this memory (under the lock)."""
         self.makes_values = True
         if self._values is None or self._values.held_nbytes <= piece.held_nbytes:
             self._values = piece
@@ -197,12 +196,12 @@ class SlotPool:
             self._values = None
 
     def is_kept(self, piece: CachedPiece) -> bool:
-        """Whether its slot is left for the next values (under the lock)."""
+        """Whether the slot of `piece` is kept for the next values (under the lock)."""
         return self._is_ahead and piece is self._values
 
     def offer_for_values(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
-        """A lease like that of `offer`, for values that are needed now: if there is no room, it
-        takes the place of the largest values before them."""
+        """Return a lease, as `offer` does, for values that are needed now: if there is no room, the
+        largest values decoded before are evicted."""
         with self.lock:
             lease = self._lease(nbytes, owner, state_class)
             if lease is None and self._values is not None and self._values.can_evict():
@@ -211,7 +210,7 @@ class SlotPool:
             return lease or self._try(nbytes, owner, state_class, before=-1.0)
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
-        """A lease, evicting any copy that can go; may wait for copies to reach their home.
+        """Return a lease, evicting any copy that can be evicted; may wait for write-backs.
 
         Raises TierFullError, listing what is held, when every copy left is in use.
         """
@@ -238,7 +237,7 @@ class SlotPool:
     def offer(
         self, nbytes: int, owner: str, state_class: StateClass, *, next_use: float
     ) -> Lease | None:
-        """A lease if there is room, or copies used later than `next_use` to take the place of."""
+        """Return a lease if there is room, or if copies needed after `next_use` can be evicted."""
         with self.lock:
             self._is_ahead = next_use >= 0
             try:
@@ -250,12 +249,12 @@ class SlotPool:
                 self._is_ahead = False
 
     def _send_away(self, state_class: StateClass, before: float) -> bool:
-        """Start taking home the piece that is needed last, after `before`, to make room for what
-        the model computes with. Returns whether it has arrived already and given up its room. (For
-        a record this would save a read and cost a write.)"""
+        """Start to write back the piece that is needed last, after `before`, to make room for what
+        the model computes with. Return whether it was written and evicted at once. (For an
+        optimizer record this would save a read and cost a write.)"""
         if not self._may_write_back or state_class is StateClass.OPTIMIZER:
             return False
-        if before >= self.uses_left():  # the step may make its room before
+        if before >= self.uses_left():  # the step may make room before that use
             return False
         if self._sent is not None and self._sent.transit() is not None:
             return False  # its room is waited for
@@ -292,7 +291,7 @@ class SlotPool:
         return None
 
     def _next_to_drop(self) -> CachedPiece | None:
-        """The copy that is used last of those that can be dropped, if there is one."""
+        """Return the copy needed last of those that can be evicted; None if there is none."""
         while self._furthest:
             piece = self._furthest.pop()
             is_held = self._held.get(id(piece)) is piece
@@ -316,12 +315,13 @@ class SlotPool:
         return self.tier.lease(nbytes, owner=owner, state_class=state_class)
 
     def _send_home(self) -> Callable[[], None] | None:
-        """Start the furthest dirty copy on its way home; a wait for some move to end, or None."""
+        """Start to write back the dirty copy needed last. Return a function that waits until a move
+        ends, or None if nothing moves."""
         pieces = sorted(self._held.values(), key=lambda piece: -piece.next_use())
         for piece in pieces:
             if piece.transit() is None:
                 piece.write_back()
-            if piece.can_evict():  # it has arrived already
+            if piece.can_evict():  # written already
                 return lambda: None
             wait = piece.transit()
             if wait is not None:

@@ -75,19 +75,19 @@ DISPATCHED = Closed(
 
 
 class WeightHomes(Protocol):
-    """Makes the states of groups' parameters, each with the home that the placement gives it."""
+    """Makes the states of groups' parameters, each at home in the tier of its placement."""
 
     def parameters(
         self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
         stride: int | None = None,
     ) -> State:  # fmt: skip
-        """Return the state of a group's parameters. Elements behind `edge` are not updated;
-        `stride` counts those of each of the parts that are pieces of their own."""
+        """Return the state of a group's parameters. Elements from `edge` on are not updated; those
+        before it are parts of `stride` elements, each in pieces of its own (None: one part)."""
         ...
 
 
 class WeightStore:
-    """Owns the groups of `discovery`. For the thread of the model."""
+    """Owns the groups of `discovery`. Its methods are for the thread of the model."""
 
     def __init__(
         self, discovery: Discovery, homes: WeightHomes, dtype: torch.dtype, device: torch.device,
@@ -108,12 +108,12 @@ class WeightStore:
         self.one_thread = OneThread()
         self.unusable: str | None = None  # why nothing may be read or computed (a torn load)
         self.on_close: list[Callable[[], None]] = []
-        self.closed = ENGINE  # what is said of it once it is closed
+        self.closed = ENGINE  # the error texts of a use after `close`
         self.groups: list[ParamGroup] = []
         self._shardings: list[Sharding] = []  # of each group
         self._homes = homes
         self._packed = {id(packed.param): packed for packed in self.packed}
-        # by the id of a row, the id of its packed parameter
+        # from the id of a row to the id of its packed parameter
         self.whole = {id(row): id(each.param) for each in self.packed for row in each.rows}
         self._assigned = AssignedMemory()
         self._released = ReleasedParameters(
@@ -127,9 +127,9 @@ class WeightStore:
         self.ranks.watch(self.groups, self.trace)
         self._handles = HandleTable(self.use, keeper)
         self._values: Values | None = None
-        self._repeats = 0  # uses of the group used last, beside the first one
+        self._repeats = 0  # further uses of the group used last
         self._hooks: UnitHooks | None = None  # once started
-        self.recorder: Recorder | None = None  # of what this thread does, while somebody asks
+        self.recorder: Recorder | None = None  # of this thread, while a timeline is recorded
 
     # ---------------------------------------------------------------- building
     def _add_group(self, plan: GroupPlan) -> None:
@@ -202,7 +202,7 @@ class WeightStore:
         """Adopt a group, whose state has its first values."""
         group.adopt()
         if group.residing is GroupState.GATHERED:
-            self._handles.note(group)  # no module that brings it may ever be called
+            self._handles.note(group)  # its module, which would note it, may never be called
         self.ranks.refresh([group])
         table = self.table_of(group)
         if table is not None and group is table.groups[-1]:
@@ -233,8 +233,7 @@ class WeightStore:
         return self._hooks
 
     def expect_model_order(self) -> None:
-        """Let the first pass fetch ahead, too: as if it came to the modules in the order in which
-        they stand in the model."""
+        """Let the first pass fetch ahead, too, as if it called the modules in the model's order."""
         uses = [index for unit in self.units for index in unit.groups]
         self.trace.assume([index for index in uses if index not in self._tables])
 
@@ -268,8 +267,8 @@ class WeightStore:
         self._values.adopt_changes()
 
     def use(self, group: ParamGroup) -> None:
-        """Note that `group` is needed now: begin to bring it, gather it where it is shared, and
-        fetch what comes next."""
+        """Note that `group` is needed now: start its fetch, gather it if ranks share it, and
+        prefetch the groups that come next."""
         backward = in_backward()
         if self._is_repeated(group, backward=backward):
             self.one_thread.check()
@@ -286,9 +285,9 @@ class WeightStore:
             self.fetcher.fetch_ahead()
 
     def _is_repeated(self, group: ParamGroup, *, backward: bool) -> bool:
-        """Return whether the group was used last and nothing is to be done for it anew: backward
-        asks once per saved view. Its state brings it again, should it have had to leave. What comes
-        next is looked for now and then: it may have found no room, or be half-way here."""
+        """Return whether the group was the last one used, so that there is nothing to do: backward
+        asks once per saved view. (If the group was evicted, its state fetches it again.) Each
+        REPEATS-th use is no repeat, to prefetch what found no room before."""
         if self.unusable is not None or not self.trace.repeats(group.index, backward=backward):
             self._repeats = 0
             return False
@@ -297,9 +296,9 @@ class WeightStore:
         return not self.ranks.has_others and self._repeats % REPEATS != 0
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
-        """Begin to bring what a module that is being called has chosen to need next, in this order
-        (a router its experts). To compute with a group, hold it (`UnitHooks.held`); what is not a
-        group and was added to the `fetcher` is used through that and its state."""
+        """Start to fetch, in this order, what a module being called will need next (a router's
+        chosen experts). To compute with a group, hold it (`UnitHooks.held`); anything else that was
+        added to the `fetcher` is used through the fetcher and its own state."""
         with self.one_thread:
             self.check_usable()
             for item in chosen:
@@ -327,8 +326,8 @@ class WeightStore:
         return [param] if packed is None else packed.rows
 
     def whole_of(self, param: nn.Parameter) -> tuple[ParamSpec, int]:
-        """Return a parameter of a group as the model has it, and which of its elements is the
-        first: for a row, its packed parameter's."""
+        """Return the model's parameter that `param` is or is a row of, and the index in it of the
+        first element of `param`."""
         group, index = self._where[id(param)]
         packed = self._packed.get(self.whole.get(id(param), 0))
         if packed is None:
@@ -336,7 +335,7 @@ class WeightStore:
         return packed.spec, self._tables[group.index].groups.index(group) * param.numel()
 
     def table_of(self, group: ParamGroup) -> ExpertTable | None:
-        """Return the experts that a group is one of."""
+        """Return the table of experts that `group` belongs to; None if it is no expert."""
         return self._tables.get(group.index)
 
     def places_of(self, param: torch.Tensor) -> list[tuple[ParamGroup, int]]:
@@ -349,7 +348,7 @@ class WeightStore:
         return [] if found is None else [found]
 
     def spec_of(self, param: torch.Tensor) -> ParamSpec | None:
-        """Return name, shape and whether it is trained; None if it is not managed."""
+        """Return a parameter's name, shape and whether it is trained; None if it is not managed."""
         packed = self.packed_of(param)
         if packed is not None:
             return packed.spec
@@ -372,12 +371,12 @@ class WeightStore:
             raise StateError(self.unusable)
 
     def refuse_use(self) -> None:
-        """Nothing can be read or computed any more: the engine is being closed."""
+        """Refuse every use from here on: the engine is being closed."""
         self.unusable = self.closed.text
 
     def close(self, why: str | None = None) -> None:
-        """Remove the hooks and let go of all parameters. Their memory is the homes' to give back.
-        Where the model has no values then, `why` says so at a use of them; None if it gets them."""
+        """Remove the hooks and release all parameters; the homes free their memory. `why` the model
+        has no values then is told at a use of them; None if its values were given back."""
         self.refuse_use()
         try:
             self.ranks.finish()
@@ -397,7 +396,7 @@ def _say_made_contiguous(groups: Sequence[ParamGroup]) -> None:
     names = [
         spec.name for group in groups
         for spec, param in zip(group.layout.params, group.params, strict=True)
-        # a stride of 0: one element stands for values that come later (weights/materialise.py)
+        # a stride of 0: a placeholder for values loaded later (weights/materialise.py)
         if not param.is_contiguous() and 0 not in param.stride()
     ]  # fmt: skip
     if names:

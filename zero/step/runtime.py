@@ -1,7 +1,7 @@
 """Trains the weights of a `WeightStore`: gradients, optimizer states, updates.
 
-A gradient comes to `_take`, the optimizer's step to `step`; weights are fetched by the store, which
-asks the update queue whether a group has to be updated first. `State` does all moves.
+Autograd's gradients arrive at `_take`; `step` is the optimizer's step. The store fetches weights,
+and asks the update queue whether a group has to be updated first. `State` does all moves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LEAST_NORM_BLOCKS = 4  # partial sums of a norm that are worth another thread
 
 
 class Homes(WeightHomes, Protocol):
-    """Makes all states of a group, each with the home that the placement gives it."""
+    """Makes all states of a group, each at home in the tier of its placement."""
 
     @property
     def activations(self) -> Keeper | None:
@@ -126,8 +126,8 @@ class Runtime:
         staging: Sequence[torch.Tensor], loss_scale: LossScale | None, ranks: Ranks | None = None,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:  # fmt: skip
-        """`ranks` are those that train together, if there are several. `tensor_parallel` are those
-        that have other parts of this rank's parameters, if they are parts."""
+        """`ranks` train together; None for one rank. `tensor_parallel` are the ranks that hold
+        other parts of this rank's parameters; None if it holds whole parameters."""
         self.options = options
         self.ranks = ranks
         self.tensor_parallel = tensor_parallel
@@ -139,13 +139,13 @@ class Runtime:
         self._ring = work.ring
         self._scaled_backward = False
         self._scaling_all = False  # within `scaled_backward`
-        self._called = False  # ... for a forward
+        self._called = False  # for a forward, at least once
         self.on_forward: Callable[[], None] | None = None  # the whole model is about to be called
         self._backward_thread = 0  # the one that gave the last gradient
-        # before any copy of state has a place: it would part their memory for good
+        # allocated before any state: between states it would split their memory for good
         self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
         self.rank_work = RankWork()
-        with ExitStack() as begun:  # threads, which end where one of these raises
+        with ExitStack() as begun:  # ends the threads started so far if a later line raises
             if ranks is not None:
                 memory = homes.shared_memory()
                 ep_size = max((group.shape.ep_size for group in discovery.groups), default=1)
@@ -185,7 +185,7 @@ class Runtime:
     def _optimizer_state(self, group: ParamGroup) -> OptimizerState:
         index, layout, part = group.index, group.layout, self.store.part_of(group)
 
-        # homes live as long as files, and keep no model
+        # homes live as long as their files, and must not keep the model alive
         this, trace = weakref.proxy(self), self.trace
 
         next_update = partial(_next_update, trace, index)
@@ -201,8 +201,8 @@ class Runtime:
         steps = np.zeros(sum(spec.trainable for spec in layout.params), dtype=np.int64)
         kept = OptimizerState(group, gradients, chunks, records, formats, steps, part)
         group.has_masters = any(format_.master is not Master.NONE for format_ in formats)
-        # What is at home on the device is not updated where the CPU could wait for it: the model
-        # has to ask for it anew, so that its stream waits.
+        # A state at home on the device is updated on a stream, for which the CPU does not wait: the
+        # model has to ask for it at each use, so that its own stream waits.
         states = (group.state, gradients.state, *records)
         table = self.store.table_of(group)
         group.permanent = (
@@ -224,7 +224,7 @@ class Runtime:
                 index, name, len(part.trainable), itemsize, next_read
             ),
             self._run_blocks, self._partials, self._ring,
-            # of an expert the sum over `ep_size` ranks' tokens comes here, and no average
+            # an expert's gradient is the sum over the tokens of `ep_size` ranks: average it
             1.0 / ep_size,
         )  # fmt: skip
         layout = part.layout
@@ -267,7 +267,7 @@ class Runtime:
         self._homes.check_memory()
         if self.on_forward is not None:
             self.on_forward()
-        if not in_backward():  # where a backward that was announced has failed
+        if not in_backward():  # after an announced backward that has failed
             self._scaled_backward = False
         if not self._called:
             self._called = True
@@ -277,7 +277,7 @@ class Runtime:
         self.store.begin_forward()
 
     def _expected_uses(self) -> ExpectedUses:
-        # the update thread keeps no model
+        # the update thread must not keep the model alive
         fetcher, trace = weakref.proxy(self.store.fetcher), self.trace
         return ExpectedUses(
             of_parameters=lambda group: fetcher.next_use(group.index),
@@ -321,7 +321,7 @@ class Runtime:
         state = self.optimizer_states[group.index]
         self.stepper.check_arrival(state)
         if group.pending is not None:
-            group.wait_for_update()  # of a graph older than the last step: that step still reads
+            group.wait_for_update()  # the graph predates the last step, which still reads gradients
         self._backward_thread = threading.get_ident()
         there = state.gradients.add(index, gradient)
         if not more:
@@ -352,9 +352,9 @@ class Runtime:
         return self.store.hooks.computing(unit)
 
     def await_progress(self) -> bool:
-        """Send home gradients of groups whose backward is not over (an expert without tokens never
-        gets its own), or wait for the group being updated: for a pool that is out of room. Returns
-        False if there is nothing to wait for."""
+        """Make room in a pool: write back gradients of groups whose backward is not over (an expert
+        without tokens never gets all of them), or wait for the group being updated. Return False if
+        there is nothing to wait for."""
         in_backward = threading.get_ident() == self._backward_thread
         if in_backward:
             closed = [state.gradients.close() for state in self.optimizer_states]
@@ -366,8 +366,8 @@ class Runtime:
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
-        """Yield the scale that the loss has to be multiplied with (1 without loss scaling). Raises
-        StateError if a part of it was multiplied already."""
+        """Yield the scale to multiply the loss by (1 without loss scaling). A loss that
+        `engine.scale` multiplied already raises StateError in its backward."""
         self._scaled_backward = self._scaling_all = True
         try:
             yield self.loss_scale.scale if self.loss_scale is not None else 1.0
@@ -456,8 +456,8 @@ class Runtime:
 
     @interrupted_in_waits
     def settle(self) -> None:
-        """Make every update by steps that were missed, wait for all that are pending and every byte
-        on its way; raises what went wrong."""
+        """Make the lazy updates of all missed steps, wait for pending updates and for all moves,
+        and raise the error of any of them."""
         self.stepper.speculative.take_back_all()
         self.stepper.catch_up_all()
         self.updates.settle()
@@ -471,7 +471,7 @@ class Runtime:
         return partial(_end, weakref.ref(self.store), self.updates, self.rank_work.ending())
 
     def close(self, why: str | None = None) -> None:
-        """Stop the update thread, remove the hooks, let go of all parameters (see
+        """Stop the update thread, remove the hooks, release all parameters (see
         `WeightStore.close`)."""
         self.store.refuse_use()
         try:
@@ -488,7 +488,7 @@ class Runtime:
 
 def _end(store: weakref.ref[WeightStore], updates: UpdateQueue, ranks: Callable[[], None]) -> None:
     alive = store()
-    if alive is not None:  # at the end of the program: what is finalised later finds it closed
+    if alive is not None:  # at interpreter exit: later finalisers find it closed
         alive.refuse_use()
     try:
         updates.close()

@@ -1,6 +1,6 @@
 """Saving an engine's state into a checkpoint folder, one piece at a time.
 
-Every rank goes through the same groups: the first one writes, the others send it their parts.
+Every rank goes through the same groups: rank 0 writes, the others send their parts to it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def save_engine(engine: Trained, path: Path, state: Mapping[str, Any] | None = N
 
 
 def check_savable(engine: Trained) -> None:
-    """Wait for updates under way. StateError if a save would be of half a step."""
+    """Wait for pending updates. Raise StateError if the save would hold half of a step."""
     engine.runtime.store.check_usable()
     model.check_stepped(engine)
     engine.settle()
@@ -60,13 +60,13 @@ def check_savable(engine: Trained) -> None:
 
 
 class Saver:
-    """Writes one checkpoint. Everything that can be refused is refused when it is made."""
+    """Writes one checkpoint. `__init__` raises every error that is known before writing."""
 
     def __init__(
         self, engine: Trained, run: RunState, snapshots: Mapping[State, Snapshot] | None = None
     ) -> None:  # fmt: skip
-        """Prepare to save the engine's states as they are when they are read, or `snapshots` of all
-        of them, which are read in any order."""
+        """Prepare to save the engine's states as they are when read, or `snapshots` of all of them,
+        which can be read in any order."""
         self._runtime = engine.runtime
         self._run = run
         self._others = run.others
@@ -75,7 +75,7 @@ class Saver:
         self._saved_format = model.saved_format(engine)
         self._saved = model.saved_groups(engine)
         self._entries = model.Entries(engine)
-        self._name_on = engine.spread.name_on  # of an expert at the same place on another rank
+        self._name_on = engine.spread.name_on  # maps an expert's name to its name on another rank
         self._groups = [
             group_record(number, saved.name, is_trained=saved.is_trained)
             for number, saved in enumerate(self._saved)
@@ -100,7 +100,7 @@ class Saver:
         self._reader = ShardReader(self._access, self._runtime.ranks, self._runtime.own.nbytes)
         self._has_parameters: set[int] = set()  # groups whose parameters were written
         self.came: Callable[[int], None] = lambda nbytes: None
-        # on the rank that writes
+        # set by `begin`, on the rank that writes
         self._folder: PendingFolder
         self._files: CheckpointWriter
         self._file: SafetensorsWriter  # the one that is being filled
@@ -111,7 +111,7 @@ class Saver:
         return self._saved
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint `path`; on other ranks, send what this one has to the first."""
+        """Write the checkpoint `path`; on ranks other than 0, send this rank's parts to rank 0."""
         reader = self._reader
         with ExitStack() as stack:
             reader.attempt(self._begin_beside, path, stack)
@@ -128,17 +128,17 @@ class Saver:
         self.came = stack.enter_context(progress(f"saving {path.name}", self.nbytes()))
         self.begin(self._folder.path, behind)
 
-    # ---------------------------------------------------------------- in steps of their own
+    # ---------------------------------------------------------------- step by step
     def begin(self, folder: Path, behind: WriteBehind) -> None:
-        """Begin the files in `folder`, and write those of no group: buffers, and tensors of the run
-        beside the engine."""
+        """Begin the files in `folder`, and write the tensors of no group: buffers, and the rest of
+        the training run (random states, the caller's state)."""
         self._files = CheckpointWriter(folder, self._manifest, self.nbytes(), behind)
         self._files.write_tensors(BUFFERS, self._manifest.buffers, self._others.values())
         run = self._run
         self._files.write_tensors(RUN, run.record.tensors, run.tensors.values())
 
     def write_groups(self, numbers: Sequence[int]) -> None:
-        """Write the files of groups, but for parameters that `write_parameters` wrote before."""
+        """Write the files of groups, except parameters already written by `write_parameters`."""
         if self._runtime.ranks is None:
             self._access.expect(self._pieces(numbers))
         for number in numbers:
@@ -148,7 +148,7 @@ class Saver:
                 self._write_records(number)
 
     def _pieces(self, numbers: Sequence[int]) -> Iterator[tuple[State, int]]:
-        """The pieces in the order in which `write_groups` reads them, on one rank."""
+        """Yield the pieces in the order in which `write_groups` reads them, on one rank."""
         for number in numbers:
             groups = self._saved[number].groups
             if number not in self._has_parameters:
@@ -172,8 +172,8 @@ class Saver:
         return [record for record in self._parameters if record.group == number]
 
     def _sections(self, number: int, sections: Sections) -> Sections:
-        """The sections of a group's file. Each packed parameter has one of its own: its rows are
-        those of experts one after another."""
+        """Return the sections of a group's file. Each packed parameter gets its own section, which
+        holds the rows of one expert after another."""
         if not self._saved[number].packed:
             return sections
         return [[info] for info in chain(*sections)]
@@ -185,7 +185,7 @@ class Saver:
 
     # ---------------------------------------------------------------- writing
     def write_parameters(self, number: int) -> None:
-        """Write one group's file of parameters: experts come one after another."""
+        """Write one group's file of parameters, one expert after another."""
         saved, name = self._saved[number], self._groups[number].parameters
         reader = self._reader
         sections = self._sections(number, [[info_of(record) for record in self._of(number)]])

@@ -135,7 +135,7 @@ class ShardReader:
             yield from self._in_turn(own, range(state.part.layout.ranks))
 
     def _own_weights(self, state: OptimizerState, frozen: bool | None = None) -> Weights:
-        """What this rank keeps of a group: all of it, or the frozen or trained part."""
+        """Return this rank's elements of a group: all, or the frozen or trained ones."""
         home, itemsize = whole_state(state.group), self._itemsize
         for piece in range(home.pieces):
             for here, elements in own_ranges(state, elements_of(home, piece, itemsize)):

@@ -1,4 +1,4 @@
-"""Builds a plan from a placement of every class: bytes per tier, windows, buffers.
+"""Builds a plan from the placement of every class of state: bytes per tier, windows, buffers.
 
 Values that do not depend on the placement (budgets, chunks, bytes of groups) are computed once, so
 that many placements of one model can be compared.
@@ -57,8 +57,8 @@ from offload.zero.ranks.sharding import Sharding
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-_BESIDE_ACTIVATIONS = 0.7  # of free RAM for the tiers, where the batch is not known
-MOST_RECORDS = 1 << 20  # that the chunk is chosen for: each is dealt out, one by one
+_BESIDE_ACTIVATIONS = 0.7  # share of free RAM for the tiers on a CPU; the rest for activations
+MOST_RECORDS = 1 << 20  # per model, when the chunk is chosen: records are assigned one by one
 
 
 class PlanBuilder:
@@ -68,8 +68,8 @@ class PlanBuilder:
         self, config: OffloadConfig, model: ModelShape, hardware: Hardware, *,
         device_is_open: bool = False,
     ) -> None:  # fmt: skip
-        """`device_is_open`: the device budget is all that is left of a GPU, possibly more than is
-        of use."""
+        """`device_is_open`: the device budget is all the free memory of a GPU, possibly more than
+        the model needs."""
         config = config.settled()
         sharding = hardware.sharding
         _check_experts(config, model, sharding)
@@ -83,16 +83,16 @@ class PlanBuilder:
         self._device_is_open = self.gpu and device_is_open
         self.sizes = sizes_of(self.config)
         self.groups = measure(self.config, model, sharding)
-        self._kinds = kinds_of(self.groups)  # of thousands of experts one
+        self._kinds = kinds_of(self.groups)  # one for thousands of equal experts
         self.budgets = resolve_budgets(config, hardware, self._device_demand())
-        # for copies of states on nvme: a unit's parameters, and one group's gradients or record
+        # the window holds copies of states on nvme: a unit's parameters, and one gradient or record
         other = max((max(g.gradients, *g.records, 0) for g in self.groups), default=0)
         self.window_nbytes = gathered_unit(model, self.groups, other)
         self.decoded_window_nbytes = largest_unit(model, [g.decoded for g in self.groups])
         self.unit_nbytes = gathered_unit(model, self.groups)
         several = self.config.micro_batches > 1
         self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
-        self.shared = {  # by whether some parameters are at home elsewhere than where it computes
+        self.shared = {  # by whether some parameters are not at home where the model computes
             moves: plan_shared(sharding, model, self.groups, self.config, moves=moves)
             for moves in (False, True)
         }
@@ -100,12 +100,12 @@ class PlanBuilder:
         self._assigned: dict[tuple[StateClass, Placement, Placement | None], _Assigned] = {}
 
     def share_with(self, other: PlanBuilder) -> None:
-        """Reuse what `other` has assigned if both have the same groups and sizes."""
+        """Reuse the assignments of `other` if both have the same groups and sizes."""
         if self.groups == other.groups and self.sizes == other.sizes:
             self._assigned = other._assigned
 
     def build(self, placements: Placements) -> Plan:
-        """Build the plan with every class where `placements` puts it, whether or not it fits."""
+        """Build the plan of `placements`, whether or not it fits."""
         placements = {placed: placements[placed] for placed in PLACED if placed in placements}
         parameters, gradients, records = (self._assign(placements, each) for each in CLASSES)
         staging = staging_nbytes_of(placements, self._kinds, self.sizes, self.gpu)
@@ -129,15 +129,15 @@ class PlanBuilder:
             sharding=self.hardware.sharding, shared=self.shared[moves], kv=self.kv,
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan))
-        if self._device_is_open:  # the tier, taken in one piece, leaves the rest of the GPU
+        if self._device_is_open:  # the tier is one allocation: take no more than it can use
             room = plan.budgets[Tier.DEVICE]
             budgets = {**plan.budgets, Tier.DEVICE: min(room, device_upper_bound(plan))}
             plan = replace(plan, budgets=budgets, device_room_nbytes=room)
         return _with_activations(plan, Tier(self.config.placement.activations.tier))
 
     def _assign(self, placements: Placements, state_class: StateClass) -> _Assigned:
-        """Assign the pieces of a class, once per placement: a large model has hundreds of thousands
-        of records, and plans that are compared often differ in other classes only."""
+        """Assign the pieces of a class to tiers, once per placement: a large model has hundreds of
+        thousands of records, and compared plans often differ in other classes only."""
         key = state_class, placements[state_class], placements.get(EXPERTS_OF[state_class])
         if key not in self._assigned:
             self._assigned[key] = self._newly_assigned(*key)
@@ -163,7 +163,7 @@ class PlanBuilder:
         )
         pairs = list(zip(self.groups, tiers, strict=True))
         groups = self.groups
-        if state_class is StateClass.GRADIENTS:  # never an fp32 gradient file
+        if state_class is StateClass.GRADIENTS:  # fp32 sums are never kept in files
             tiers = tuple(
                 (Tier.HOST,) if group.summed and each == (Tier.NVME,) else each
                 for group, each in pairs
@@ -179,7 +179,7 @@ class PlanBuilder:
         return _Assigned(tiers, groups, homes)
 
     def _device_demand(self) -> int:
-        """The most bytes that explicit placements put into the device tier."""
+        """Return an upper bound of the bytes that explicit placements put into the device tier."""
         named = {class_of(placed) for placed in self.explicit}
         there = [name for name in named if Tier.DEVICE in tiers_of(self.explicit, name)]
         return sum(getattr(group, name) for name in there for group in self.groups)
@@ -190,7 +190,7 @@ class _Assigned:
     """A class of states in its tiers."""
 
     tiers: tuple[tuple[Tier, ...], ...]  # per group and piece
-    groups: tuple[GroupBytes, ...]  # with the bytes that records have there
+    groups: tuple[GroupBytes, ...]  # with the bytes of records in their tiers
     homes: Mapping[PlacedClass, Mapping[Tier, int]]  # bytes
 
 
@@ -212,11 +212,12 @@ def _expected(plan: Plan) -> dict[Tier, dict[StateClass, int]]:
 
 
 def _with_activations(plan: Plan, tier: Tier) -> Plan:
-    """Give activations what all other states leave of the budgets beside the least window.
+    """Give saved activations the part of the budgets that other states leave, at least the least
+    window.
 
-    They get all of the host memory, or half if copies of other states or the pages of files want
-    the rest. On nvme an eighth stays free, since rewritten extents of other states need holes of
-    their size.
+    They get all that is left of the host memory, or half if copies of other states or the page
+    cache can use the rest. An eighth of what is left on nvme stays free, since rewritten extents of
+    other states need holes of their size.
     """
     least = least_window(tier, plan.gpu)
     if not least:
@@ -234,7 +235,7 @@ def _with_activations(plan: Plan, tier: Tier) -> Plan:
 def tuned(
     config: OffloadConfig, explicit: Placements, model: ModelShape, hardware: Hardware
 ) -> OffloadConfig:
-    """Choose chunk and prefetch where `config` leaves them open."""
+    """Return `config` with chunk and prefetch chosen where they are auto."""
     chunk, prefetch = config.optimizer.chunk, config.prefetch
     if chunk != "auto" and prefetch != "auto":
         return config
@@ -265,7 +266,7 @@ def tuned(
 
 
 def _least_chunk(model: ModelShape) -> int:
-    """The elements per chunk with which the model has few enough records to assign one by one."""
+    """Return the least elements per chunk with which the model has at most MOST_RECORDS records."""
     return -(-sum(group.layout.shard_trainable for group in model.groups) // MOST_RECORDS)
 
 
@@ -281,8 +282,8 @@ def _check_records(config: OffloadConfig, model: ModelShape) -> None:
 def resolve_budgets(
     config: OffloadConfig, hardware: Hardware, on_cpu_device: int
 ) -> dict[Tier, int]:
-    """Resolve the budget of each tier in bytes, as far as it does not depend on a placement.
-    `on_cpu_device` is an automatic device budget on a CPU."""
+    """Return the budget of each tier in bytes. `on_cpu_device` is the automatic device budget on a
+    machine without a GPU."""
     budget = config.budget
     device_auto = int(hardware.device_nbytes * 0.8) if hardware.device_nbytes else on_cpu_device
     device_whole = hardware.device_nbytes or hardware.host_nbytes
@@ -296,16 +297,16 @@ def resolve_budgets(
 
 
 def _host_auto(hardware: Hardware) -> int:
-    """The automatic host budget: free RAM without the reserve. On a CPU a share of RAM is left to
-    activations, whose size is not known here."""
+    """Return the automatic host budget: free RAM without the reserve. Without a GPU a share of RAM
+    is left to activations, whose size is not known here."""
     free = hardware.host_free_nbytes
     left = free - reserve_nbytes(free)
     return left if hardware.device_nbytes else min(left, int(free * _BESIDE_ACTIVATIONS))
 
 
 def reserve_nbytes(free_nbytes: int) -> int:
-    """The free RAM that an open budget.host leaves to other programs: a twentieth, at least 1 GiB,
-    but no more than three tenths."""
+    """Return the free RAM that an automatic budget.host leaves to other programs: 5 %, at least
+    1 GiB, but no more than 30 %."""
     return int(min(0.3 * free_nbytes, max(1 << 30, 0.05 * free_nbytes)))
 
 
@@ -316,12 +317,12 @@ def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
 
 
 def placed_classes(config: OffloadConfig) -> tuple[PlacedClass, ...]:
-    """The classes that have homes; experts have their own if the configuration says so."""
+    """Return the classes that are placed; experts are placed apart if the configuration does so."""
     return PLACED if config.placement.experts is not None else CLASSES
 
 
 def explicit_placements(config: OffloadConfig) -> dict[PlacedClass, Placement]:
-    """The homes of the classes for which the configuration names one."""
+    """Return the placements that the configuration names."""
     homes = config.placement.homes()
     named = {placed: homes[placed] for placed in placed_classes(config)}
     return {each: placement for each, placement in named.items() if placement is not None}

@@ -95,7 +95,7 @@ class PlannedMemory:
         )
 
     def _expected(self, tier: Tier) -> ByClass:
-        """What the plan expects in a tier, without the window of activations."""
+        """Return the bytes that the plan expects in a tier, without the window of activations."""
         by_class = dict.fromkeys(MemoryClass, 0)
         for name, nbytes in self._plan.expected[tier].items():
             if name is not StateClass.ACTIVATIONS:

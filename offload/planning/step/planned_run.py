@@ -51,17 +51,18 @@ _ALIKE = 0.002  # of them: no prediction tells less
 
 
 class PlannedRun:
-    """A program run step after step over the copies in memory, until two steps move the same bytes:
-    `moves` are those of the last one.
+    """Runs a program step after step over simulated copies in memory, until two steps in a row move
+    the same bytes: `moves` are the last step's.
 
-    In a step of many passes three are simulated: the first, one for all between, and the last.
+    Of a step's many passes three are simulated: the first, one for all in between, and the last.
     """
 
     def __init__(
         self, plan: Plan, config: OffloadConfig, experts: Representatives, passes: int,
         most_chunks: int = _MOST_CHUNKS,
     ) -> None:  # fmt: skip
-        """Of more than `most_chunks` records on nvme some are taken together."""
+        """Prepare the run. If nvme has more than `most_chunks` records, several are simulated as
+        one."""
         self._plan, self.experts = plan, experts
         self._tried = tried_groups(plan, config)
         self._itemsize = ITEMSIZE[config.precision]

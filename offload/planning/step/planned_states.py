@@ -46,7 +46,7 @@ class PlannedLease:
 
 
 class PlannedTier:
-    """What a `SlotPool` asks of a `MemoryTier`, without memory."""
+    """Answers a `SlotPool` as a `MemoryTier` does, without allocating memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.arena = Arena(max(0, nbytes))

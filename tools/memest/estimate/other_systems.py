@@ -1,4 +1,4 @@
-"""What a model would need under other training systems, by the formulas of their papers.
+"""Estimates the memory that other training systems need, by the formulas of their papers.
 
 All systems are counted alike: a 16-bit parameter, its 16-bit gradient, and in fp32 a master, the
 states of the optimizer and the gradient that the master is stepped with, 2 + 2 + 4 + 8 + 4 = 20
