@@ -96,7 +96,7 @@ def io(
     path: Folder = None,
     size: Size = None,
     backend: Annotated[
-        str, typer.Option("--backend", metavar="NAME", help="auto, threads or libaio.")
+        str, typer.Option("--backend", metavar="NAME", help="I/O backend: a value of nvme.backend.")
     ] = "auto",
     rounds: Rounds = 7,
     json: Json = None,

@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from offload.swap.io.backends import BACKENDS
 from offload.tiers import accelerator
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
@@ -32,9 +33,11 @@ from offload.tiers.units import parse_bytes, parse_percent
 
 _TIERS = tuple(tier.value for tier in Tier)
 if TYPE_CHECKING:
+    BackendName = str
     DeviceName = str
     TierText = str
 else:
+    BackendName = Literal["auto", *BACKENDS]
     DeviceName = Literal["auto", "cpu", *accelerator.KINDS]
     TierText = Literal[*_TIERS]
 AUTO_MICRO_BATCHES = 0  # how `micro_batches: auto` is kept: not more than one piece until chosen

@@ -19,6 +19,7 @@ from offload.config.fields import (
     AutoBool,
     AutoDepth,
     AutoThreads,
+    BackendName,
     Budget,
     DeviceName,
     KeyedError,
@@ -80,7 +81,7 @@ class NvmeConfig(Section):
     """Folders for swap files, on one disk each; several are striped by their measured speed. {rank}
     and {local_rank} stand for the process's numbers under torchrun. Empty: the temporary folder, or
     /var/tmp where that one is in RAM."""
-    backend: Literal["auto", "threads", "libaio"] = key("auto")
+    backend: BackendName = key("auto")
     """How files are read and written: by threads, or by the system's libaio (extra `aio`). auto:
     threads, as fast as any with requests of some MiB."""
     threads: AutoThreads = key("auto", example=4, unit="threads per path")
