@@ -30,7 +30,6 @@ class SourceKind(enum.StrEnum):
     """The kind of source that a model was read from."""
 
     CONFIGURATION = "configuration"  # a Hugging Face config.json
-    SAFETENSORS = "safetensors"
     FACTORY = "factory"  # module:function
     YAML = "yaml"  # an offload configuration: the built-in model
     STATED = "stated"  # numbers
@@ -67,13 +66,13 @@ class ModelSource:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the model's code is known; weights alone do not reveal what it keeps."""
+        """Whether the model's code can be followed."""
         return self.build is not None
 
     @property
     def is_pretrained(self) -> bool:
         """Whether it has weights already: a folder or a file of a hub describes it."""
-        return self.kind in (SourceKind.CONFIGURATION, SourceKind.SAFETENSORS)
+        return self.kind is SourceKind.CONFIGURATION
 
     def without_graph(self, reason: str) -> ModelSource:
         """Return the same states of a model whose code cannot be followed, for `reason`."""
@@ -94,8 +93,7 @@ class ModelSource:
         """
         if self.build is None:
             raise UnsupportedError(
-                f"{self.name}: weights alone do not tell what forward keeps; put the config.json "
-                "beside them, or name the model's module:function"
+                f"{self.name}: its code cannot be followed, so what forward keeps is not known"
             )
         find = partial(_traced, self.build, config, workload, device, trains)
         if self.fingerprint:
