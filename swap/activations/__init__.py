@@ -1,1 +1,8 @@
-"""Saved activations away from the device between forward and backward."""
+"""Saved activations away from the device between forward and backward.
+
+The limits that decide whether one travels are here, without torch: planning needs them, too.
+"""
+
+LEAST_NBYTES = 128 << 10  # moving less costs more time than the memory is worth
+WHOLE = 4  # a storage travels whole unless it is more than so many times what is saved of it
+TRIM_NBYTES = 256 << 20  # of freed memory that may lie about: giving it back costs page faults

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.swap.activations import LEAST_NBYTES, TRIM_NBYTES, WHOLE
 from offload.swap.activations.activation_backlog import Backlog
 from offload.swap.activations.activation_record import (
     DeviceCopy,
@@ -33,7 +34,6 @@ from offload.swap.activations.activation_record import (
     bytes_of,
 )
 from offload.swap.activations.activation_returns import ActivationReturns, CopiesInFlight
-from offload.swap.activations.activation_rules import LEAST_NBYTES, TRIM_NBYTES, WHOLE
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.device.device_state import Links
 from offload.swap.device.streams import current_stream

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from offload.planning.plan.kv_plan import CacheShape
 from offload.planning.plan.workload import Generation
-from offload.swap.activations.activation_rules import TRIM_NBYTES
+from offload.swap.activations import TRIM_NBYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offload.planning.activations.pass_watch import LiveBytes
 from offload.planning.plan.plan import LEAST_WINDOW_NBYTES
-from offload.swap.activations.activation_rules import LEAST_NBYTES, WHOLE
+from offload.swap.activations import LEAST_NBYTES, WHOLE
 from offload.swap.activations.activations import span_of
 
 _LEAST_SLOT_NBYTES = LEAST_WINDOW_NBYTES // 4

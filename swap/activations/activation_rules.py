@@ -1,5 +1,0 @@
-"""Limits that decide whether a saved activation travels; planning needs them, too (no torch)."""
-
-LEAST_NBYTES = 128 << 10  # moving less costs more time than the memory is worth
-WHOLE = 4  # a storage travels whole unless it is more than so many times what is saved of it
-TRIM_NBYTES = 256 << 20  # of freed memory that may lie about: giving it back costs page faults
