@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath
-from offload.display.progress import progress
+from offload.display.byte_progress import progress
 from offload.memory.tier_manager import (
     TieredHomes,
     compute_device,

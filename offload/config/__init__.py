@@ -6,6 +6,6 @@ file        reading YAML, keys and lines    source      from files, mappings and
 errors      one line that names the key
 """
 
-from offload.config.model import NvmeConfig as NvmeConfig
-from offload.config.model import OffloadConfig as OffloadConfig
-from offload.config.model import ThreadsConfig as ThreadsConfig
+from offload.config.sections import NvmeConfig as NvmeConfig
+from offload.config.sections import OffloadConfig as OffloadConfig
+from offload.config.sections import ThreadsConfig as ThreadsConfig

@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 
 from offload.config.fields import Kind, kind_of, section_of
 from offload.config.file import dump_yaml
-from offload.config.model import OffloadConfig
 from offload.config.optimizer import KINDS
 from offload.config.remedies import unknown_key
+from offload.config.sections import OffloadConfig
 from offload.tiers.errors import ConfigError
 
 _SECTIONS = {  # that may be a value instead

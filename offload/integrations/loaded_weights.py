@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.display.progress import progress
+from offload.display.byte_progress import progress
 from offload.tiers.errors import CheckpointError
 from offload.weights.lazy_tensors import LazyTensor
 from offload.weights.tensor_file import CheckedFile, Stored

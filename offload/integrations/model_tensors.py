@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.engine.weights import Take, stream_weights
-from offload.display.progress import progress
+from offload.display.byte_progress import progress
 from offload.engine import Engine
 from offload.taking_over import tiers_of
 from offload.tiered_model import TieredModel

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from offload.display.panel import Display, LossWarning, Run, make_display
 from offload.display.plain_text import echo
+from offload.display.training import Display, LossWarning, Run, make_display
 from offload.loggers import AnyLogger, Logger, closing_all, loggers_of
 from offload.process.machine import rank_here, rss_nbytes
 from offload.runs.metrics import StepMetrics, grown

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from offload.config import OffloadConfig
 from offload.display.console import table
-from offload.display.panel import Run
+from offload.display.training import Run
 from offload.process.child import Child, ChildFailed
 from offload.runs.folder import RunFolder
 from offload.runs.metrics import MetricsFile, StepMetrics

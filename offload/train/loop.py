@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
-from offload.display.panel import Run
+from offload.display.training import Run
 from offload.gpt import LanguageModel, build_meta_model, evaluating, generate
 from offload.loggers import Logger, check_names, closing_all
 from offload.memory.tier_manager import compute_device

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.console import table
-from offload.display.panel import Display, Run, make_display
+from offload.display.training import Display, Run, make_display
 from offload.gpt import parameter_count
 from offload.planning.choice.durations import duration
 from offload.runs.metrics import StepMetrics

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.display.console import PlainConsole, Prose
-from offload.display.panel import Lines, Panel, Run
 from offload.display.plain_text import echo
 from offload.display.screen import Screen
+from offload.display.training import Lines, Panel, Run
 from offload.display.words import about
 from offload.runs.metrics import StepMetrics
 

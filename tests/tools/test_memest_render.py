@@ -28,7 +28,7 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
 from offload.tools.memest.show.estimate_page import estimate_page
 from offload.tools.memest.show.render_json import SCHEMA, to_dict
-from offload.tools.memest.show.tables import page_table
+from offload.tools.memest.show.render_terminal import page_table
 from tests.tools.estimates import GiB, estimate
 
 EXPERTS = ExpertEstimate(

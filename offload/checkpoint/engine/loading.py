@@ -19,7 +19,7 @@ from offload.checkpoint.engine.shards import on_all, own_ranges, shifted, whole_
 from offload.checkpoint.format.folder import adopt
 from offload.checkpoint.format.manifest import ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.display.progress import progress
+from offload.display.byte_progress import progress
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError
 from offload.zero.groups.group import ParamGroup

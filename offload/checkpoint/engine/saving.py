@@ -30,7 +30,7 @@ from offload.checkpoint.format.safetensors_file import (
 from offload.checkpoint.format.user_state import tensor_records
 from offload.checkpoint.format.write_behind import WriteBehind
 from offload.checkpoint.format.writer import CheckpointWriter, Sections, group_record
-from offload.display.progress import progress
+from offload.display.byte_progress import progress
 from offload.kernels.floats import Array
 from offload.swap.states.state import Snapshot, State
 from offload.zero.groups.group import ParamGroup

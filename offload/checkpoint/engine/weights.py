@@ -10,7 +10,7 @@ import torch
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.pieces import PieceAccess
 from offload.checkpoint.engine.shards import ShardReader, on_all, refresh, whole_state
-from offload.display.progress import progress
+from offload.display.byte_progress import progress
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import ParamSpec
 

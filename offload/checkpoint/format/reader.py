@@ -36,7 +36,7 @@ from offload.checkpoint.format.safetensors_file import (
     info_of,
     parse_header,
 )
-from offload.display.progress import progress
+from offload.display.byte_progress import progress
 from offload.process.bounded_json import MOST_NBYTES
 from offload.tiers.errors import CheckpointError, NoCheckpointError
 from offload.tiers.units import format_bytes

@@ -22,7 +22,7 @@ from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.config.model import StorageConfig
+    from offload.config.sections import StorageConfig
     from offload.planning.plan.estimate import StepEstimate
     from offload.planning.plan.workload import Workload
 

@@ -21,7 +21,7 @@ from offload.tools.memest.estimate.answer import case_notes
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.other_systems import Row, capacities_of, compare
 from offload.tools.memest.show import view
-from offload.tools.memest.show.tables import bullets, cell_table
+from offload.tools.memest.show.render_terminal import bullets, cell_table
 
 _TITLES = {Tier.DEVICE: "GPU memory", Tier.HOST: "RAM of a node", Tier.NVME: "Disk of a node"}
 

@@ -176,7 +176,7 @@ def _workload_notes(
 def _show(found: Estimate, asked: EstimateOptions) -> None:
     from offload.tools.memest.show.estimate_page import estimate_page
     from offload.tools.memest.show.render_json import to_dict
-    from offload.tools.memest.show.tables import page_table
+    from offload.tools.memest.show.render_terminal import page_table
 
     show_answer(
         asked.chosen_format,

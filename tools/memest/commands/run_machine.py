@@ -17,7 +17,7 @@ from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import PathError
 from offload.tiers.units import format_bytes
 from offload.tools.memest.hardware.parts import GPUS, MACHINES, SSDS
-from offload.tools.memest.show.tables import plain, ruled, show
+from offload.tools.memest.show.render_terminal import plain, ruled, show
 from offload.tools.memest.show.view import counted, duration
 
 

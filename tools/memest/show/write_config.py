@@ -7,7 +7,7 @@ from typing import Any
 
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
-from offload.config.model import WrittenFor
+from offload.config.sections import WrittenFor
 from offload.config.training import ModelConfig, TrainConfig
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import needed_nbytes

@@ -10,7 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from offload.config import OffloadConfig
-from offload.config.model import WrittenFor
+from offload.config.sections import WrittenFor
 from offload.config.training import MOST_PARAMS, ModelConfig
 from offload.integrations.transformers.hub_names import is_hub_name, not_local
 from offload.planning.choice.durations import counted
