@@ -18,7 +18,7 @@ updates of sparse rows elsewhere, as of `torch.optim.SparseAdam`, leave such ste
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -30,9 +30,9 @@ from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 
 MAX_MISSED = 1024  # steps, before a group that nobody has needed makes them: bounds the memory
 
-# One step of a table: the hyperparameters of each trainable parameter of an expert, None for one
-# that the step leaves alone.
-_Step = tuple[Hyper | None, ...]
+# By table: the hyperparameters of each trainable parameter of an expert, None for one that the step
+# leaves alone. Tables that it leaves alone as a whole are not in it.
+_Step = dict[int, list[Hyper | None]]
 # By parameter: numbers and counts of its updates with a gradient of zeros, the oldest first.
 ZeroUpdates = dict[int, list[tuple[Scalars, int]]]
 
@@ -44,131 +44,104 @@ class LazyUpdates:
         self, states: Sequence[OptimizerState], tables: Sequence[ExpertTable], *, alone: bool
     ) -> None:
         """`alone`: no other rank has gradients of the same parameters."""
-        self._logs = [_Log(table, states, alone=alone) for table in tables if table.packed]
-        self._log_of = {state.group.index: log for log in self._logs for state in log.states}
-
-    def begin_step(self, hyper_of: HyperOf) -> None:
-        """Note the numbers of a step that is made."""
-        for log in self._logs:
-            log.begin_step(hyper_of)
-
-    def end_step(self, having: Collection[int]) -> list[ParamGroup]:
-        """Note that groups not among `having` missed the step; return those that had missed none
-        before."""
-        return [group for log in self._logs for group in log.end_step(having)]
-
-    def take(self, state: OptimizerState, graded: Collection[int] | None = None) -> ZeroUpdates:
-        """Return all that a group has missed, which the caller is about to make. With `graded`,
-        before an update of these parameters with gradients; then the step in progress for the
-        others, too."""
-        log = self._log_of.get(state.group.index)
-        return {} if log is None else log.take(state, graded)
-
-    def lacks(self, state: OptimizerState) -> bool:
-        """Return whether a group has missed any step."""
-        log = self._log_of.get(state.group.index)
-        return log is not None and log.lacks(state)
-
-    def overdue(self) -> list[ParamGroup]:
-        """Return groups that should not miss more: they have missed many, or parts of them are
-        updated by other ranks, which do not know when this one needs them."""
-        return [group for log in self._logs for group in log.overdue()]
-
-    def behind(self) -> list[ParamGroup]:
-        """Return groups that have missed any step."""
-        return [group for log in self._logs for group in log.behind(0)]
-
-
-class _Log:
-    """The steps of one table that some of its groups have missed."""
-
-    def __init__(
-        self, table: ExpertTable, states: Sequence[OptimizerState], *, alone: bool
-    ) -> None:
-        self.states = [states[group.index] for group in table.groups]
-        self._packed = list(table.packed.values())
-        self._all_states = states
+        self._states = states
+        self._tables = [table for table in tables if table.packed]
+        self._table_of = {
+            group.index: number
+            for number, table in enumerate(self._tables) for group in table.groups
+        }  # fmt: skip
         self._alone = alone
         self._steps: list[_Step] = []
         self._first = 0  # the number of the first of them, counted from the first step of all
         self._lacks: dict[int, int] = {}  # by group: the number of the first step that it missed
-        self._now: _Step | None = None  # the step under way
+        self._now: _Step = {}  # the step under way
 
     @property
     def _end(self) -> int:
         return self._first + len(self._steps)
 
     def begin_step(self, hyper_of: HyperOf) -> None:
-        step: list[Hyper | None] = [None] * len(self.states[0].steps)
-        for packed in self._packed:
-            index = packed.places[0][1]  # the same in all groups
-            if packed.spec.trainable and self._has_gradient(packed):
-                step[index] = hyper_of(packed.rows[0])  # all rows are in its param group
-        if any(hyper is not None for hyper in step):
-            self._now = tuple(step)
+        """Note the numbers of a step that is made."""
+        for number, table in enumerate(self._tables):
+            step: list[Hyper | None] = [None] * len(self._states[table.groups[0].index].steps)
+            for packed in table.packed.values():
+                index = packed.places[0][1]  # the same in all groups
+                if packed.spec.trainable and self._has_gradient(packed):
+                    step[index] = hyper_of(packed.rows[0])  # all rows are in its param group
+            if any(hyper is not None for hyper in step):
+                self._now[number] = step
 
     def _has_gradient(self, packed: PackedParam) -> bool:
         """Return whether plain PyTorch's parameter would have a gradient, if only of zeros. On
         several ranks, they have agreed on the rows' gradients."""
         if self._alone and packed.has_gradient:
             return True
-        states = self._all_states
+        states = self._states
         return any(states[group.index].gradients.passes[index] for group, index in packed.places)
 
-    def end_step(self, having: Collection[int]) -> Iterator[ParamGroup]:
-        step, self._now = self._now, None
-        if step is None:
-            return
-        number = self._end
+    def end_step(self, having: Collection[int]) -> list[ParamGroup]:
+        """Note that groups not among `having` missed the step; return those that had missed none
+        before."""
+        step, self._now = self._now, {}
+        number, fallen = self._end, []
         self._steps.append(step)
-        counts = np.array([hyper is not None for hyper in step], dtype=np.int64)
-        for state in self.states:
-            index = state.group.index
-            if index in having:
-                continue
-            state.steps += counts
-            if index not in self._lacks:
-                self._lacks[index] = number
-                yield state.group
+        for table, hypers in step.items():
+            counts = np.array([hyper is not None for hyper in hypers], dtype=np.int64)
+            for group in self._tables[table].groups:
+                if group.index in having:
+                    continue
+                self._states[group.index].steps += counts
+                if group.index not in self._lacks:
+                    self._lacks[group.index] = number
+                    fallen.append(group)
         self._forget_made()
+        return fallen
 
     def _forget_made(self) -> None:
         first = min(self._lacks.values(), default=self._end)
         del self._steps[: first - self._first]
         self._first = first
 
-    def take(self, state: OptimizerState, graded: Collection[int] | None) -> ZeroUpdates:
+    def take(self, state: OptimizerState, graded: Collection[int] | None = None) -> ZeroUpdates:
+        """Return all that a group has missed, which the caller is about to make. With `graded`,
+        before an update of these parameters with gradients; then the step in progress for the
+        others, too."""
+        table = self._table_of.get(state.group.index)
+        if table is None:
+            return {}
         first = self._lacks.pop(state.group.index, self._end)
-        missed = self._steps[first - self._first :]
+        missed = [step[table] for step in self._steps[first - self._first :] if table in step]
+        now = self._now.get(table) if graded is not None else None
         found: ZeroUpdates = {}
         for index, count in enumerate(state.steps.tolist()):
             hypers = [step[index] for step in missed if step[index] is not None]
             start = count - len(hypers) + 1  # missed steps were counted when they were due
-            if self._now is not None and graded is not None and index not in graded:
-                hypers += [hyper for hyper in (self._now[index],) if hyper is not None]
-                state.steps[index] = start + len(hypers) - 1
+            if now is not None and now[index] is not None and index not in (graded or ()):
+                hypers.append(now[index])
+                state.steps[index] = count + 1
             if hypers:
                 found[index] = [
-                    (_numbers(hyper, start + place), start + place)
-                    for place, hyper in enumerate(hypers) if hyper is not None
+                    (_numbers(hyper, number), number)
+                    for number, hyper in enumerate(hypers, start) if hyper is not None
                 ]  # fmt: skip
         self._forget_made()
         return found
 
     def lacks(self, state: OptimizerState) -> bool:
+        """Return whether a group has missed any step."""
         return state.group.index in self._lacks
 
-    def overdue(self) -> Iterator[ParamGroup]:
-        is_shared = any(state.group.layout.ranks > 1 for state in self.states[:1])
-        return self.behind(0 if is_shared else MAX_MISSED)
+    def overdue(self) -> list[ParamGroup]:
+        """Return groups that should not miss more: they have missed many, or parts of them are
+        updated by other ranks, which do not know when this one needs them."""
+        return [
+            group for group in self.behind()
+            if group.layout.ranks > 1 or self._end - self._lacks[group.index] > MAX_MISSED
+        ]  # fmt: skip
 
-    def behind(self, steps: int) -> Iterator[ParamGroup]:
-        """Yield groups that have missed more than `steps`."""
-        if len(self._steps) <= steps:
-            return
-        for state in self.states:
-            if self._end - self._lacks.get(state.group.index, self._end) > steps:
-                yield state.group
+    def behind(self) -> list[ParamGroup]:
+        """Return groups that have missed any step."""
+        return [self._states[index].group for index in self._lacks]
 
 
 @lru_cache(maxsize=4 * MAX_MISSED)  # experts of all layers ask for the same
