@@ -9,7 +9,6 @@ the accumulator's tier. `gradient_paths` does the copying.
 
 from __future__ import annotations
 
-import abc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from offload.kernels.floats import Array, Float, Runner
+from offload.kernels.floats import Float, Runner
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.states.state import State
 from offload.swap.threads.lanes import profiled
@@ -36,92 +35,15 @@ from offload.zero.groups.layout import ParamSpec
 Accumulators = Callable[[int], State]
 
 
-class Gradients(abc.ABC):
-    """One group's gradients, of the part that this rank updates."""
-
-    __slots__ = ()
-    name: str
-    passes: Array  # int64, per trainable parameter: > 0 where there is a gradient
-    landed: Transfer[None]  # all that was taken in is in `state`, and that is on its way home
-
-    @property
-    @abc.abstractmethod
-    def state(self) -> State: ...
-
-    @property
-    @abc.abstractmethod
-    def format(self) -> Float: ...
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self.passes.any())
-
-    @property
-    def is_reduced_locally(self) -> bool:
-        """Whether the gradients arrive without waiting for other ranks."""
-        return True
-
-    @property
-    def holds_any(self) -> bool:
-        """Whether there are gradients to clear."""
-        return self.has_any
-
-    @abc.abstractmethod
-    def add(self, index: int, gradient: torch.Tensor) -> bool:
-        """Take in a gradient of parameter `index`. Returns False if the update must not count on it
-        before the step."""
-
-    @abc.abstractmethod
-    def read(self, index: int) -> torch.Tensor | None:
-        """Return a copy of this rank's part of a gradient; None if it has none."""
-
-    @abc.abstractmethod
-    def close(self) -> bool:
-        """Let what arrived go home. Returns False if there is nothing to let go."""
-
-    @abc.abstractmethod
-    def square(self, index: int) -> float:
-        """Return the sum of squares of the gradient that this rank updates a parameter with;
-        infinite or NaN if that is."""
-
-    @property
-    @abc.abstractmethod
-    def spent(self) -> bool:
-        """Whether an update has used the gradients up."""
-
-    @abc.abstractmethod
-    def write(self, index: int, value: torch.Tensor) -> None:
-        """Let `value`, of the whole parameter's size, be its gradient."""
-
-    @abc.abstractmethod
-    def scale(self, index: int, factor: float) -> None:
-        """Multiply a parameter's gradient."""
-
-    @abc.abstractmethod
-    def factor(self, index: int) -> float:
-        """Return the factor that an update has to multiply the values in `state` by."""
-
-    @abc.abstractmethod
-    def drop(self, indices: Sequence[int]) -> None:
-        """Forget the gradients of some parameters."""
-
-    @abc.abstractmethod
-    def spend(self) -> None:
-        """Give the memory back: an update has used the gradients up. Their norm is still known."""
-
-    @abc.abstractmethod
-    def clear(self) -> None:
-        """Forget all gradients."""
-
-
-class GradientAccumulator(Gradients):
+class GradientAccumulator:
     """Gradients of one group's trainable parameters, or of this rank's part of them. For the
     thread that runs backward."""
 
     __slots__ = (
         "__weakref__", "_factors", "_having", "_make", "_open", "_own", "_path", "_share",
-        "_specs", "_spent", "format", "landed", "name", "passes", "state",
+        "_specs", "format", "landed", "name", "passes", "spent", "state",
     )  # fmt: skip
+    is_reduced_locally = True  # the gradients arrive without waiting for other ranks
 
     def __init__(
         self, name: str, specs: Sequence[ParamSpec], own: Float, accumulate: Float,
@@ -136,7 +58,7 @@ class GradientAccumulator(Gradients):
         self._specs = list(specs)
         self._own = own
         self._make = make
-        self._spent = False
+        self.spent = False  # an update has used the gradients up
         self.format: Float = accumulate
         self.state: State = make(accumulate.nbytes)
         self._path = self._choose_path(run, partials, ring)
@@ -157,10 +79,17 @@ class GradientAccumulator(Gradients):
         return HostPath(self._specs, run)
 
     @property
-    def spent(self) -> bool:
-        return self._spent
+    def has_any(self) -> bool:
+        return bool(self.passes.any())
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether there are gradients to clear."""
+        return self.has_any
 
     def add(self, index: int, gradient: torch.Tensor) -> bool:
+        """Take in a gradient of parameter `index`. Returns False if the update must not count on it
+        before the step."""
         source = flat_gradient(gradient)
         before = self.passes.item(index)
         if before and self.format is not Float.FP32:
@@ -203,6 +132,7 @@ class GradientAccumulator(Gradients):
         self._factors[index] = 1.0
 
     def write(self, index: int, value: torch.Tensor) -> None:
+        """Let `value`, of the whole parameter's size, be its gradient."""
         self._arrive()
         self._path.copy(index, self._opened(), flat_gradient(value))
         self._passed(index, max(1, int(self.passes[index])))
@@ -210,12 +140,15 @@ class GradientAccumulator(Gradients):
         self.close()
 
     def scale(self, index: int, factor: float) -> None:
+        """Multiply a parameter's gradient."""
         self._factors[index] *= factor  # until the values are used
 
     def factor(self, index: int) -> float:
+        """Return the factor that an update has to multiply the values in `state` by."""
         return self._factors.item(index) * self._share
 
     def drop(self, indices: Sequence[int]) -> None:
+        """Forget the gradients of some parameters."""
         for index in indices:
             self._passed(index, 0)
         self._factors[indices] = 1.0
@@ -236,6 +169,7 @@ class GradientAccumulator(Gradients):
         old_state.close()
 
     def close(self) -> bool:
+        """Let what arrived go home. Returns False if there is nothing to let go."""
         if self._open is None:
             return False
         state, buffer = self.state, self._open
@@ -249,6 +183,8 @@ class GradientAccumulator(Gradients):
         return True
 
     def square(self, index: int) -> float:
+        """Return the sum of squares of the gradient that this rank updates a parameter with;
+        infinite or NaN if that is."""
         if not self.passes[index]:
             return 0.0
         return total_square(self._path.squares(index).tolist()) * self.factor(index) ** 2
@@ -256,7 +192,7 @@ class GradientAccumulator(Gradients):
     def read(self, index: int) -> torch.Tensor | None:
         """Return a copy of the accumulated gradient (fp32, or 16-bit if it is neither a sum nor
         scaled), or None if there is none (any more: an update during backward uses them up)."""
-        if not self.passes[index] or self._spent:
+        if not self.passes[index] or self.spent:
             return None
         self._arrive()
         spec = self._specs[index]
@@ -272,19 +208,21 @@ class GradientAccumulator(Gradients):
             self._path.when_there(lambda: None, f"the gradients of {self.name}").wait()
 
     def spend(self) -> None:
-        self._spent = True
+        """Give the memory back: an update has used the gradients up. Their norm is still known."""
+        self.spent = True
         self._arrive()
         self.state.discard()
 
     def clear(self) -> None:
+        """Forget all gradients."""
         self._arrive()
         self._open = None
         self.passes[:] = 0
         self._having.clear()
         self._factors[:] = 1.0
-        if not self._spent:
+        if not self.spent:
             self.state.discard()
-        self._spent = False
+        self.spent = False
 
 
 def total_square(parts: Sequence[float]) -> float:

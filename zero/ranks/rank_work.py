@@ -8,11 +8,12 @@ import torch
 
 from offload.swap.states.trace import Trace
 from offload.swap.threads.ordered import OrderedWork
-from offload.zero.gradients.gradients import GradientAccumulator, Gradients
+from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.rank_weights import RankWeights, SharedMemory, SharedWeights
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.reduction import (
+    Gradients,
     ReducedGradients,
     Reductions,
     SharedReductions,

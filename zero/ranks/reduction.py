@@ -29,7 +29,7 @@ from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
-from offload.zero.gradients.gradients import GradientAccumulator, Gradients, flat_gradient
+from offload.zero.gradients.gradients import GradientAccumulator, flat_gradient
 from offload.zero.ranks.collectives import Collectives
 from offload.zero.ranks.rank_weights import SharedMemory
 from offload.zero.ranks.ranks import Ranks
@@ -38,8 +38,9 @@ from offload.zero.ranks.sharding import ALONE, BUCKETS, Part, PartOfParam, Shard
 _MOST_BEHIND = 2  # complete groups that wait for one that may never be complete
 
 
-class ReducedGradients(Gradients):
-    """Gradients of one group over all ranks: an accumulator of this rank's part."""
+class ReducedGradients:
+    """Gradients of one group over all ranks, with the methods of a `GradientAccumulator`: `own` has
+    this rank's part."""
 
     def __init__(
         self, index: int, part: Part, own: GradientAccumulator,
@@ -82,6 +83,10 @@ class ReducedGradients(Gradients):
     @property
     def is_reduced_locally(self) -> bool:
         return self.landed.done()
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self.passes.any())
 
     @property
     def holds_any(self) -> bool:
@@ -169,6 +174,9 @@ class ReducedGradients(Gradients):
             self.awaited = self.arrived.copy()
         self.arrived[:] = False
         self.issued = False
+
+
+Gradients = GradientAccumulator | ReducedGradients  # of one rank alone, or of one among others
 
 
 class Reductions:

@@ -10,8 +10,8 @@ from torch import nn
 from offload.kernels.floats import Array
 from offload.kernels.rules import Scalars
 from offload.swap.states.state import State
-from offload.zero.gradients.gradients import Gradients
 from offload.zero.groups.group import ParamGroup
+from offload.zero.ranks.reduction import Gradients
 from offload.zero.ranks.sharding import Part, PartOfParam
 from offload.zero.step.records import RecordFormat
 

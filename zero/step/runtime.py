@@ -32,7 +32,7 @@ from offload.zero.experts.packed_gradients import PackedGradients
 from offload.zero.gradients.gradient_handles import GradientHandles
 from offload.zero.gradients.gradient_hooks import GradientHooks, refuse_graph
 from offload.zero.gradients.gradient_paths import DevicePartials
-from offload.zero.gradients.gradients import GradientAccumulator, Gradients
+from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.gradients.loss_scale import LossScale
 from offload.zero.groups.discovery import Discovery, Unit
 from offload.zero.groups.group import ParamGroup
@@ -43,6 +43,7 @@ from offload.zero.hooks.session import in_backward
 from offload.zero.ranks.rank_weights import SharedMemory
 from offload.zero.ranks.rank_work import RankWork, SharedWork
 from offload.zero.ranks.ranks import Ranks
+from offload.zero.ranks.reduction import Gradients
 from offload.zero.ranks.sharding import Part
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.recompute.micro_batch_sums import GradientSums
