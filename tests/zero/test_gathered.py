@@ -68,7 +68,7 @@ def shared(pool: SlotPool, room_nbytes: int) -> Iterator[Shared]:
     try:
         yield Shared(gatherer, ranks)
     finally:
-        gatherer.close()
+        gatherer.order.close()
         ranks.watch.close()
 
 

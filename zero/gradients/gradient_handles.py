@@ -361,7 +361,7 @@ class GradientHandles:
         device = sources[0].state.group.device
         if not there:
             return torch.zeros((), device=device)
-        return self._stepper.gradient_norm_of(there).to(device)
+        return self._stepper.norms.of(there, self._loss_scale).to(device)
 
     # ---------------------------------------------------------------- values
     def value(self, param: nn.Parameter, state: OptimizerState, index: int) -> torch.Tensor | None:
@@ -383,7 +383,11 @@ class GradientHandles:
         """Return a copy, in the parameter's format."""
         self._check(source)
         if self._is_spent(source):
-            self._refuse_used_up(source)
+            raise StateError(
+                f"{source.name} has no value any more: optimizer.in_backward has updated with it, "
+                "and gave its memory back (its norm is known); set in_backward: false to read "
+                "gradients"
+            )
         return self._read(source).to(source.param.dtype)
 
     def _is_spent(self, source: GradientSource) -> bool:
@@ -517,12 +521,6 @@ class GradientHandles:
                 "backward runs, with gradients as they come; set in_backward: false to clip or "
                 "scale gradients"
             )
-
-    def _refuse_used_up(self, source: GradientSource) -> None:
-        raise StateError(
-            f"{source.name} has no value any more: optimizer.in_backward has updated with it, and "
-            "gave its memory back (its norm is known); set in_backward: false to read gradients"
-        )
 
 
 @functools.lru_cache(maxsize=4096)  # one for all blocks; a third of the time of a handle

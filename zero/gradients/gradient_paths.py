@@ -44,9 +44,9 @@ class GradientPath(abc.ABC):
     def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
         """total += gradient, in fp32."""
 
-    @abc.abstractmethod
     def widen(self, index: int, total: torch.Tensor, old: torch.Tensor) -> None:
         """total = old: an accumulator grows from 16 bits to fp32."""
+        self.copy(index, total, old[self._spans[index]])
 
     @abc.abstractmethod
     def squares(self, index: int) -> Array:
@@ -79,9 +79,6 @@ class HostPath(GradientPath):
             flat_array(total[self._spans[index]]), flat_array(gradient.to("cpu")),
             FLOAT_OF[gradient.dtype], self._partials[index], self._run,
         )  # fmt: skip
-
-    def widen(self, index: int, total: torch.Tensor, old: torch.Tensor) -> None:
-        self.copy(index, total, old[self._spans[index]])
 
     def squares(self, index: int) -> Array:
         return self._partials[index]
@@ -144,9 +141,6 @@ class DevicePath(_OnDevice):
     def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
         target = total[self._spans[index]]
         device_kernels.add_gradient(target, gradient, self._for_kernel(index))
-
-    def widen(self, index: int, total: torch.Tensor, old: torch.Tensor) -> None:
-        self.copy(index, total, old[self._spans[index]])
 
 
 class LeavingPath(_OnDevice):

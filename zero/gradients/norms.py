@@ -65,7 +65,8 @@ class GradientNorms:
         self._norms = None
 
     def of(self, places: Sequence[Place], loss_scale: float) -> torch.Tensor:
-        """Return the norm of one parameter's gradient, 0-dim."""
+        """Return the norm of one parameter's gradient, 0-dim; of a packed one, `places` are its
+        rows'."""
         alone = not self._reductions.has_others and self._tensor_parallel is None
         if alone or self._is_own(places):
             return _norms_of([self._square_of(places)], loss_scale)[0]

@@ -198,9 +198,6 @@ class Gatherer:
             if other is not now and not other.is_held():
                 self.give_up(other)
 
-    def close(self) -> None:
-        self.order.close()
-
 
 class GatheredState(SharedState):
     """A shard at home somewhere (`home`), gathered whole where the model computes."""

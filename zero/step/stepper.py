@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import torch
 
 from offload.kernels.rules import Scalars
 from offload.swap.states.trace import Trace
@@ -35,7 +34,7 @@ from offload.tiers.errors import StateError
 from offload.tiers.ledger import OldBytes
 from offload.zero.experts.packed import ExpertTable
 from offload.zero.gradients.loss_scale import LossScale, NonfiniteSteps
-from offload.zero.gradients.norms import GradientNorms, Place, clip_coefficient
+from offload.zero.gradients.norms import GradientNorms, clip_coefficient
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.reduction import Reductions
 from offload.zero.ranks.tensor_parallel import TensorParallel
@@ -44,10 +43,6 @@ from offload.zero.step.lazy_updates import LazyUpdates, ZeroUpdates
 from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 from offload.zero.step.speculative_updates import SpeculativeUpdates, Terms
 from offload.zero.step.update import UpdateQueue, merge
-
-# By the hyperparameters' id (hashing them takes longer than the rest), the number of a parameter's
-# update and its grad_scale.
-_ScalarsOf = dict[tuple[int, int, float], tuple[Hyper, Scalars]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +203,7 @@ class Stepper:
         state.gradients.close()
         if not self.speculative.begin(state, terms):
             return
-        update = self._group_update(state, terms, {}, {})
+        update = self._group_update(state, terms, {})
         with self._lock:
             self._read_by_update.add(state.group.index)
         self._updates.submit([update], first=True)
@@ -341,12 +336,6 @@ class Stepper:
             if state.group.state.in_place:
                 state.group.gather()  # an update ahead withheld it
 
-    def gradient_norm_of(self, places: Sequence[Place]) -> torch.Tensor:
-        """Return the 2-norm of one parameter's gradient, 0-dim, fp32; of a packed one, `places` are
-        its rows'. On several ranks all must ask, and one exchange answers them until a gradient
-        changes."""
-        return self.norms.of(places, self._loss_scale_of_gradients)
-
     def agree(self, use: str, name: str = "") -> None:
         """Apply all ranks' clearing and reduce what is left to reduce, even if no gradient has come
         since the norms were computed."""
@@ -408,7 +397,7 @@ class Stepper:
         for state in having:
             state.group.await_or_unmap()
         for group in self._missed.end_step(with_gradients):
-            group.fall_behind(self._catch_up_one)
+            group.fall_behind(lambda group: self.catch_up([group]))
         self.catch_up(self._missed.overdue())
 
     def _keep_trials(self, hyper_of: HyperOf, grad_scale: float) -> Iterator[int]:
@@ -425,13 +414,12 @@ class Stepper:
         self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float, *,
         first: bool = False,
     ) -> None:  # fmt: skip
-        scalars: _ScalarsOf = {}
         updates = []
         for state in states:
             terms = self._terms(state, hyper_of, grad_scale)
             missed = self._missed.take(state, terms.having)
             state.group.caught_up()
-            updates.append(self._group_update(state, terms, missed, scalars))
+            updates.append(self._group_update(state, terms, missed))
             state.steps[list(terms.having)] += 1
             state.group.invalidate()
         with self._lock:
@@ -450,11 +438,13 @@ class Stepper:
         return Terms(tuple(having), tuple(hypers[index] for index in having), tuple(scales))
 
     def _group_update(
-        self, state: OptimizerState, terms: Terms, missed: ZeroUpdates, scalars: _ScalarsOf
+        self, state: OptimizerState, terms: Terms, missed: ZeroUpdates
     ) -> GroupUpdate:
         """Return the next update of a group. Changes nothing."""
         group, segments = state.group, []
         missed = dict(missed)
+        # most parameters have the same; by id, since hashing takes longer than the rest
+        scalars: dict[tuple[int, int, float], Scalars] = {}
         steps = state.steps[list(terms.having)].tolist()
         for index, hyper, scale, before_ in zip(
             terms.having, terms.hypers, terms.scales, steps, strict=True
@@ -463,11 +453,11 @@ class Stepper:
             assert hyper is not None, "in a param group"
             key = (id(hyper), step, scale)
             if key not in scalars:
-                scalars[key] = hyper, hyper.scalars(step, scale)
+                scalars[key] = hyper.scalars(step, scale)
             before = missed.pop(index, ())
             if part is not None:
                 spec = part.spec
-                segments.append(Segment(spec.offset, spec.stop, scalars[key][1], step, before))
+                segments.append(Segment(spec.offset, spec.stop, scalars[key], step, before))
         segments += _without_gradients(state, missed)
         ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
         return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
@@ -492,9 +482,6 @@ class Stepper:
     def catch_up_all(self) -> None:
         """Catch up, as `catch_up` does, with the steps that any group has missed."""
         self.catch_up(self._missed.behind())
-
-    def _catch_up_one(self, group: ParamGroup) -> None:
-        self.catch_up([group])
 
     def _update_done(self, index: int) -> None:
         """Note, on the update thread, that the group's gradients are not read any more."""
