@@ -1,5 +1,5 @@
-"""The same model under DDP, FSDP2 and here: the same losses, to the rounding of other sums; hybrid
-sharding, and what a step moves."""
+"""The same model under DDP, FSDP2 and here: the same losses, to the rounding of other sums; and
+hybrid sharding."""
 
 from __future__ import annotations
 
@@ -129,6 +129,3 @@ def test_a_hybrid_shards_within_groups_and_sums_across_them(tmp_path: Path, long
         assert distance <= 2e-6, (name, distance.item())
     assert first.moved["all-reduce"] > 0
     assert full.moved["all-reduce"] == 0
-
-
-# ------------------------------------------------------------------------- what a step moves

@@ -317,29 +317,6 @@ def test_a_checkpoint_around_all_pieces_is_refused(tmp_path: Path) -> None:
         checkpoint(model[1][0], x, use_reentrant=False)  # type: ignore[index]
 
 
-class Drawing(nn.Linear):
-    """Noise in evaluation too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + torch.randn_like(y)
-
-
-def test_a_block_that_draws_random_numbers_draws_them_for_each_piece(tmp_path: Path) -> None:
-    model = stack(lambda: Drawing(WIDTH, WIDTH))
-    x = torch.randn(4, WIDTH, device=ON)
-    with offload.initialize(model, split(tmp_path, "Drawing")) as engine:
-        torch.manual_seed(5)
-        y = model(x)
-        torch.manual_seed(5)
-        with engine.gathered(), torch.no_grad():
-            h = model[0](x)  # type: ignore[index]
-            for block in model[1]:  # type: ignore[index, union-attr]
-                halves = [nn.functional.linear(p, block.weight, block.bias) for p in h.split(2)]
-                h = torch.cat([half + torch.randn_like(half) for half in halves])
-    assert torch.equal(y, h)
-
-
 class Centred(nn.Linear):
     """In training samples are centred together, beside dropout."""
 

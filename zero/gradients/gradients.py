@@ -187,7 +187,8 @@ class GradientAccumulator:
         infinite or NaN if that is."""
         if not self.passes[index]:
             return 0.0
-        return total_square(self._path.squares(index).tolist()) * self.factor(index) ** 2
+        # of what is not negative: no infinities of both signs, which `fsum` refuses
+        return math.fsum(self._path.squares(index).tolist()) * self.factor(index) ** 2
 
     def read(self, index: int) -> torch.Tensor | None:
         """Return a copy of the accumulated gradient (fp32, or 16-bit if it is neither a sum nor
@@ -223,11 +224,6 @@ class GradientAccumulator:
         if not self.spent:
             self.state.discard()
         self.spent = False
-
-
-def total_square(parts: Sequence[float]) -> float:
-    """Return the sum of sums of squares; infinite or NaN if any of them is."""
-    return math.fsum(parts)  # of what is not negative: no infinities of both signs
 
 
 def flat_gradient(gradient: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from offload.zero.gradients.gradients import total_square
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.reduction import Reductions
 from offload.zero.ranks.sharding import Sharding
@@ -153,7 +152,7 @@ class GradientNorms:
         return self._group_of(places).ep_size > 1
 
     def _square_of(self, places: Sequence[Place]) -> float:
-        return total_square([self._square(*place) for place in places])
+        return math.fsum(self._square(*place) for place in places)
 
     def _square(self, group: int, index: int) -> float:
         if index in self._counted_elsewhere[group]:
@@ -180,4 +179,4 @@ def _nonfinite(norms: torch.Tensor) -> list[int]:
 
 def _added_up(rows: np.ndarray) -> list[float]:
     """Return sums of squares over ranks, one row each."""
-    return [total_square(column) for column in rows.T.tolist()]
+    return [math.fsum(column) for column in rows.T.tolist()]

@@ -42,19 +42,6 @@ class Workspace:
     summed: torch.Tensor  # fp32, as long as the largest shard
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """The group being gathered and the time limit. Shards are sent under the group's name, so that
-    a rank that gathers another group receives nothing instead of the wrong parameters."""
-
-    what: str
-    limit: timedelta
-
-    @property
-    def tag(self) -> int:
-        return crc32(self.what.encode()) & 0x7FFFFFFF
-
-
 @dataclass(slots=True)
 class Collectives:
     """The collectives of one rank. `gather` and `reduce` may run at the same time, each on one
@@ -74,7 +61,7 @@ class Collectives:
         self.traffic.gathered_nbytes += whole.numel()
         what, group = f"the all-gather of {_named(name)}", self.gather_group
         with self.watch.during(f"{self.of}gather", what, group) as limit:
-            _all_gather(whole, own, group, _Arrival(what, limit))
+            _all_gather(whole, own, group, what, limit)
 
     def reduce(self, contribution: torch.Tensor, work: Workspace, name: str) -> torch.Tensor:
         """Return the average over all ranks of the world, of this rank's shard of it: 1D fp32,
@@ -83,10 +70,10 @@ class Collectives:
         what = f"the reduce-scatter of {_named(name)}"
         groups = self.reduce_group, self.replica_group
         with profiled(what), self.watch.during(f"{self.of}reduce", what, *groups) as limit:
-            return self._reduce(contribution, work, _Arrival(what, limit))
+            return self._reduce(contribution, work, what, limit)
 
     def _reduce(
-        self, contribution: torch.Tensor, work: Workspace, arrival: _Arrival
+        self, contribution: torch.Tensor, work: Workspace, what: str, limit: timedelta
     ) -> torch.Tensor:
         ranks, replicas = self.reduce_group.size(), self.replica_group.size()
         numel = contribution.numel() // ranks
@@ -104,7 +91,7 @@ class Collectives:
             # this rank's own elements, which the sum is written over, have been sent by then
             _exchange_and_sum(own, work.received, mine, self.replica_group)
             whole = summed.view(torch.uint8)
-            _all_gather(whole, mine.view(torch.uint8), self.replica_group, arrival)
+            _all_gather(whole, mine.view(torch.uint8), self.replica_group, what, limit)
         elif ranks == 1:
             summed.copy_(contribution)
         return summed.div_(ranks * replicas)
@@ -149,14 +136,16 @@ def _sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
         out.add_(part)
 
 
-def _all_gather(whole: torch.Tensor, own: torch.Tensor, group: Group, arrival: _Arrival) -> None:
+def _all_gather(
+    whole: torch.Tensor, own: torch.Tensor, group: Group, what: str, limit: timedelta
+) -> None:
     ranks, rank, step = group.size(), group.rank(), own.numel()
     place = whole[rank * step : (rank + 1) * step]
     if ranks == 1 or _sends_faster(whole, group):
         if place.data_ptr() != own.data_ptr():
             place.copy_(own)
         if ranks > 1:
-            _send_to_all(whole, place, group, arrival)
+            _send_to_all(whole, place, group, what, limit)
         return
     all_gather_flat(whole, own, group)
 
@@ -172,13 +161,17 @@ def _sends_faster(whole: torch.Tensor, group: Group) -> bool:
     return whole.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
-def _send_to_all(whole: torch.Tensor, own: torch.Tensor, group: Group, arrival: _Arrival) -> None:
+def _send_to_all(
+    whole: torch.Tensor, own: torch.Tensor, group: Group, what: str, limit: timedelta
+) -> None:
+    """Send shards under the name of `what` is gathered, so that a rank that gathers another group
+    receives nothing instead of the wrong parameters."""
     ranks, rank, step = group.size(), group.rank(), own.numel()
-    moves, tag = [], arrival.tag
+    moves, tag = [], crc32(what.encode()) & 0x7FFFFFFF
     for distance in range(1, ranks):
         to, source = (rank + distance) % ranks, (rank - distance) % ranks
         moves.append(dist.P2POp(dist.isend, own, group=group, tag=tag, group_peer=to))
         arriving = whole[source * step : (source + 1) * step]
         moves.append(dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=source))
     for work in dist.batch_isend_irecv(moves):
-        work.wait(arrival.limit)
+        work.wait(limit)

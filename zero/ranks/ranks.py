@@ -319,7 +319,18 @@ def start_world(device: torch.device, timeout_s: float) -> bool:
         return False
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return False
-    _make_world(device, timeout_s)
+    backend = "gloo"
+    if accelerator.is_accelerator(device):
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        world, rank = (os.environ.get(name, "?") for name in ("WORLD_SIZE", "RANK"))
+        raise RankError(
+            f"rank {rank}: the meeting of {world} ranks at {os.environ.get('MASTER_ADDR', '?')} "
+            f"port {os.environ.get('MASTER_PORT', '?')} failed: {error}; see that all of them are "
+            f"started within zero.timeout_s ({timeout_s:g})"
+        ) from error
     return True
 
 
@@ -401,22 +412,6 @@ def control_device(device: torch.device, group: Group | None = None) -> torch.de
     """Return the device where a group of ranks that compute on `device` can exchange numbers."""
     gloo = "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if gloo else device
-
-
-def _make_world(device: torch.device, timeout_s: float) -> None:
-    """Make the process group that the environment asks for."""
-    backend = "gloo"
-    if accelerator.is_accelerator(device):
-        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    except (RuntimeError, ValueError) as error:
-        world, rank = (os.environ.get(name, "?") for name in ("WORLD_SIZE", "RANK"))
-        raise RankError(
-            f"rank {rank}: the meeting of {world} ranks at {os.environ.get('MASTER_ADDR', '?')} "
-            f"port {os.environ.get('MASTER_PORT', '?')} failed: {error}; see that all of them are "
-            f"started within zero.timeout_s ({timeout_s:g})"
-        ) from error
 
 
 def _make_mesh(sharding: Sharding, device: torch.device, limit: timedelta) -> DeviceMesh:

@@ -24,11 +24,6 @@ class GradientSums:
         self._starts: dict[int, int] = {}  # group -> where it begins in the buffer
         self._passes: dict[tuple[int, int], int] = {}  # (group, parameter) -> gradients summed
 
-    @staticmethod
-    def numel_of(groups: Sequence[ParamGroup]) -> int:
-        """Return the elements that the buffer needs for a block of these groups."""
-        return sum(group.layout.numel_trainable for group in groups)
-
     @contextmanager
     def open(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
         """While inside, `add` takes gradients of `groups`; `totals` has them until the next one."""

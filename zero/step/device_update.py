@@ -27,7 +27,7 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import DTYPE_OF
 from offload.zero.step.chunks import Chunk, ChunkBytes, Segment
-from offload.zero.step.records import ALIGN_NBYTES, RecordFormat
+from offload.zero.step.records import ALIGN_NBYTES
 
 # What a kernel on the device takes for the arrays of a record: 16-bit floats have a type there.
 _DTYPES = {
@@ -117,7 +117,8 @@ class DeviceUpdate:
             grad_float = chunk.update.state.gradients.format
             grads = chunk.gradient.device_bytes()[: numel * grad_float.nbytes]
             grads = grads.view(DTYPE_OF[grad_float])
-        arrays = _tensors(kept, chunk.record.device_bytes(), numel)
+        record = chunk.record.device_bytes()
+        arrays = {f.name: record[span].view(_DTYPES[f.dtype]) for f, span in kept.spans(numel)}
         for segment, span in chunk.segments():
             self._kernel(chunk, segment, span, weights, grads, arrays)
 
@@ -137,12 +138,3 @@ class DeviceUpdate:
                 scales=own.scales, low=own.low, master=own.master,
                 noise=chunk.noise(self._seed, step, span),
             )  # fmt: skip
-
-
-def _tensors(kept: RecordFormat, record: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
-    """Return the arrays of a record (1D uint8 on the device), each as long as its field says."""
-    found = {}
-    for field, start in zip(kept.fields, kept.offsets(numel)[:-1], strict=True):
-        stop = start + field.numel(numel) * field.dtype.itemsize
-        found[field.name] = record[start:stop].view(_DTYPES[field.dtype])
-    return found

@@ -9,7 +9,7 @@ same cache sets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -109,12 +109,12 @@ class RecordFormat:
     def arrays(self, record: torch.Tensor, numel: int) -> dict[str, Array]:
         """Return views of a record (1D uint8 host memory), each as long as its field says."""
         buffer = record.numpy()
-        return {
-            field.name: buffer[start : start + field.numel(numel) * field.dtype.itemsize].view(
-                field.dtype
-            )
-            for field, start in zip(self.fields, self.offsets(numel)[:-1], strict=True)
-        }
+        return {field.name: buffer[span].view(field.dtype) for field, span in self.spans(numel)}
+
+    def spans(self, numel: int) -> Iterator[tuple[Field, slice]]:
+        """Yield each field and its bytes in a record of `numel` elements."""
+        for field, start in zip(self.fields, self.offsets(numel)[:-1], strict=True):
+            yield field, slice(start, start + field.numel(numel) * field.dtype.itemsize)
 
     # ---------------------------------------------------------------- states as kernels take them
     def operands(self, arrays: Mapping[str, A], span: slice, scalars: Scalars) -> Operands[A]:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -384,9 +384,7 @@ def merge(pieces: Sequence[Segment]) -> list[Segment]:
             and (last.scalars is piece.scalars or last.scalars == piece.scalars)
             and (last.has_gradient, last.missed) == (piece.has_gradient, piece.missed)
         ):
-            merged[-1] = Segment(
-                last.start, piece.stop, last.scalars, last.step, last.missed, last.has_gradient
-            )
+            merged[-1] = replace(last, stop=piece.stop)
         else:
             merged.append(piece)
     return merged
