@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +15,6 @@ from tests.offload.engine_cases import (
     HOST,
     MARKS,
     NVME,
-    ON,
     TinyLM,
     assert_same_bits,
     batches,
@@ -64,28 +62,3 @@ def test_a_checkpoint_inside_a_unit_trains_to_the_same_bits(tmp_path: Path, keys
     assert_same_bits(states, expected)
     plain, _ = run(tmp_path, TinyLM, HOST, **keys)
     assert losses == plain
-
-
-def test_transformers_checkpointing_within_one_small_unit(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    shape = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False,
-    }  # fmt: skip
-    data = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(3)).to(ON)
-
-    def losses(*, checkpointing: bool) -> list[float]:
-        model = seeded(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)))
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        found = []
-        with offload.initialize(model, config(tmp_path)) as engine:
-            for _ in range(4):
-                loss = model(input_ids=data, labels=data).loss
-                loss.backward()
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-                found.append(loss.item())
-        return found
-
-    assert losses(checkpointing=True) == losses(checkpointing=False)

@@ -55,17 +55,6 @@ class Normed(Plain):
         return y
 
 
-class InstanceNormed(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.InstanceNorm1d(WIDTH, track_running_stats=True)
-
-    def inner(self, x: Tensor) -> Tensor:
-        scale = torch.arange(3.0, device=x.device)
-        y: Tensor = self.norm(x[..., None].expand(-1, -1, 3) * scale).mean(-1)
-        return y
-
-
 class InPlace(Plain):
     """A running mean changed in place; `part` is a view of it, known by an attribute."""
 
@@ -133,7 +122,6 @@ class Twice(Normed):
 # beside those that are drawn in test_block_programs.py
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "cumulative batch norm": lambda: Normed(None),
-    "instance norm": InstanceNormed,
     "spectral norm of the block itself": lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "in place": InPlace,
     "a large buffer": Large,

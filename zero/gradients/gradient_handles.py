@@ -334,10 +334,6 @@ class GradientHandles:
                 self._sources.pop(key).used_up = CLEARED
                 self._handles[key] = self._made(key)
 
-    def _is_incomplete(self, source: GradientSource) -> bool:
-        """Return whether parts from other micro-batches are still missing."""
-        return not source.zeroed and not self._has(source.state, source.index)
-
     # ---------------------------------------------------------------- rows of packed parameters
     def source_of(self, row: torch.Tensor) -> GradientSource | None:
         """Return the source of a row's accumulated gradient; None if it has none."""
@@ -376,8 +372,9 @@ class GradientHandles:
         source = self._sources[state.group.index, index]
         if self._is_spent(source):
             return None
-        whole_here = not isinstance(state.gradients, ReducedGradients)
-        return None if whole_here and self._is_incomplete(source) else self._read(source)
+        if not (source.zeroed or self._has(state, index) or self._is_shared(source.key)):
+            return None  # parts from other micro-batches are still missing
+        return self._read(source)
 
     def value_of(self, source: GradientSource) -> torch.Tensor:
         """Return a copy, in the parameter's format."""

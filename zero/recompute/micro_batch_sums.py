@@ -22,13 +22,13 @@ class GradientSums:
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._starts: dict[int, int] = {}  # group -> where it begins in the buffer
-        self._passes: dict[tuple[int, int], int] = {}  # (group, parameter) -> gradients summed
+        self._came: set[tuple[int, int]] = set()  # (group, parameter) with a gradient
 
     @contextmanager
     def open(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
         """While inside, `add` takes gradients of `groups`; `totals` has them until the next one."""
         assert not self._starts, "one block at a time"
-        self._passes.clear()
+        self._came.clear()
         start = 0
         for group in groups:
             self._starts[group.index] = start
@@ -45,18 +45,17 @@ class GradientSums:
         """Add the gradient of a group's parameter `index` (any float dtype)."""
         target = self._view(group, group.layout.params[index])
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        passes = self._passes.get((group.index, index), 0)
-        if passes:
+        if (group.index, index) in self._came:
             target.add_(gradient)  # widened to fp32 first, exactly
         else:
             target.copy_(gradient)
-        self._passes[group.index, index] = passes + 1
+        self._came.add((group.index, index))
 
     def totals(self, group: ParamGroup) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each parameter of the group that got gradients, by index, and their sum (a
         view)."""
         for index, spec in enumerate(group.layout.params):
-            if (group.index, index) in self._passes:
+            if (group.index, index) in self._came:
                 yield index, self._view(group, spec)
 
     def _view(self, group: ParamGroup, spec: ParamSpec) -> torch.Tensor:

@@ -97,7 +97,7 @@ class Stepper:
         self.hyper_source: Callable[[], HyperOf] | None = None
         # told which groups' gradients have no values any more, and why
         self.on_used_up: Callable[[Sequence[int], str], None] = lambda groups, why: None
-        self._loss_scale_of_gradients = 1.0  # they were multiplied with it
+        self.loss_scale_of_gradients = 1.0  # accumulated gradients have to be divided by it
         self.checks_passes = True  # False: whoever steps has counted them
         self._short_step: int | None = None  # passes of the last step, if it had less than it says
         self._hyper_ahead: HyperOf | None = None
@@ -125,11 +125,6 @@ class Stepper:
     @property
     def updates_in_backward(self) -> bool:
         return self._rules.in_backward
-
-    @property
-    def loss_scale_of_gradients(self) -> float:
-        """The factor that accumulated gradients have to be divided by."""
-        return self._loss_scale_of_gradients
 
     def check_arrival(self, state: OptimizerState) -> None:
         """Raise StateError if the group's update has begun and would miss another gradient."""
@@ -167,7 +162,7 @@ class Stepper:
         """Rescale gradients that were multiplied with the scale of an earlier pass."""
         assert self._loss_scale is not None, "asked by the caller"
         scale = self._loss_scale.scale
-        before, self._loss_scale_of_gradients = self._loss_scale_of_gradients, scale
+        before, self.loss_scale_of_gradients = self.loss_scale_of_gradients, scale
         if scale == before:
             return
         for state in self._states:
@@ -197,7 +192,7 @@ class Stepper:
         assert self.hyper_source is not None, "set with the optimizer, before any backward"
         if self._hyper_ahead is None:
             self._hyper_ahead = self.hyper_source()
-        terms = self._terms(state, self._hyper_ahead, 1.0 / self._loss_scale_of_gradients)
+        terms = self._terms(state, self._hyper_ahead, 1.0 / self.loss_scale_of_gradients)
         if None in terms.hypers or len(terms.having) < len(state.steps):
             return
         state.gradients.close()
@@ -221,7 +216,7 @@ class Stepper:
         self.agree("a step")
         for state in self._states:
             state.gradients.close()
-        scale = self._loss_scale_of_gradients
+        scale = self.loss_scale_of_gradients
         total = self.norms.total(scale)
         norm = float(total)
         finite = math.isfinite(norm)
@@ -378,7 +373,7 @@ class Stepper:
         if finite:
             self.nonfinite.end_row()
             return
-        names = self.norms.nonfinite(self._loss_scale_of_gradients)
+        names = self.norms.nonfinite(self.loss_scale_of_gradients)
         scale = None if self._loss_scale is None else self._loss_scale.scale
         step = self.taken + self.skipped
         self.nonfinite.note(step, names, self.norms.numel, skipped=skip, scale=scale)

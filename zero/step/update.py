@@ -251,18 +251,16 @@ class UpdateQueue:
         for index, (elements, record, record_format) in enumerate(chunks):
             if self._expected.keep_records:
                 record.prefetch_host(next_use=self._expected.of_records(group))
+            gradient = None
+            if update.has_gradients:
+                gradients = state.gradients
+                gradient = ChunkBytes(gradients.state, index, before=gradients.landed)
             chunk = Chunk(
                 update, elements, record_format, ChunkBytes(group.state, index),
-                ChunkBytes(record, 0), self._gradient_bytes(update, index),
+                ChunkBytes(record, 0), gradient,
             )  # fmt: skip
             chunk.buffer = self._stage(chunk)
             yield chunk
-
-    def _gradient_bytes(self, update: GroupUpdate, index: int) -> ChunkBytes | None:
-        gradients = update.state.gradients
-        if not update.has_gradients:
-            return None
-        return ChunkBytes(gradients.state, index, before=gradients.landed)
 
     def _stage(self, chunk: Chunk) -> torch.Tensor | None:
         """Find each part in memory, or start reading it into a buffer; returns the buffer used."""
