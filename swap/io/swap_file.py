@@ -99,23 +99,6 @@ def file_system_of(path: Path) -> str:
     return kind
 
 
-def direct_refusal(path: str | os.PathLike[str]) -> str | None:
-    """The reason why O_DIRECT does not work in `path`; None if it does. Raises PathError."""
-    return TimeoutThread("making a swap file in", path, _direct_refusal, path).result(TIMEOUT_S)
-
-
-def _direct_refusal(path: str | os.PathLike[str]) -> str | None:
-    with pinned(path) as folder:
-        fd = _unnamed_file(folder)
-    try:
-        _probe_direct(fd)
-    except OSError as error:
-        return error.strerror or str(error)
-    finally:
-        close(fd)
-    return None
-
-
 class SwapFile:
     """A private file in `directory`, of which `nbytes` are reserved on the device.
 

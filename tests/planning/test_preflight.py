@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,10 @@ def test_files_in_ram_count_as_ram(tmp_path):
 
 
 def test_a_demand_for_direct_io_is_tried(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload.swap.io.swap_file.direct_refusal", lambda folder: "no such thing")
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EINVAL, "no such thing")
+
+    monkeypatch.setattr("offload.swap.io.swap_file._probe_direct", refuse)
     keys = {"placement": NVME, "budget": {"host": "128MiB"}}
     root = made_up(tmp_path, available=GIB)
     fly(tmp_path, keys, root)

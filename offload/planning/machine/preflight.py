@@ -77,15 +77,15 @@ def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
 
 
 def _check_direct(folders: Sequence[Path]) -> None:
-    from offload.swap.io.swap_file import direct_refusal
+    from offload.swap.io.swap_file import SwapFile
 
     for folder in folders:
-        why = direct_refusal(folder)
-        if why is not None:
-            raise PathError(
-                f"nvme.direct: true, but O_DIRECT is refused in {folder} ({why}); name a folder on "
-                "another file system, or set nvme.direct: auto"
-            )
+        with SwapFile(folder) as file:  # which logs why, if not
+            if not file.o_direct:
+                raise PathError(
+                    f"nvme.direct: true, but O_DIRECT is refused in {folder}; name a folder on "
+                    "another file system, or set nvme.direct: auto"
+                )
 
 
 def _file_systems(plan: Plan, folders: Sequence[Path], root: Path) -> Iterator[str]:
