@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
-import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -187,29 +184,10 @@ def calibrate(
     measure_again(paths or [])
 
 
-@contextmanager
-def _collecting_seldom() -> Iterator[None]:
-    """Run Python's collector seldom: going through everything that is imported here and never freed
-    takes a seventh of a first answer."""
-    before = gc.get_threshold()
-    gc.set_threshold(1 << 18, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-def _end_without_collecting() -> None:
-    """Keep the collector from going through all of torch once more when the interpreter ends."""
-    if "triton" not in sys.modules:  # that complains of what is not collected
-        gc.freeze()
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; ends the process with its exit code."""
-    atexit.register(_end_without_collecting)
     words = sys.argv[1:] if arguments is None else arguments
     # --debug is understood anywhere
     debug = "--debug" in words
-    with failing_io(debug=debug, failed=EXIT_BAD_INPUT), _collecting_seldom():
+    with failing_io(debug=debug, failed=EXIT_BAD_INPUT):
         app(args=[word for word in words if word != "--debug"], prog_name="memest", obj=debug)
