@@ -71,7 +71,7 @@ class EstimateOptions:
     new_tokens: Annotated[int | None, _number(_WORK, "Tokens to generate for each.")] = None
 
     gpu: Annotated[
-        str | None, _given(_MACHINE, "24GiB, 'RTX 4090', or none.", metavar="SIZE|NAME")
+        str | None, _given(_MACHINE, "24GiB, 'RTX 4090', DGX-2, or none.", metavar="SIZE|NAME")
     ] = None
     ram: Annotated[str | None, _given(_MACHINE, "64GiB.", metavar="SIZE")] = None
     nvme: Annotated[str | None, _given(_MACHINE, "Free disk, 1TiB.", metavar="SIZE")] = None
@@ -80,9 +80,6 @@ class EstimateOptions:
     )
     gpus: Annotated[int | None, _number(_MACHINE, "GPUs per node.")] = None
     nodes: Annotated[int | None, _number(_MACHINE, "Nodes.")] = None
-    profile: Annotated[
-        str | None, _given(_MACHINE, "A machine of `memest profiles`.", metavar="NAME")
-    ] = None
 
     format: Annotated[
         Format | None, _given(_ANSWER, "Default: what --out's name says, else table.")
@@ -124,11 +121,6 @@ class EstimateOptions:
         read."""
         self._check_model()
         self._check_work()
-        if self.profile is not None and self.gpu is not None:
-            raise ConfigError(
-                f"--profile {self.profile} contradicts --gpu {self.gpu}: a profile has its GPUs; "
-                "leave one of them out"
-            )
         self._check_output()
 
     def _check_model(self) -> None:

@@ -123,9 +123,8 @@ def _config_of(
 
 def _usual_precision(asked: EstimateOptions) -> str:
     """Return bf16 if it is fast: on a GPU, and on a CPU with instructions for it; else fp32."""
-    gpu = asked.gpu or asked.profile
     fast = {"avx512f", "amx_bf16", "bf16", "asimddp"}
-    return "bf16" if gpu not in (None, "none") or fast & machine.cpu_features() else "fp32"
+    return "bf16" if asked.gpu not in (None, "none") or fast & machine.cpu_features() else "fp32"
 
 
 def _workload_of(
@@ -200,7 +199,7 @@ def profile_of(asked: EstimateOptions, config: OffloadConfig) -> HardwareProfile
     """Return the hardware to plan for. Raise ConfigError naming the option that is wrong."""
     profile = read_profile(
         asked.gpu, asked.ram, asked.nvme, asked.gpus, asked.nodes, ssd=asked.ssd,
-        profile=asked.profile, nvme_paths=[Path(path).expanduser() for path in config.nvme.paths],
+        nvme_paths=[Path(path).expanduser() for path in config.nvme.paths],
     )  # fmt: skip
     if config.device not in ("auto", "cpu") and not profile.gpu_nbytes:
         raise ConfigError(

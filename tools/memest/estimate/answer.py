@@ -56,4 +56,4 @@ def _rank_notes(case: Case) -> Iterator[str]:
     if case.timed:
         yield "collectives are timed by the ratings of the links; latencies are left out"
     elif case.speeds is not None and case.source.has_graph:
-        yield "no times: the network between the ranks is not known; name a machine (--profile)"
+        yield "no times: the network between the ranks is not known; name a machine (--gpu)"

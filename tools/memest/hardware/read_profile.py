@@ -28,19 +28,17 @@ _LEAST_DISK, _MOST_DISK = 1 << 30, 1 << 60
 def read_profile(
     gpu: str | None = None, ram: str | None = None, nvme: str | None = None,
     gpus: int | None = None, nodes: int | None = None, *, nvme_paths: Sequence[Path] = (),
-    ssd: str | None = None, profile: str | None = None,
+    ssd: str | None = None,
 ) -> HardwareProfile:  # fmt: skip
     """Return the hardware that options describe; what they leave open is taken from this machine.
 
-    `gpu`, or `profile`: a size (`24GiB`), a part (`RTX 4090`), a whole machine (`DGX-2`) or `none`;
-    `ram`: a size; `ssd`: drives (`Gen4 SSD`, `4 x Gen4 SSD`); `nvme`: how much of the disk is free,
-    by default all. Raise ConfigError, naming the option, for anything else.
+    `gpu`: a size (`24GiB`), a part (`RTX 4090`), a whole machine (`DGX-2`) or `none`; `ram`: a
+    size; `ssd`: drives (`Gen4 SSD`, `4 x Gen4 SSD`); `nvme`: how much of the disk is free, by
+    default all. Raise ConfigError, naming the option, for anything else.
     """
-    named = gpu if profile is None else profile
     found = this_machine(nvme_paths)
-    if named is not None:
-        open_ = ram is None or (nvme is None and ssd is None)
-        found = _with_named(found, named, "--gpu" if profile is None else "--profile", open_=open_)
+    if gpu is not None:
+        found = _with_named(found, gpu, open_=ram is None or (nvme is None and ssd is None))
     if ram is not None:
         found = found.with_ram(_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
     found = _with_drives(found, nvme, ssd)
@@ -51,7 +49,7 @@ def read_profile(
             found, gpus=gpus, uplinks=max(1, round(found.uplinks * gpus / max(1, found.gpus)))
         )
     found = replace(found, nodes=nodes or 1)
-    if (named is not None and not found.whole) or (ram, nvme, ssd, gpus) != (None,) * 4:
+    if (gpu is not None and not found.whole) or (ram, nvme, ssd, gpus) != (None,) * 4:
         return replace(found, name=_title(found))
     return replace(found, name=f"{nodes} x {found.name}" if found.nodes > 1 else found.name)
 
@@ -129,9 +127,7 @@ def _known_gpu(found: LocalGpu | None) -> GpuPart | None:
     return min(fitting, key=lambda gpu: abs(gpu.nbytes - found.nbytes), default=None)
 
 
-def _with_named(
-    here: HardwareProfile, named: str, option: str, *, open_: bool
-) -> HardwareProfile:  # fmt: skip
+def _with_named(here: HardwareProfile, named: str, *, open_: bool) -> HardwareProfile:
     """Return the profile of a GPU or machine, with this machine's RAM and disk if it has none.
     `open_`: some of these will stay."""
     whole = find_part(named, MACHINES)
@@ -143,7 +139,7 @@ def _with_named(
         return replace(here.without_gpus(), here=local, notes=() if local else tuple(notes))
     part = find_part(named, GPUS)
     if part is None:
-        part, assumed = _of_size(named, option)
+        part, assumed = _of_size(named)
         notes.append(assumed)
     host, ram_bytes_per_s = part.host
     notes.append(f"RAM as fast as in a {host} ({ram_bytes_per_s / 1e9:.0f} GB/s)")
@@ -174,11 +170,11 @@ def _of_machine(part: MachinePart) -> HardwareProfile:
     )
 
 
-def _of_size(text: str, option: str) -> tuple[GpuPart, str]:
+def _of_size(text: str) -> tuple[GpuPart, str]:
     """Return a GPU of this much memory, with the rates of the named one nearest in size."""
     if not text.strip()[:1].isdigit():
-        raise ConfigError(f"{option} {text}: {_unknown(text, [*GPUS, *MACHINES])}")
-    nbytes = _size(text, option, _LEAST_MEMORY, _MOST_MEMORY)
+        raise ConfigError(f"--gpu {text}: {_unknown(text, [*GPUS, *MACHINES])}")
+    nbytes = _size(text, "--gpu", _LEAST_MEMORY, _MOST_MEMORY)
     near = min(GPUS, key=lambda gpu: (abs(gpu.nbytes - nbytes), gpu.flops_per_s["bf16"]))
     name = f"{format_bytes(nbytes)} GPU"
     note = f"a GPU's speed does not follow from its memory: assumed to be that of an {near.name}"
