@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from offload.kernels.weight_formats import Code
 from offload.swap.io.backends import BACKENDS
 from offload.tiers import accelerator
 from offload.tiers.placement import Placement
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
     BackendName = str
     DeviceName = str
     TierText = str
+    WeightFormatName = str
 else:
     BackendName = Literal["auto", *BACKENDS]
     DeviceName = Literal["auto", "cpu", *accelerator.KINDS]
     TierText = Literal[*_TIERS]
+    WeightFormatName = Literal[*(code.name.lower() for code in Code)]
 AUTO_MICRO_BATCHES = 0  # how `micro_batches: auto` is kept: not more than one piece until chosen
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
 _MAX_DEPTH = 4096  # groups fetched ahead: more than any model has

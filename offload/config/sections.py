@@ -29,6 +29,7 @@ from offload.config.fields import (
     Section,
     Split,
     TierText,
+    WeightFormatName,
     is_split,
     key,
     parse_split,
@@ -190,7 +191,7 @@ class PlacementConfig(Section):
 class StorageConfig(Section):
     """Frozen weights stored in fewer bits."""
 
-    weights: Literal["int8", "int4", "nf4"] = key(..., example="nf4")
+    weights: WeightFormatName = key(..., example="nf4")
     """Format of frozen weights at home, on any tier: int8, int4 (asymmetric), or nf4 (as QLoRA).
     They are encoded once, while they are loaded, and decoded into memory of the budget to be
     computed with: the same values on every tier. Frozen matrices alone: norms, biases and what is

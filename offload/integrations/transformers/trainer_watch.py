@@ -42,8 +42,7 @@ class WatchCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 "None)"
             )
         engine: Any = optimizer.engine
-        before = engine.runtime.stepper.taken + engine.runtime.stepper.skipped
-        steps = before - state.global_step + state.max_steps
+        steps = engine.steps_done - state.global_step + state.max_steps
         self._watch = engine.watch(steps=steps, **self._options)
 
     def on_evaluate(
