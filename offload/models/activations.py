@@ -73,7 +73,6 @@ class WithoutCaches:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._said = False
         self._hooks = []
         for module in model.modules():
             if not hasattr(getattr(module, "config", None), _ASKED):
@@ -96,16 +95,6 @@ class WithoutCaches:
             # past_key_values, even None: a loop that goes on with the cache of the last call
             if given.get(_ASKED) is not None or _GIVEN in given or _ASKED in names[: len(args)]:
                 return None
-            self._say(module)
             return args, {**kwargs, _ASKED: False}
 
         return before
-
-    def _say(self, module: nn.Module) -> None:
-        if not self._said:
-            self._said = True
-            _log.warning(
-                "%s trains without the key/value cache that its configuration asks for "
-                "(use_cache: true): only generating needs one; use_cache=True in a call gives it",
-                type(module).__name__,
-            )

@@ -191,6 +191,6 @@ class GivenBack:
 
 def close_weights(group: ParamGroup) -> None:
     """Close a group whose values were copied; its state stays open if it has views."""
-    group.close()
+    group.unmap()
     if not group.state.has_views():
         group.state.close()

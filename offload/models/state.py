@@ -39,11 +39,10 @@ class StateDictHooks:
         self._on_load, self._on_loaded = self._before_load, self._after_load
         owned = [p for module in model.modules() for p in self._own(module).values()]
         self._names = Counter(map(id, owned))
-        self._installed: list[tuple[dict[int, Any], int]] = []
-        self._keep(
+        self._installed: list[RemovableHandle] = [
             model.register_state_dict_pre_hook(lambda *args: values.adopt_changes()),
             model.register_load_state_dict_pre_hook(lambda *args: self._begin_load(*args)),
-        )
+        ]
         for module in model.modules():
             if self._own(module):
                 self._install(module)
@@ -53,18 +52,11 @@ class StateDictHooks:
         return {name: p for name, p in own if self._store.spec_of(p) is not None}
 
     def _install(self, module: nn.Module) -> None:
-        self._keep(
+        self._installed += [
             module.register_state_dict_post_hook(self._on_saved),
             module.register_load_state_dict_pre_hook(self._on_load),
             module.register_load_state_dict_post_hook(self._on_loaded),
-        )
-
-    def _keep(self, *handles: RemovableHandle) -> None:
-        """Note how to remove the hooks, in fewer bytes than their handles: a module has three."""
-        for handle in handles:
-            hooks = handle.hooks_dict_ref()
-            assert hooks is not None, "of a module that is there"
-            self._installed.append((hooks, handle.id))
+        ]
 
     def _saved(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
@@ -143,8 +135,8 @@ class StateDictHooks:
             context.__exit__(None, None, None)
 
     def remove(self) -> None:
-        for hooks, number in self._installed:
-            hooks.pop(number, None)
+        for handle in self._installed:
+            handle.remove()
         self._installed.clear()
 
 

@@ -6,7 +6,6 @@ gives them gradients, and they stay as they are. That is looked for before every
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from operator import is_
 
@@ -14,7 +13,6 @@ from torch import nn
 
 from offload.tiers.errors import UnsupportedError
 
-_log = logging.getLogger("offload")
 _MOST_NAMES = 4  # in an error
 
 
@@ -26,16 +24,13 @@ class ModelStructure:
         """`home_of` returns None for a parameter that is not managed."""
         self._model = model
         self._home_of = home_of
-        self._gone: set[int] = set()  # parameters that have been spoken of
         self._note()
 
     def check(self) -> None:
         """Raise UnsupportedError, naming trainable parameters that no update would see."""
         now = list(self._model.parameters())
         if len(now) != len(self._named) or not all(map(is_, now, self._named.values())):
-            before = self._named
             self._note()
-            self._say_gone(before)
         trained = [name for name, param in self._others.items() if param.requires_grad]
         if trained:
             raise UnsupportedError(
@@ -48,19 +43,6 @@ class ModelStructure:
     def _note(self) -> None:
         self._named = dict(self._model.named_parameters())
         self._others = {n: p for n, p in self._named.items() if self._home_of(p) is None}
-
-    def _say_gone(self, before: dict[str, nn.Parameter]) -> None:
-        here = {id(param) for param in self._named.values()}
-        gone = {
-            id(param): name for name, param in before.items()
-            if id(param) not in here | self._gone and self._home_of(param) is not None
-        }  # fmt: skip
-        if gone:
-            self._gone |= gone.keys()
-            _log.warning(
-                "%s: no longer in the model, which trains without; the memory is kept until the "
-                "engine is closed", _listed([*gone.values()]),
-            )  # fmt: skip
 
 
 def _listed(names: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     },
 }  # fmt: skip
-SAID = "trains without the key/value cache that its configuration asks for"
 
 
 def build(values: dict[str, Any]) -> Any:
@@ -92,16 +90,12 @@ def test_what_memest_writes_trains_as_it_is(
         )
 
 
-def test_a_training_pass_has_no_cache_and_that_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_training_pass_has_no_cache() -> None:
     model, batch = build(MODELS["LlamaDecoderLayer"]), batches()[0]
-    with offload.initialize(model, {}), caplog.at_level(logging.WARNING, logger="offload"):
+    with offload.initialize(model, {}):
         assert model(**batch).past_key_values is None
         assert model.model(batch["input_ids"]).past_key_values is None
         with torch.no_grad():
             assert model(**batch).past_key_values is not None
         model.eval()
         assert model(**batch).past_key_values is not None
-    assert caplog.text.count(SAID) == 1
-    model.train()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,8 +92,8 @@ def test_a_trainable_parameter_that_no_update_would_see_is_named_in_the_next_ste
             train(engine)
 
 
-def test_a_module_taken_out_is_said_once_and_the_rest_trains_as_in_plain_pytorch(
-    engine: offload.Engine, caplog: pytest.LogCaptureFixture
+def test_where_a_module_is_taken_out_the_rest_trains_as_in_plain_pytorch(
+    engine: offload.Engine,
 ) -> None:
     plain: Any = seeded(Model).to(ON)
     with torch.no_grad():
@@ -108,13 +107,9 @@ def test_a_module_taken_out_is_said_once_and_the_rest_trains_as_in_plain_pytorch
         model(x).square().mean().backward()
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     assert_same_bits(gradients_of(engine), gradients)
-    with caplog.at_level(logging.WARNING, "offload"):
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        train(engine)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
-    assert said[0].startswith("body.1.weight, body.1.bias: no longer in the model")
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    train(engine)
 
 
 def test_adapters_that_peft_puts_in_later_are_named(tmp_path: Path) -> None:

@@ -148,15 +148,6 @@ def test_memory_is_refused_in_and_out_of_graphs_and_ties_are_found_by_the_object
         assert len(stored) == 4
 
 
-def test_parameters_that_are_not_contiguous_are_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = seeded(Net).to(memory_format=torch.channels_last)
-    with offload.initialize(model, config(tmp_path, NVME)) as engine:
-        assert caplog.text.count("1.weight does not lie contiguous in memory") == 1
-        assert engine.module[1].weight.is_contiguous()
-
-
 @pytest.mark.parametrize("begin", [offload.initialize, offload.dispatch])
 def test_a_lazy_module_that_was_never_called_is_named(tmp_path: Path, begin: Any) -> None:
     keys = config(tmp_path, {"parameters": "nvme"})

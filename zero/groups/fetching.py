@@ -53,24 +53,15 @@ class Fetchable(Protocol):
     def state(self) -> Bringable: ...
 
 
-class PendingUpdates(Protocol):
-    """Pending updates of the items. An update also brings the item's state."""
-
-    def is_pending(self, index: int) -> bool: ...
-
-    def promote(self, index: int) -> None:
-        """Note that the item is needed now: its update is the next to begin."""
-        ...
-
-
-class NoUpdates:
-    """No pending updates: no item ever changes."""
+class PendingUpdates:
+    """Pending updates of the items: none, where no item ever changes. An update also brings the
+    item's state."""
 
     def is_pending(self, index: int) -> bool:
         return False
 
     def promote(self, index: int) -> None:
-        """Do nothing: there is no update."""
+        """Note that the item is needed now: its update is the next to begin."""
 
 
 class Fetcher:
@@ -79,7 +70,7 @@ class Fetcher:
     def __init__(self, depth: int) -> None:
         """`depth` is the greatest number of states that are fetched ahead."""
         self.trace = Trace()
-        self.updates: PendingUpdates = NoUpdates()
+        self.updates = PendingUpdates()
         self._depth = depth
         self._items: list[Fetchable] = []
         self._choices: set[int] = set()  # items that are in a table

@@ -289,10 +289,6 @@ class ParamGroup:
         """Let no parameter refer to the buffer until gathered again."""
         self._put_placeholders()
 
-    def close(self) -> None:
-        """Drop all references of this group to the buffer."""
-        self._put_placeholders()
-
     def invalidate(self) -> None:
         """Note that an update was submitted: values read before it are old."""
         self.version += 1

@@ -9,7 +9,6 @@ hooks in place (`start`) the model computes; `runtime.py` is built on it and tra
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,6 @@ from offload.zero.ranks.sharding import Part, Sharding
 from offload.zero.tensors.released import ReleasedParameters, Values
 
 NextUse = Callable[[], float]
-_log = logging.getLogger("offload")
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,6 @@ class WeightStore:
         self._where: dict[int, tuple[ParamGroup, int]] = {}
         for plan in discovery.groups:
             self._add_group(plan)
-        _say_made_contiguous(self.groups)
         self._add_tables(discovery)
         self.ranks.watch(self.groups, self.trace)
         self._handles = HandleTable(self.use, keeper)
@@ -389,20 +386,4 @@ class WeightStore:
         for each in self.on_close:
             each()
         for group in self.groups:
-            group.close()
-
-
-def _say_made_contiguous(groups: Sequence[ParamGroup]) -> None:
-    names = [
-        spec.name for group in groups
-        for spec, param in zip(group.layout.params, group.params, strict=True)
-        # a stride of 0: a placeholder for values loaded later (weights/materialise.py)
-        if not param.is_contiguous() and 0 not in param.stride()
-    ]  # fmt: skip
-    if names:
-        more = f" (and {len(names) - 1} more)" if names[1:] else ""
-        _log.warning(
-            "%s%s does not lie contiguous in memory (channels_last, a transposed view), and does "
-            "so in tiers: operations that go by its strides may add up in another order; give "
-            "inputs as channels_last where that is meant", names[0], more,
-        )  # fmt: skip
+            group.unmap()

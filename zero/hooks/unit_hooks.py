@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.modules import module as _of_all
+from torch.utils.hooks import RemovableHandle
 
 from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
@@ -112,12 +113,15 @@ class UnitHooks:
             return  # the units in it have hooks of their own
         before = _Before(self._begin, module, groups, ahead, is_expert, is_inner)
         hooks = _Hook(before.call, self._owner), self._after
+        registered = []
         if id(module) not in self._asked:
-            module.register_forward_pre_hook(hooks[0], prepend=True)
-            module.register_forward_hook(hooks[1], always_call=True)
+            registered = [
+                module.register_forward_pre_hook(hooks[0], prepend=True),
+                module.register_forward_hook(hooks[1], always_call=True),
+            ]
         name = self._names[id(module)]
         self._guards.append(
-            _Guard(module, name, self._calls, self._end, hooks, before.needs_nothing)
+            _Guard(module, name, self._calls, self._end, hooks, registered, before.needs_nothing)
         )
 
     def _read_ahead_by(self, module: nn.Module) -> list[ParamGroup]:
@@ -349,17 +353,18 @@ class _Guard:
 
     def __init__(
         self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None],
-        hooks: tuple[_Hook, _Hook], needs_no_hooks: Callable[[], bool],
+        hooks: tuple[_Hook, _Hook], registered: Sequence[RemovableHandle],
+        needs_no_hooks: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`end` gets the number of `calls` that were under way before this one. `hooks` are those
-        before and after the module's forward, with nothing to do in the call that begins where
-        `needs_no_hooks` is true."""
+        before and after the module's forward, `registered` with it or not, with nothing to do in
+        the call that begins where `needs_no_hooks` is true."""
         self._module = module
         self._name = name
         self._calls = calls
         self._end = end
         self.before, self._after = hooks
-        self._registered = sum(each is self.before for each in module._forward_pre_hooks.values())
+        self._registered = registered
         self._needs_no_hooks = needs_no_hooks
         self._installed = module._compiled_call_impl
         self._call: Callable[..., Any] = self._installed or module._call_impl
@@ -412,10 +417,10 @@ class _Guard:
     def _is_bare(self) -> bool:
         """Return whether a call is its forward between these two hooks, without hooks of others, a
         compiler or a tracer."""
-        module = self._module
+        module, own = self._module, 1 if self._registered else 0
         return self._installed is None and not (
-            len(module._forward_pre_hooks) > self._registered
-            or len(module._forward_hooks) > self._registered
+            len(module._forward_pre_hooks) > own
+            or len(module._forward_hooks) > own
             or module._backward_hooks
             or module._backward_pre_hooks
             or any(_GLOBAL_HOOKS)
@@ -425,24 +430,13 @@ class _Guard:
 
     def remove(self) -> None:
         """Also the hooks that torch has."""
-        module = self._module
-        _drop(self.before, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
-        _drop(
-            self._after, module._forward_hooks, module._forward_hooks_with_kwargs,
-            module._forward_hooks_always_called,
-        )  # fmt: skip
+        for handle in self._registered:
+            handle.remove()
         if self._module._compiled_call_impl is self:
             # an entry of the module's own: the class has one, too
             del self._module._compiled_call_impl
             if self._installed is not None:
                 self._module._compiled_call_impl = self._installed
-
-
-def _drop(hook: _Hook, hooks: dict[int, Any], *marks: dict[int, bool]) -> None:
-    """Remove a hook as its handle would; the handles of thousands of modules take as many KiB."""
-    for number in [number for number, each in hooks.items() if each is hook]:
-        for each in (hooks, *marks):
-            each.pop(number, None)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

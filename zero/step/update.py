@@ -32,6 +32,7 @@ from offload.swap.threads.worker import ParallelRunner, Worker
 from offload.tiers.tier import Residency
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import array_of
+from offload.zero.groups.fetching import PendingUpdates
 from offload.zero.groups.group import ParamGroup
 from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.step.device_update import DeviceUpdate, DeviceWork
@@ -52,7 +53,7 @@ class ExpectedUses:
     keep_records: bool = False
 
 
-class UpdateQueue:
+class UpdateQueue(PendingUpdates):
     """Runs pending updates on a thread of its own. `buffers` are its staging memory (1D uint8)."""
 
     def __init__(

@@ -38,7 +38,7 @@ from offload.planning.step.program import (
 from offload.planning.step.representatives import Representatives
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
-from offload.zero.groups.fetching import REPEATS, Fetcher
+from offload.zero.groups.fetching import REPEATS, Fetcher, PendingUpdates
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -50,7 +50,7 @@ _MOST_STEPS = 6  # until the bytes repeat; they have after two or three
 _ALIKE = 0.002  # of them: no prediction tells less
 
 
-class PlannedRun:
+class PlannedRun(PendingUpdates):
     """Runs a program step after step over simulated copies in memory, until two steps in a row move
     the same bytes: `moves` are the last step's.
 
@@ -194,9 +194,6 @@ class PlannedRun:
     # ---------------------------------------------------------------- what the fetcher asks
     def is_pending(self, index: int) -> bool:
         return bool(self._pending) and self._numbered[index] in self._pending
-
-    def promote(self, index: int) -> None:
-        """Do nothing: the program has the update before the use."""
 
     # ---------------------------------------------------------------- parameters
     def _use(self, group: PlannedGroup, action: Action) -> None:
