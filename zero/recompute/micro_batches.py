@@ -40,7 +40,6 @@ from torch.utils import _pytree as pytree
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.groups.discovery import Unit
-from offload.zero.hooks.forwards import ReplacedForward
 from offload.zero.recompute.micro_batch_checks import (
     SMALLER_BATCHES,
     Pieces,
@@ -51,6 +50,7 @@ from offload.zero.recompute.micro_batch_checks import (
     refuse_outer_checkpoint,
     refuse_output,
 )
+from offload.zero.recompute.recompute import ReplacedForward
 
 # Entered around the backward of a block, with its groups (by index) and whether more of their
 # gradients are on the way: another call of the block waits for its backward.

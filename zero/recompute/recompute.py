@@ -25,12 +25,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import ModifiedError, UnsupportedError
 from offload.zero.groups.discovery import Unit
-from offload.zero.hooks.forwards import ReplacedForward
 from offload.zero.hooks.handles import Keeper
 from offload.zero.recompute.block_state import KEPT_NBYTES, BlockState
 from offload.zero.recompute.random_state import RandomState, generators_of
@@ -83,6 +83,26 @@ class Recomputation:
     def remove(self) -> None:
         for block in self._blocks:
             block.remove()
+
+
+class ReplacedForward:
+    """A module's forward, called instead of its `own`, until `remove`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._overrides = "forward" in vars(module)
+        self.own: Callable[..., Any] = module.forward
+        module.forward = self
+
+    def remove(self) -> None:
+        """The module has the forward again that it had before."""
+        if self._overrides:
+            self.module.forward = self.own
+        else:
+            del vars(self.module)["forward"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
 class _RecomputedBlock(ReplacedForward):
