@@ -140,7 +140,9 @@ class Dispatched(TieredModel):
         first = self._initialisation(discovery, dtype, weights, lazy, only)
         self._open_tiers(config, dtype)
         depth = int(self.config.prefetch)
-        self._store = WeightStore(discovery, self._homes, dtype, self.device, prefetch=depth)
+        self._store = WeightStore(
+            discovery, self._homes, dtype, self.device, prefetch=depth, straight_from_codes=True
+        )
         self._store.closed = self._CLOSED
         self._homes.let_wait(lambda: False)  # no update will give back copies
         self._load(first)

@@ -29,6 +29,8 @@ class DeviceCodedState(CodedState):
     """`pool` is a pool of device memory, `reads` are its slots'. Values in host memory, for loading
     and reading out, are pageable and outside of any budget: one group at a time."""
 
+    has_codes = False  # the device decodes them
+
     def __init__(
         self, nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool, links: Links,
         reads: OpenReads, next_use: Callable[[], float],

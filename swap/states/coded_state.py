@@ -41,6 +41,8 @@ MakeHome = Callable[[int, int], State]
 class CodedState(SlotState):
     """`nbytes` in a slot of `pool` while computed with, as a codec stores them at home."""
 
+    has_codes = True
+
     def __init__(
         self, nbytes: int, piece_nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool,
         next_use: Callable[[], float],
@@ -125,6 +127,9 @@ class CodedState(SlotState):
             with self._lock:
                 self._pool.keep_for_values(self)
             return view
+
+    def codes(self) -> tuple[Codec, torch.Tensor]:
+        return self._codec, self._stored(0, self._home.tensor())
 
     def blank(self) -> torch.Tensor:
         return self._take_slot()

@@ -188,6 +188,13 @@ class State(abc.ABC):
         something else. `to_edge`: nothing was changed behind the edge.
         """
 
+    has_codes = False  # True: there are `codes`
+
+    def codes(self) -> tuple[Codec, torch.Tensor]:
+        """The codec and the stored codes of a buffer in one piece, 1D uint8 in host memory; waits
+        for their arrival, and any view keeps them there."""
+        raise StateError(f"{self.name} has no codes that a model computes with")
+
     def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
         """Count a use of the buffer by the compute side, to tell how much was still in memory."""
 

@@ -83,8 +83,8 @@ def test_a_dispatched_model_computes_with_the_decoded_values_from_every_tier(
     for model, placement in zip(models, PLACEMENTS, strict=True):
         offload.dispatch(model, coded(tmp_path, weights, placement, precision="bf16"))
         with torch.no_grad(), offload.dispatched(model) as owner:
-            for some in (tokens, tokens[:1, :1]):
-                assert bits(model(some)) == bits(plain(some)), placement
+            for _ in range(2):
+                assert bits(model(tokens)) == bits(plain(tokens)), placement
             assert all(
                 bits(value) == bits(plain.state_dict()[name])
                 for name, value in model.state_dict().items()
@@ -321,6 +321,8 @@ def test_an_adapter_that_is_frozen_is_not_rounded(tmp_path: Path) -> None:
             self.base_layer = nn.Linear(WIDTH, WIDTH)
             self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, 32, bias=False)})
             self.lora_B = nn.ModuleDict({"default": nn.Linear(32, WIDTH, bias=False)})
+            self.hada_w1_a = nn.ParameterDict({"default": torch.randn(WIDTH, 32)})
+            self.prompt_encoder = nn.ModuleDict({"default": nn.Embedding(4, WIDTH)})
 
     model = nn.Sequential(Tuner())
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -112,8 +112,8 @@ class ParamGroup:
     __slots__ = (
         "__weakref__", "_catch_up", "_classes", "_placeholders", "_shown", "_users", "_uses",
         "_watched", "_written", "check_assigned", "copies", "device", "dtype", "ep_size",
-        "has_masters", "index", "layout", "name", "on_trial", "params", "pending", "permanent",
-        "residing", "state", "updated_at", "version", "written_at",
+        "has_masters", "index", "is_lazy", "layout", "name", "on_trial", "params", "pending",
+        "permanent", "residing", "state", "updated_at", "version", "written_at",
     )  # fmt: skip
 
     def __init__(
@@ -135,6 +135,9 @@ class ParamGroup:
         self.device = device
         self.permanent = False  # True: every state is at home in the memory where it is used
         self.has_masters = False  # True: a write to a parameter has to reach its master, too
+        # True: without gradients a module's call gathers only what has to be decoded, when it is
+        # needed, and computes with codes until then (coded_uses.py)
+        self.is_lazy = False
         # of the parameters' values, as they were gathered last
         self._shown: list[tuple[int, tuple[int, ...]]] = []
         self._uses = 0  # tensors over the buffer's memory then
@@ -163,6 +166,11 @@ class ParamGroup:
     def is_entered(self) -> bool:
         """Whether a module's forward or `gathered` has entered and not left."""
         return bool(self._users)
+
+    @property
+    def is_left_in_codes(self) -> bool:
+        """Whether a module's call has entered, and nothing was decoded since."""
+        return self.is_lazy and self.is_entered and self.residing is GroupState.RELEASED
 
     def fall_behind(self, catch_up: Callable[[ParamGroup], None]) -> None:
         """Note that a step was missed: before anything is read, `catch_up` begins its update."""
@@ -264,11 +272,12 @@ class ParamGroup:
         if self.residing is GroupState.RELEASED:
             param.__class__ = kind
 
-    def enter(self, user: object) -> None:
+    def enter(self, user: object, *, calls: bool = False) -> None:
         """Note that `user` (a module's call, a `gathered`) needs the parameters; it must call
-        `leave`, also if this raises."""
+        `leave`, also if this raises. `calls`: it is a module's call."""
         self._users.add(user)
-        self.gather()
+        if not (calls and self.is_lazy) or torch.is_grad_enabled():
+            self.gather()
 
     def leave(self, user: object) -> None:
         """Note that `user` is done; the last one to leave releases. Idempotent."""

@@ -15,7 +15,15 @@ from offload.zero.groups.layout import ParamShape
 
 HEAD = "lm_head"  # stays as it is where nothing is said: its rounding is seen in every logit
 # Adapters of PEFT are small, and not rounded with the weights that they adapt, also where frozen.
-_ADAPTERS = ("lora_*", "prompt_encoder")
+# How their modules' names begin (`prefix` of PEFT's tuners).
+_ADAPTERS = (
+    "adamss_", "adaption_prompt", "beft_", "boft_", "bone_", "c3a_", "deft_", "delora_",
+    "fourierft_", "frod_", "glora_", "gralora_", "hada_", "hira_", "hra_", "ia3_",
+    "internal_xlora_classifier", "lily_", "ln_tuning_", "lokr_", "lora_", "miss_", "oft_", "osf_",
+    "peanut_", "poly_", "prompt_encoder", "psoft_", "pvera_", "randlora_", "road_", "shadow_",
+    "shira_", "supertuning_", "tinylora_", "trainable_tokens_", "unilora_", "vblora_", "vera_",
+    "waveft_",
+)  # fmt: skip
 _SHOWN = 5
 
 
@@ -32,12 +40,13 @@ class Storage:
         return (
             not param.trainable
             and _is_matrix(param)
-            and not any(is_named(name, each) for name in param.names for each in self._skip)
+            and not any(self._skips(name) for name in param.names)
         )
 
-    @property
-    def _skip(self) -> tuple[str, ...]:
-        return (*_ADAPTERS, *((HEAD,) if self.skip is None else self.skip))
+    def _skips(self, name: str) -> bool:
+        if any(part.startswith(_ADAPTERS) for part in name.split(".")):
+            return True
+        return any(is_named(name, each) for each in ((HEAD,) if self.skip is None else self.skip))
 
     def check(self, params: Sequence[ParamShape]) -> None:
         """Raise ConfigError if a pattern names nothing, or nothing is left to be stored."""

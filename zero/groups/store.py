@@ -90,12 +90,15 @@ class WeightStore:
     def __init__(
         self, discovery: Discovery, homes: WeightHomes, dtype: torch.dtype, device: torch.device,
         *, prefetch: int = 4, ranks: RankWeights | None = None, keeper: Keeper | None = None,
+        straight_from_codes: bool = False,
     ) -> None:  # fmt: skip
         """The model computes in `dtype` on `device`; `prefetch` groups are fetched ahead.
-        `ranks` are those that share the weights, `keeper` takes saved activations."""
+        `ranks` are those that share the weights, `keeper` takes saved activations.
+        `straight_from_codes`: without gradients few tokens are multiplied so."""
         self.dtype = dtype
         self.device = device
         self.own = FLOAT_OF[dtype]
+        self._straight_from_codes = straight_from_codes
         self.units = [unit for unit in discovery.units if not unit.is_packed]
         self.packed = discovery.packed
         self.tables: list[ExpertTable] = []
@@ -140,6 +143,7 @@ class WeightStore:
             index, plan.name, layout, ordered, self.dtype, state, self.device,
             self._released.classes_of, plan.shape.ep_size,
         )  # fmt: skip
+        group.is_lazy = self._straight_from_codes and state.has_codes
         this = weakref.proxy(self)
         group.check_assigned = lambda param, value: this._check_assigned(param, value)
         self.groups.append(group)

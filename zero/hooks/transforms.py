@@ -14,11 +14,16 @@ from offload.tiers.errors import UnsupportedError
 _HARMLESS = "Vmap"  # nothing is differentiated
 
 
+def in_transform() -> bool:
+    """Return whether a call in progress is transformed by torch.func or forward-mode AD."""
+    return bool(torch._C._functorch.get_interpreter_stack()) or forward_ad._current_level >= 0
+
+
 def refuse_transforms() -> None:
     """Raise UnsupportedError if anything but autograd's graph differentiates a call in progress."""
-    stack = torch._C._functorch.get_interpreter_stack()
-    if not stack and forward_ad._current_level < 0:
+    if not in_transform():
         return
+    stack = torch._C._functorch.get_interpreter_stack()
     names = [str(each.key()).rpartition(".")[2] for each in stack or ()]
     found = next((name for name in names if name != _HARMLESS), None)
     if found is None and forward_ad._current_level < 0:

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import Unit
-from offload.zero.groups.group import NO_COPIES, ParamGroup
+from offload.zero.groups.group import NO_COPIES, GroupState, ParamGroup
 from offload.zero.hooks import compilers
 from offload.zero.hooks.compilers import break_graph, uncompiled
 from offload.zero.hooks.dtype_errors import explain_dtypes
@@ -109,6 +109,8 @@ class UnitHooks:
         unit (`is_inner`) may be called by a method of the unit, by the user, or in a backward pass,
         to be computed again; while the unit is called its hooks have nothing to do."""
         ahead = self._read_ahead_by(module)
+        for group in ahead:
+            group.is_lazy = False  # released, its parameters are of the wrong class
         if is_inner and not groups and not ahead:
             return  # the units in it have hooks of their own
         before = _Before(self._begin, module, groups, ahead, is_expert, is_inner)
@@ -155,7 +157,7 @@ class UnitHooks:
         if is_expert:
             call.expert = self._handles.of_expert()
             call.expert.__enter__()
-        self._enter(groups, call)
+        self._enter(groups, call, calls=True)
 
     def _return(self, module: nn.Module) -> None:
         # a user's hook in front of `before` may have raised, or another thread be inside: then this
@@ -190,13 +192,14 @@ class UnitHooks:
             self._one_thread.__exit__()
 
     @interrupted_in_waits
-    def _enter(self, groups: Sequence[ParamGroup], user: _User) -> None:
+    def _enter(self, groups: Sequence[ParamGroup], user: _User, *, calls: bool = False) -> None:
         """Enter groups. `_leave` must follow, also if this raises."""
         for group in groups:
             self._use(group)
             user.groups.append(group)
-            group.enter(user)
-            self._handles.note(group)
+            group.enter(user, calls=calls)
+            if group.residing is GroupState.GATHERED:
+                self._handles.note(group)
 
     @defer_signals
     def _leave(self, user: _User) -> None:
@@ -245,12 +248,22 @@ class UnitHooks:
             yield
 
     def join_call(self, groups: Sequence[ParamGroup]) -> bool:
-        """Let the outermost call under way use `groups`, too. False if there is none."""
+        """Let the outermost call under way use `groups`, too; what a call has left in codes is
+        decoded until that call ends. False if there is none."""
         if not self._calls:
             return False
         refuse_transforms()
-        self._enter(groups, self._calls[0])
+        for group in groups:
+            if group.is_left_in_codes:
+                self._decode(group)
+            else:
+                self._enter([group], self._calls[0])
         return True
+
+    @interrupted_in_waits  # half gathered, a group would not be released
+    def _decode(self, group: ParamGroup) -> None:
+        group.gather()
+        self._handles.note(group)
 
     @contextmanager
     def computing(self, unit: Unit) -> Iterator[None]:

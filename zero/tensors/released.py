@@ -7,6 +7,8 @@ subclass of its own, whose `__torch_function__` sees every use:
     packed (packed.py)     in a graph its rows as one tensor, where gradients come to the rows
     while a module is called    its group is gathered, and stays until the outermost call returns (a
                                 tied head written as `F.linear(x, embed.weight)`)
+    ... that left it in codes   few tokens are multiplied as they are stored (coded_uses.py),
+                                else the group is decoded, until that call returns
     in a graph                  gathered for that operation; what it saves becomes handles, and what
                                 would be a view of the values is a copy
     otherwise                   it acts as a `PagedTensor`: read when needed, written through,
@@ -34,10 +36,12 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.shared_views import check_format, refuse_shared_data
+from offload.zero.groups.weight_codes import WeightCodes
+from offload.zero.hooks.coded_uses import StoredParam, compute
 from offload.zero.hooks.compilers import uncompiled
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.hooks.session import Session
-from offload.zero.hooks.transforms import refuse_in_transforms
+from offload.zero.hooks.transforms import in_transform, refuse_in_transforms
 from offload.zero.tensors.local_tensors import is_dtensor
 from offload.zero.tensors.paged import (
     MAKE_ANOTHER,
@@ -225,6 +229,11 @@ class ReleasedParameters:
         if name == "as_strided":
             function = functools.partial(_as_strided, function)
         groups = list(dict.fromkeys(self._group_of(param) for param in params))
+        in_codes = all(group.is_left_in_codes for group in groups)
+        if in_codes and not torch.is_grad_enabled() and not in_transform():
+            found = compute(function, name, args, kwargs, self._stored)
+            if found is not NotImplemented:
+                return found
         if self._join_call(groups):
             return function(*args, **kwargs)
         if _is_in_graph(params, name, function):
@@ -270,6 +279,18 @@ class ReleasedParameters:
                     "none: other code put it in its place (accelerate's cpu_offload and "
                     "dispatch_model do so); leave the parameters of a model in tiers as they are"
                 )
+
+    def _stored(self, value: Any) -> StoredParam | None:
+        """Return the stored bytes of a released parameter whose group has codes; None for any other
+        value."""
+        if type(value) not in self._released:
+            return None
+        found = self._find(value)
+        assert found is not None, "released parameters are managed ones"
+        codec, stored = found[0].state.codes()
+        assert isinstance(codec, WeightCodes), "of frozen weights"
+        part = codec.layout.parts[found[1]]
+        return StoredParam(part, stored[part.stored], codec, found[0].dtype)
 
     # ---------------------------------------------------------------- packed ones
     def hide(self, packed: PackedParam, dtype: torch.dtype, device: torch.device) -> None:
