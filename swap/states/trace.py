@@ -2,8 +2,8 @@
 
 One cycle is what happens between two optimizer steps. A use that the trace did not expect moves
 the cursor to the nearest later match, and the stretch is recorded anew for the next cycle; where
-there is no match, a table of successors (who followed this group last time) predicts instead, so
-that changing control flow costs a few misses and never the whole trace. Experts, of which a router
+there is no match it stays where it is, so that changing control flow costs a few misses and never
+the whole trace. Experts, of which a router
 chooses some, are no part of that order (`choices.py`): only where their tables stand in it is.
 
 A forward that no backward pass follows (an evaluation, inference) is a cycle of its own, expected
@@ -106,7 +106,6 @@ class Trace:
         self._places: list[_Place] = []  # of tables in this cycle so far
         self._forward_choices = self._forward_places = 0  # how many were before the last forward
         self._recomputes = False  # backward uses what was chosen in the order of its forward
-        self._successors: dict[int, int] = {}
         self._cursor = 0  # next expected position
         self._on_trace = True
         self.hits = 0
@@ -155,8 +154,6 @@ class Trace:
             self._turn = group if self._last == group else None
         if self._last == group:
             return False
-        if self._last is not None and self._forwards[-1:] != [len(self._recorded)]:
-            self._successors[self._last] = group  # of the same pass
         if len(self._recorded) >= LONGEST_CYCLE:
             self.end_cycle()
         self._last = group
@@ -267,9 +264,6 @@ class Trace:
     # ---------------------------------------------------------------- predictions
     def upcoming(self) -> Iterator[int]:
         """Groups in the order of their expected use, at most one cycle long. None of a table."""
-        if not self._on_trace and self._last is not None:
-            yield from self._by_successors(self._last)
-            return
         uses, start = self._expected.uses, self._cursor
         for distance in range(len(uses)):
             yield uses[(start + distance) % len(uses)]
@@ -277,9 +271,6 @@ class Trace:
     def ahead(self, count: int) -> list[tuple[int, float]]:
         """The `count` items that are needed next, each with its `next_use`: groups as in
         `upcoming`, and between them the items that the backward pass needs of the tables there."""
-        if not self._on_trace and self._last is not None:
-            found = itertools.islice(self._by_successors(self._last), count)
-            return [(group, self.next_use(group)) for group in found]
         uses, start = self._expected.uses, self._cursor
         distances: dict[int, float] = {}
         for distance in range(min(count, len(uses))):
@@ -300,9 +291,6 @@ class Trace:
     def rest(self) -> Iterator[int]:
         """Groups like those of `upcoming`, but after this pass of the model: a step may have
         changed the uses there."""
-        if not self._on_trace and self._last is not None:
-            yield from self._by_successors(self._last)
-            return
         yield from self._expected.pass_from(self._cursor)
 
     def is_over(self, group: int) -> bool:
@@ -320,13 +308,6 @@ class Trace:
         forward = self._recorded[self._forward_start : self._backward_start]
         done = self._recorded[self._backward_start :].count(group) + (group == self._turn)
         return done >= forward.count(group)
-
-    def _by_successors(self, group: int) -> Iterator[int]:
-        seen = {group}
-        while (following := self._successors.get(group)) is not None and following not in seen:
-            yield following
-            seen.add(following)
-            group = following
 
     def next_use(self, group: int) -> float:
         """Uses until `group` is expected again; infinity if it never was. What is chosen comes

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from offload.swap.io import swap_file, timeout_thread
+from offload.swap.io import swap_file
 from offload.swap.io.swap_file import SwapFile, check_directory, file_system_of
 from offload.tiers.errors import NoSpaceError, PathError, StuckError
 from offload.tiers.tier import PAGE_NBYTES
@@ -170,19 +170,13 @@ def test_nothing_is_left_after_kill_9(directory: Path) -> None:
 class Held:
     """A file whose reservations do not return until `release`."""
 
-    def __init__(
-        self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, gives_up: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._real, self._go_on = swap_file.fallocate, threading.Event()
-        self.entered = threading.Event()
         self.file = SwapFile(directory, timeout_s=60)
-        self._gives_up = gives_up
         monkeypatch.setattr(swap_file, "fallocate", self._held)
 
     def _held(self, *args: Any) -> None:
-        self.entered.set()
-        if self._gives_up:
-            give_up_this_call()
+        give_up_this_call()
         assert self._go_on.wait(60)
         self._real(*args)
 
@@ -224,26 +218,3 @@ def test_a_file_is_closed_when_a_stuck_call_on_it_returns_and_not_before(
     held.release()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-
-
-def test_a_ctrl_c_amid_a_stuck_reservation_comes_through(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeout_thread, "_PATIENCE_S", 0.1)
-    held = Held(directory, monkeypatch, gives_up=False)
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def interrupt() -> None:
-        assert held.entered.wait(60)
-        signal.pthread_kill(main, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        held.file.reserve(8192)
-    thread.join()
-    with pytest.raises(StuckError):
-        held.file.reserve(8192)
-    held.file.close()
-    held.release()

@@ -13,7 +13,7 @@ import pytest
 from offload.swap.io import pinned_folder
 from offload.swap.io.maker_marks import maker_of
 from offload.swap.io.pinned_folder import PinnedFolder
-from offload.swap.io.swap_file import SwapFile, check_directory
+from offload.swap.io.swap_file import SwapFile
 from offload.tiers.errors import PathError
 from offload.tiers.tier import PAGE_NBYTES
 
@@ -136,5 +136,3 @@ def test_descriptors_are_given_back_whatever_fails(
     with pytest.raises(PathError, match="Too many open files"):
         SwapFile(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(PathError):
-        check_directory(tmp_path / "missing" / "new")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,15 +49,12 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, module: FakeModule, options: dict[str, bool]) -> None:
-        self.module, self.options, self.recorded = module, options, ""
+    def __init__(self, module: FakeModule) -> None:
+        self.module, self.recorded = module, ""
 
     def record(self, stream: FakeStream) -> None:
         self.recorded = stream.name
         self.module.calls.append(f"record {stream.name}")
-
-    def query(self) -> bool:
-        return True
 
 
 class FakeModule:
@@ -66,10 +62,8 @@ class FakeModule:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.events: list[FakeEvent] = []
         self.device_index, self.devices, self.available = 0, 2, True
         self.status = self.last_error = 0
-        self.is_current_stream_capturing: Any = None
 
     def is_available(self) -> bool:
         return self.available
@@ -91,12 +85,6 @@ class FakeModule:
     def synchronize(self, device: Device) -> None:
         self.calls.append(f"synchronize device {device.index}")
 
-    def mem_get_info(self, device: Device) -> tuple[int, int]:
-        return 3 << 30, 4 << 30
-
-    def get_device_properties(self, device: Device) -> Any:
-        return SimpleNamespace(name="Fake 9000", total_memory=4 << 30)
-
     def Stream(self, device: Device) -> FakeStream:
         return FakeStream(self, "side")
 
@@ -107,8 +95,7 @@ class FakeModule:
         return stream
 
     def Event(self, *_: Device, **options: bool) -> FakeEvent:
-        self.events.append(FakeEvent(self, options))
-        return self.events[-1]
+        return FakeEvent(self)
 
     def cudart(self) -> FakeModule:
         return self
@@ -163,9 +150,6 @@ def test_a_copy_waits_for_the_model_and_is_marked_in_its_own_stream(
     ]  # fmt: skip
     mark.before_compute()
     assert module.calls[-1] == "model waits for side"
-
-
-# ---------------------------------------------------------------- graphs
 
 
 # ---------------------------------------------------------------- pinning
@@ -253,6 +237,3 @@ def test_a_rank_has_its_own_device_unless_one_was_chosen(
     module.device_index = current
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert KINDS["cuda"].current_device() == torch.device("cuda", expected)
-
-
-# ---------------------------------------------------------------- what it lacks, and is
