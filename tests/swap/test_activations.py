@@ -28,7 +28,7 @@ from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
-from offload.tiers.tier import Residency, Tier
+from offload.tiers.tier import Tier
 
 PAGE = 4096
 CPU = torch.device("cpu")
@@ -56,10 +56,6 @@ class Bench:
     @property
     def disk_nbytes(self) -> int:
         return self.files.account.by_class[StateClass.ACTIVATIONS]
-
-    def residencies(self) -> list[Residency]:
-        """Of the first piece of every living record, in the order they were saved."""
-        return [r.pieces[0].residency for _, r in sorted(self.tier._records.items())]
 
     def assert_nothing_is_left(self) -> None:
         self.tier.settle()
@@ -159,9 +155,6 @@ def test_a_new_tensor_where_a_parked_one_lay_is_not_mistaken_for_it(make: Make) 
     assert all(same(parked.tensor(), noise(2, seed)) for seed, parked in enumerate(kept))
 
 
-# ------------------------------------------------------------------------------ the disk
-
-
 def test_without_a_store_the_window_is_their_home(make: Make) -> None:
     bench = make(window=32, stored=False, in_place=False)
     parked = [bench.park(noise(4, seed)) for seed in range(8)]
@@ -196,9 +189,6 @@ def test_a_full_disk_leaves_the_rest_where_it_is_and_says_so_once(
     assert all(same(parked.tensor(), noise(4, seed)) for seed, parked in kept.items())
     kept.clear()
     bench.assert_nothing_is_left()
-
-
-# ------------------------------------------------------------------------------ ends
 
 
 def test_a_failed_write_is_raised_where_room_is_needed_next(make: Make) -> None:

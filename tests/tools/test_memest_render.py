@@ -9,7 +9,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import strategies as st
 from rich.console import Console
 
 from offload.pages.page import to_html
@@ -17,8 +16,6 @@ from offload.planning.plan.estimate import (
     Estimate,
     LinkTime,
     MemoryClass,
-    MemoryEstimate,
-    PlaceEstimate,
     Shortfall,
     StepEstimate,
 )
@@ -29,7 +26,7 @@ from offload.tools.memest.show import view
 from offload.tools.memest.show.estimate_page import estimate_page
 from offload.tools.memest.show.render_json import SCHEMA, to_dict
 from offload.tools.memest.show.render_terminal import page_table
-from tests.tools.estimates import GiB, estimate
+from tests.tools.estimates import estimate
 
 EXPERTS = ExpertEstimate(
     tables=47, experts=3008, chosen=6, numel=int(27e9), active_numel=int(4.2e9), tokens=97,
@@ -45,12 +42,6 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-def held(*nbytes: int, capacity: int = 24 * GiB) -> Estimate:
-    place = PlaceEstimate(capacity, dict(zip(MemoryClass, nbytes, strict=False)))
-    places = {Tier.DEVICE: place}
-    return estimate(memory=MemoryEstimate(places, {Tier.DEVICE: sum(nbytes)}, 0))
-
-
 def text_of(case: Estimate, width: int) -> str:
     console = Console(width=width, file=io.StringIO(), force_terminal=False, color_system=None)
     console.print(page_table(estimate_page(case)))
@@ -61,17 +52,6 @@ def text_of(case: Estimate, width: int) -> str:
 
 def page_of(case: Estimate) -> str:
     return to_html(estimate_page(case), by="memest")
-
-
-# ---------------------------------------------------------------- bars and lanes
-sizes = st.lists(st.integers(0, 1 << 50), min_size=1, max_size=len(MemoryClass)).filter(any)
-
-
-def places(case: Estimate) -> list[PlaceEstimate]:
-    return [place for _, place in view.places_of(case)]
-
-
-# ---------------------------------------------------------------- words
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.tools.memest.cli import main
-from offload.tools.memest.commands.output import check_target, write_file
+from offload.tools.memest.commands.output import check_target
 
 TINY = ["--layers", "2", "--hidden", "64", "--vocab", "256"]
 ONE = ["-o", "placement.activations.checkpoint=false", "-o", "micro_batches=1"]  # one trace each
@@ -131,24 +131,6 @@ def test_a_file_that_is_there_is_kept_unless_forced(tmp_path: Path, capsys: Any)
 
 
 # ---------------------------------------------------------------- files
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: Any) -> None:
-    from offload.tiers.errors import PathError
-
-    path = tmp_path / "a"
-    path.write_text("old")
-
-    def full(self: Path, content: bytes) -> int:
-        with open(self, "wb") as file:
-            file.write(content[:1])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(PathError, match="No space left on device"):
-        write_file(path, b"new", "--out")
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["a"]
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     from offload.tiers.errors import PathError

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.errors import ConfigError, PathError, StorageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,11 +62,11 @@ def _text(table: RenderableType) -> str:
 
 def _deliver(answer: str, out: Path | None) -> None:
     """Write to the file of --out, or to standard output; characters outside UTF-8 become `?`."""
-    content = answer.encode(errors="replace")
+    text = answer.encode(errors="replace").decode()
     if out is not None:
-        write_file(out, content, "--out")
+        write_file(out, text, "--out")
     else:
-        sys.stdout.write(content.decode())
+        sys.stdout.write(text)
 
 
 def check_target(path: Path, option: str, *, replace: bool) -> None:
@@ -85,23 +84,15 @@ def check_target(path: Path, option: str, *, replace: bool) -> None:
         raise PathError(f"{option} {path}: not allowed to write there")
 
 
-def write_file(path: Path, content: bytes, option: str) -> None:
+def write_file(path: Path, text: str, option: str) -> None:
     """Replace `path` as a whole, never half of it. Raise PathError if the system refuses."""
+    from offload.checkpoint.format.disk import replace_text
+
     try:
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            path.write_bytes(content)  # /dev/stdout, a pipe: nothing that could be replaced
+            path.write_text(text)  # /dev/stdout, a pipe: nothing that could be replaced
         else:
-            _replace(path, content)
-    except OSError as error:
-        raise PathError(f"{option} {path}: cannot be written: {error.strerror or error}") from None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    target = path.resolve()  # a link stays one
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(target)
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            replace_text(path.resolve(), text)  # a link stays one
+    except (OSError, StorageError) as error:
+        reason = os.strerror(error.errno or errno.EIO)
+        raise PathError(f"{option} {path}: cannot be written: {reason}") from None

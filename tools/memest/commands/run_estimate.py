@@ -191,7 +191,7 @@ def _write_config(found: Estimate, question: Question, path: Path) -> None:
 
     case = question.case
     text = config_yaml(found, case, question.asked, str(path))
-    write_file(path, text.encode(), "--write")
+    write_file(path, text, "--write")
     print(f"wrote {path}", file=sys.stderr)
 
 
