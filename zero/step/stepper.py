@@ -89,8 +89,8 @@ class Stepper:
         self.taken = self.skipped = 0
         self._unstepped = False  # gradients arrived since the last step or zero_grad
         self._lock = threading.RLock()
-        self._read_by_update: set[int] = set()
-        self._clear_after_update: set[int] = set()
+        # groups whose gradients an update reads, and whether they are cleared after that
+        self._read_by_update: dict[int, bool] = {}
         self.nonfinite = NonfiniteSteps(rules.max_skipped_steps)
         # in_backward: numbers as they are when the first group is complete, groups that are being
         # updated ahead of their step, and gradients since the last step, per group and parameter
@@ -200,7 +200,7 @@ class Stepper:
             return
         update = self._group_update(state, terms, {})
         with self._lock:
-            self._read_by_update.add(state.group.index)
+            self._read_by_update.setdefault(state.group.index, False)
         self._updates.submit([update], first=True)
 
     def step(self, hyper_of: HyperOf) -> StepOutcome:
@@ -262,12 +262,13 @@ class Stepper:
         with self._lock:
             ahead = sorted(self._ahead)
             self._ahead.clear()
-            self._clear_after_update |= self._read_by_update.intersection(ahead)
-            ended = [index for index in ahead if index not in self._read_by_update]
+            reading = self._read_by_update.keys() & ahead
+            self._read_by_update |= dict.fromkeys(reading, True)
         self._forget_passes()
         self.on_used_up(ahead, "the update in backward has used it up")
-        for index in ended:
-            self._states[index].gradients.clear()
+        for index in ahead:
+            if index not in reading:
+                self._states[index].gradients.clear()
 
     def zero_grad(self) -> None:
         """Forget all gradients, each as soon as a pending update has read it.
@@ -309,7 +310,7 @@ class Stepper:
     def _clear(self, state: OptimizerState) -> None:
         with self._lock:
             if state.group.index in self._read_by_update:
-                self._clear_after_update.add(state.group.index)
+                self._read_by_update[state.group.index] = True
                 return
         if state.gradients.holds_any:
             state.gradients.clear()
@@ -364,7 +365,7 @@ class Stepper:
     def _wait_for_reading_updates(self) -> None:
         """Wait for updates: a group has one at a time, and zero_grad counts from its call."""
         with self._lock:
-            reading = sorted(self._read_by_update - self._ahead)
+            reading = sorted(self._read_by_update.keys() - self._ahead)
         reading = [index for index in reading if index not in self.speculative]
         for index in reading:
             self._states[index].group.wait_for_update()
@@ -418,7 +419,8 @@ class Stepper:
             state.steps[list(terms.having)] += 1
             state.group.invalidate()
         with self._lock:
-            self._read_by_update.update(state.group.index for state in states)
+            for state in states:
+                self._read_by_update.setdefault(state.group.index, False)
         here = [update for update in updates if update.state.parts]
         self._updates.submit(here, first=first)
         for update in updates:  # other ranks have all of the group that is updated
@@ -485,15 +487,14 @@ class Stepper:
         if ahead:
             self._states[index].gradients.spend()
         with self._lock:
-            clear = index in self._clear_after_update
+            clear = self._read_by_update.get(index, False)
             if not clear:
-                self._read_by_update.discard(index)
+                self._read_by_update.pop(index, None)
         if clear:
             # A step that comes meanwhile waits for this update: it must not see what is cleared.
             self._states[index].gradients.clear()
             with self._lock:
-                self._clear_after_update.discard(index)
-                self._read_by_update.discard(index)
+                self._read_by_update.pop(index, None)
 
 
 def _without_gradients(state: OptimizerState, updates: ZeroUpdates) -> list[Segment]:
