@@ -1,15 +1,15 @@
-"""The fetching of states, ahead of their use and in its order.
+"""Prefetches states in the order of their uses.
 
     used        a  b  c  d                  the trace learns this order and expects it again
-    need(b)        ├ b is here
-    fetched ahead     ├ c ├ d               the next ones in the trace, while there is room
+    need(b)        ├ b is in memory
+    prefetched        ├ c ├ d               the next items of the trace, while there is room
     announce(x, y)    ├ x ├ y ├ c ├ d       a module chose x and y: before what the trace expects
 
-An item to be fetched has a number and a state. A group of parameters is one. Items of a table are
-fetched only when they are chosen, after their module has run in part (experts after their router):
-in forward when they are announced or used, in backward ahead of it, for what the forward has chosen
-is what the backward needs. They are never guessed (benchmarks/records/expert-residency.md has what
-guesses would cost).
+An item has a number and a state; a group of parameters is one. Items of a table (experts) are
+fetched only once they are chosen, which is after a part of their module has run (the router): in
+forward when they are announced or used, in backward ahead of their use, since backward needs the
+items that forward has chosen. They are never guessed (benchmarks/records/expert-residency.md has
+the cost of guesses).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Protocol
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.trace import Trace
 
-REPEATS = 4  # so many uses in a row of one group, and what comes next is looked for again
-_NOW = -1.0  # before what is announced, and before the next use of the trace, which is at 0
+REPEATS = 4  # uses of one group in a row after which prefetching is tried again
+_NOW = -1.0  # a next use before announced ones, and before the trace's next, which is at 0
 
 
-class Bringable(Protocol):
+class Prefetchable(Protocol):
     """A state, or several that are used together."""
 
     @property
@@ -33,7 +33,7 @@ class Bringable(Protocol):
         ...
 
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Bring it, as `State.prefetch` does."""
+        """Start to fetch it, as `State.prefetch` does. Return False if there is no room."""
         ...
 
     def note_use(self) -> None:
@@ -50,11 +50,11 @@ class Fetchable(Protocol):
         ...
 
     @property
-    def state(self) -> Bringable: ...
+    def state(self) -> Prefetchable: ...
 
 
 class PendingUpdates:
-    """Pending updates of the items: none, where no item ever changes. An update also brings the
+    """Pending updates of the items: none, where no item ever changes. An update also fetches the
     item's state."""
 
     def is_pending(self, index: int) -> bool:
@@ -65,20 +65,20 @@ class PendingUpdates:
 
 
 class Fetcher:
-    """Brings states before they are used. For the thread of the model."""
+    """Fetches states before they are used. Its methods are for the thread of the model."""
 
     def __init__(self, depth: int) -> None:
-        """`depth` is the greatest number of states that are fetched ahead."""
+        """At most `depth` states are prefetched from the trace."""
         self.trace = Trace()
         self.updates = PendingUpdates()
         self._depth = depth
         self._items: list[Fetchable] = []
         self._choices: set[int] = set()  # items that are in a table
-        self._any_moves = False  # else there is nothing to fetch
+        self._any_moves = False  # whether any item is ever to be fetched
         self._needed: int | None = None  # the item used last, in no table
-        self._needed_choice: int | None = None  # ... in a table, since then
-        # chosen and not used yet, the next one first, and when: between now and the next use of the
-        # trace
+        self._needed_choice: int | None = None  # the item of a table used since then
+        # chosen items that are not used yet, in order, with their next uses: between now and the
+        # next use of the trace
         self._announced: dict[int, float] = {}
 
     @property
@@ -87,8 +87,8 @@ class Fetcher:
         return len(self._items)
 
     def add(self, item: Fetchable, table: str = "") -> None:
-        """Let `item`, whose number is `next_number`, be used and expected from now on; if it is in
-        a `table`, by those passes that choose it."""
+        """Add `item`, whose number is `next_number`. An item of a `table` is expected only by
+        passes that choose it."""
         assert item.index == self.next_number, "numbered in order"
         self._items.append(item)
         if table:
@@ -105,11 +105,11 @@ class Fetcher:
 
     def begin_forward(self) -> None:
         """Note that the whole model is called."""
-        self._announced = {}  # of a call that failed
+        self._announced = {}  # of a forward that failed
         self.trace.begin_forward()
 
     def need(self, item: Fetchable, *, backward: bool = False) -> None:
-        """Note that `item` is used now; move its update to the front or begin to bring it."""
+        """Note that `item` is used now; move its update to the front, or start to fetch it."""
         index = item.index
         self._needed_choice = index if index in self._choices else None
         if self._needed_choice is None:
@@ -119,40 +119,40 @@ class Fetcher:
             item.state.note_use()
         if self.updates.is_pending(index):
             self.updates.promote(index)
-        else:  # it leases its slot before prefetches do: they may leave no hole of its size
+        else:  # leases its slot before any prefetch: those might leave no hole of its size
             item.state.prefetch(next_use=_NOW, priority=Priority.URGENT)
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
-        """A module chose the items it needs next, in this order: begin to bring them, as far as
-        there is room. Items chosen before and not used since are no longer expected."""
+        """Start to fetch the items that a module has chosen to use next, in this order, while there
+        is room. Items chosen before and not used since are no longer expected."""
         self.trace.announce(item.index for item in chosen)
         share = 1 / (len(chosen) + 1)
         self._announced = {item.index: _NOW + n * share for n, item in enumerate(chosen, 1)}
         for item in reversed(chosen):
             if self.updates.is_pending(item.index):
                 self.updates.promote(item.index)
-        if self._bring_announced():
-            self._bring_all(self.trace.ahead(self._depth))
+        if self._fetch_announced():
+            self._fetch_all(self.trace.ahead(self._depth))
 
     def fetch_ahead(self) -> None:
-        """Begin to bring the items that are used next."""
-        if not self._any_moves or not self._bring_announced():
+        """Start to fetch the items that are used next."""
+        if not self._any_moves or not self._fetch_announced():
             return
-        # of what was announced the last one looks further ahead, not each of them
+        # the last use of an announced item prefetches from the trace, not each of them
         if not self._announced or self._needed_choice is None:
-            self._bring_all(self.trace.ahead(self._depth))
+            self._fetch_all(self.trace.ahead(self._depth))
 
-    def _bring_announced(self) -> bool:
-        # in front of what is being read ahead: the model's thread waits for these
-        return self._bring_all(self._announced.items(), Priority.URGENT)
+    def _fetch_announced(self) -> bool:
+        # before prefetches of the trace in the queue: the model's thread waits for these
+        return self._fetch_all(self._announced.items(), Priority.URGENT)
 
-    def _bring_all(
+    def _fetch_all(
         self, coming: Iterable[tuple[int, float]], priority: Priority = Priority.NORMAL
     ) -> bool:
-        """Bring items with these next uses, while there is room. Returns whether all had room."""
+        """Start to fetch items with these next uses. Return False once there is no room."""
         for index, next_use in coming:
             if self.updates.is_pending(index):
-                continue  # its update brings it
+                continue  # its update fetches it
             if not self._items[index].state.prefetch(next_use=next_use, priority=priority):
                 return False
         return True
