@@ -17,6 +17,7 @@ from offload.process import __version__ as __version__
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.engine import Engine, initialize
+    from offload.engine_lookup import engine_of
     from offload.errors import (
         BudgetError,
         CheckpointError,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from offload.inference import Dispatched, dispatch, dispatched
     from offload.integrations.transformers.compress import compress
     from offload.integrations.transformers.pretrained import from_pretrained, open_pretrained
-    from offload.taking_over import engine_of
 
 _HOME = {
     "Dispatched": "offload.inference",
@@ -70,7 +70,7 @@ _HOME = {
     "UnsupportedError": "offload.errors",
     "dispatch": "offload.inference",
     "dispatched": "offload.inference",
-    "engine_of": "offload.taking_over",
+    "engine_of": "offload.engine_lookup",
     "from_pretrained": "offload.integrations.transformers.pretrained",
     "open_pretrained": "offload.integrations.transformers.pretrained",
 }

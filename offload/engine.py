@@ -21,7 +21,7 @@ from offload.config.fields import shared_settings
 from offload.config.paths import StrPath, local_path_of, path_of
 from offload.memory.tier_manager import TieredHomes
 from offload.models.activations import Activations
-from offload.models.given_back import GivenBack, Keep, close_weights
+from offload.models.closing import GivenBack, Keep, close_weights
 from offload.models.structure import ModelStructure
 from offload.models.trained import SavedCheckpoint
 from offload.optimizers.optimizer import (

@@ -32,9 +32,9 @@ from offload.memory.tier_manager import (
     ranks_here,
     this_machine,
 )
+from offload.models.closing import GivenBack, Keep, check_keep
 from offload.models.conversions import Conversions
 from offload.models.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
-from offload.models.given_back import GivenBack, Keep, check_keep
 from offload.models.state import StateDictHooks
 from offload.moe import Experts
 from offload.planning.choice.planner import make_plan, resolved_config

@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"runs"},
     {"tiered_model"},
     {"inference", "engine"},
-    {"taking_over"},
+    {"engine_lookup"},
     {"deepspeed"},
     {"train"},
     {"bench"},

@@ -8,8 +8,8 @@
         engine.step()
 
 `deepspeed.zero`, `.utils`, `.comm`, `.accelerator` and `.ops.adam` have what such loops use; the
-names in `left_out` raise an UnsupportedError that says what to use. docs/deepspeed.md says what
-every key of a configuration becomes.
+names in `unsupported_names` raise an UnsupportedError that says what to use. docs/deepspeed.md says
+what every key of a configuration becomes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from offload.deepspeed.left_out import left_out
+from offload.deepspeed.unsupported_names import left_out
 
 if TYPE_CHECKING:
     from offload.deepspeed.comm import init_distributed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from offload.deepspeed.left_out import left_out
+from offload.deepspeed.unsupported_names import left_out
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 

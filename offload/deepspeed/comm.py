@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed
 
-from offload.deepspeed.left_out import left_out
+from offload.deepspeed.unsupported_names import left_out
 from offload.tiers import accelerator
 
 

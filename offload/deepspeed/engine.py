@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from offload.config.paths import StrPath, path_of
-from offload.deepspeed.left_out import LeftOutError, left_out
 from offload.deepspeed.saved import LoopState, load_saved, save_all, save_weights
 from offload.deepspeed.settings import Settings
+from offload.deepspeed.unsupported_names import LeftOutError, left_out
 from offload.engine import Engine
 from offload.tiers.errors import (
     CheckpointError,

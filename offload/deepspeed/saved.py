@@ -25,7 +25,7 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.user_state import packed, run_of, state_in
 from offload.engine import Engine
 from offload.runs.metrics import write_whole
-from offload.swap.io.maker_marks import marked
+from offload.swap.io.process_marks import marked
 from offload.tiers.errors import CheckpointError, PathError
 
 _log = logging.getLogger("offload")

@@ -21,7 +21,7 @@ from offload.deepspeed.engine import EngineModule
 from offload.deepspeed.settings import Settings
 from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
-from offload.taking_over import engine_for, tiers_of
+from offload.engine_lookup import engine_for, tiers_of
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import ConfigError, UnsupportedError
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.deepspeed.engine import engine_of
-from offload.deepspeed.left_out import left_out
+from offload.deepspeed.unsupported_names import left_out
 from offload.tiers.errors import UnsupportedError
 
 

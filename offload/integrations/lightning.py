@@ -41,9 +41,9 @@ from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
 from offload.config.source import load_source
 from offload.engine import Engine
+from offload.engine_lookup import engine_for, tiers_of
 from offload.integrations.loaded_weights import checkpoint_tensors, load_checkpoint_weights
 from offload.optimizers.client import ClientOptimizer
-from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import (
     CheckpointError,
     ConfigError,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from offload.checkpoint.engine.weights import Take, stream_weights
 from offload.display.byte_progress import progress
 from offload.engine import Engine
-from offload.taking_over import tiers_of
+from offload.engine_lookup import tiers_of
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor

@@ -1,7 +1,7 @@
 """Files that dead processes left in a folder: found by name, and removed on request.
 
-Files and folders carry the mark of the process that made them (`swap/maker_marks`), checkpoints
-that were being written are locked by it (`checkpoint/ownership`). Nothing else is ever touched.
+Files and folders carry the mark of the process that made them (`swap/io/process_marks`). It locks
+checkpoints while it writes them (`checkpoint/format/ownership`). Nothing else is ever touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offload.checkpoint.format.folder import recover
 from offload.checkpoint.format.locks import lock_folder, unlock
 from offload.checkpoint.format.ownership import leftovers as pending_checkpoints
 from offload.process import machine
-from offload.swap.io.maker_marks import Life, maker_of
+from offload.swap.io.process_marks import Life, maker_of
 
 # Of one machine at a time. On others (NFS, FUSE, ...) a run of another machine may be alive.
 _LOCAL = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"})

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Self
 
 from offload.swap.io.io_watch import TIMEOUT_S
-from offload.swap.io.maker_marks import marked
 from offload.swap.io.pinned_folder import PinnedFolder, close, free_nbytes, pinned
+from offload.swap.io.process_marks import marked
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError, StuckError
 from offload.tiers.tier import PAGE_NBYTES

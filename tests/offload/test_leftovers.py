@@ -19,7 +19,7 @@ from offload.checkpoint.format.ownership import marked as marked_folder
 from offload.cli.app import app
 from offload.cli.doctor import check_path
 from offload.memory.leftovers import clean, leftovers
-from offload.swap.io.maker_marks import Life, Maker, marked
+from offload.swap.io.process_marks import Life, Maker, marked
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded, states_of
 from tests.offload.plain_training import MakeEngine
 

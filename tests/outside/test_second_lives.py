@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import offload
+from offload.engine_lookup import tiers_of
 from offload.errors import StateError
-from offload.taking_over import tiers_of
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config
 from tests.outside.trainer_cases import Rows, quiet, tiny_llama, transformers
 

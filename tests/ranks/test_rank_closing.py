@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offload
+from offload.engine_lookup import engine_for
 from offload.errors import RankError, StateError
-from offload.taking_over import engine_for
 from tests.offload.engine_cases import (
     HOST,
     NVME,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from offload.swap.io import pinned_folder
-from offload.swap.io.maker_marks import maker_of
 from offload.swap.io.pinned_folder import PinnedFolder
+from offload.swap.io.process_marks import maker_of
 from offload.swap.io.swap_file import SwapFile
 from offload.tiers.errors import PathError
 from offload.tiers.tier import PAGE_NBYTES

@@ -19,8 +19,8 @@ from offload.zero.experts.packed import PackedParam
 from offload.zero.experts.packed_values import PackedValues
 from offload.zero.groups.group import GroupState, ParamGroup, digest
 from offload.zero.groups.store import WeightStore
-from offload.zero.tensors.given_copies import GivenCopies
 from offload.zero.tensors.local_tensors import like
+from offload.zero.tensors.state_dict_copies import StateDictCopies
 
 _log = logging.getLogger("offload")
 
@@ -30,7 +30,7 @@ class WeightValues:
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
-        self._given = GivenCopies()
+        self._given = StateDictCopies()
         self._told_of_rounding = False
         self._packed = PackedValues(store, self.full, self.gathered, self._wrote)
 
@@ -151,7 +151,7 @@ class WeightValues:
         """Do nothing after a write: nothing is made from weights alone."""
 
     def give_out(self, param: nn.Parameter) -> torch.Tensor:
-        """Return a copy as `full`, for a state dict: see `GivenCopies`."""
+        """Return a copy as `full`, for a state dict: see `StateDictCopies`."""
         copied = self.full(param)
         spec = self._store.spec_of(param)
         assert spec is not None, "managed, for it has values"

@@ -22,7 +22,7 @@ from offload.checkpoint.format.disk import (
     write_text,
 )
 from offload.process import bounded_json
-from offload.swap.io.maker_marks import marked
+from offload.swap.io.process_marks import marked
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload.swap.io.maker_marks import marked
+from offload.swap.io.process_marks import marked
 from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError
 from offload.tiers.units import format_bytes, in_one_unit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.deepspeed.left_out import left_out
+from offload.deepspeed.unsupported_names import left_out
 
 
 def __getattr__(name: str) -> Any:

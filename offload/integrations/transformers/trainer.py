@@ -31,6 +31,7 @@ from offload.checkpoint.engine.weights import stream_weights
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config import OffloadConfig
 from offload.engine import Engine
+from offload.engine_lookup import engine_for, tiers_of
 from offload.integrations.adapters import AdapterSave, is_adapted
 from offload.integrations.transformers.pretrained import check_version
 from offload.integrations.transformers.pretrained_load import load_weights
@@ -49,7 +50,6 @@ from offload.integrations.transformers.training_arguments import (
     settle,
 )
 from offload.optimizers.optimizer import OffloadOptimizer
-from offload.taking_over import engine_for, tiers_of
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 check_version(transformers.__version__)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.swap.io.maker_marks import Life, Maker, maker_of, marked
+from offload.swap.io.process_marks import Life, Maker, maker_of, marked
 
 NOBODY = 1 << 30  # more than a pid can be
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import offload
+from offload.engine_lookup import engine_for, tiers_of
 from offload.errors import BudgetError, ConfigError, StateError
-from offload.models import given_back
+from offload.models import closing
 from offload.process import machine
-from offload.taking_over import engine_for, tiers_of
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -155,7 +155,7 @@ def test_an_error_amid_closing_loses_nothing_and_closing_again_goes_on(
     engine = offload.initialize(model, config(tmp_path, placement))
     losses_of(engine, batches(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    put, left = given_back._Given.put, [after]
+    put, left = closing._Given.put, [after]
 
     def failing(*args: Any) -> None:
         left[0] -= 1
@@ -164,7 +164,7 @@ def test_an_error_amid_closing_loses_nothing_and_closing_again_goes_on(
         put(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(given_back._Given, "put", failing)
+        patch.setattr(closing._Given, "put", failing)
         for _ in range(2):
             with pytest.raises(MemoryError):
                 engine.close("host")

@@ -29,7 +29,7 @@ class _Given:
         return self.counter._version != self.counted
 
 
-class GivenCopies:
+class StateDictCopies:
     """The copies of one model. For the thread of the model."""
 
     def __init__(self) -> None:
