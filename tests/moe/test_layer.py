@@ -221,9 +221,8 @@ def test_an_expert_with_another_output_shape_is_named() -> None:
 
 def test_arguments_that_cannot_work_are_named() -> None:
     for options, says in (
-        ({"k": 7}, "1 to 6 of 6"), ({"capacity_factor": 0}, "capacity_factor is 0"),
-        ({"num_experts": 0}, "num_experts is 0"), ({"num_experts": 8.0}, "8.0; a whole number"),
-        ({"k": True}, "k is True"), ({"capacity_factor": "1.0"}, "capacity_factor is '1.0'"),
+        ({"num_experts": 8.0}, "8.0; a whole number"), ({"k": True}, "k is True"),
+        ({"capacity_factor": "1.0"}, "capacity_factor is '1.0'"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             layer(**options)

@@ -193,8 +193,7 @@ class ParameterValues(WeightValues):
 
     def _first(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
         """Return a parameter's place; for a packed one, its first row's, which all are like."""
-        packed = self._store.packed_of(param)
-        return self._find(param if packed is None else packed.rows[0])
+        return self._find(self._store.rows_of(param)[0])
 
     def fields(self, param: nn.Parameter) -> tuple[str, ...]:
         """Return the arrays of a trained parameter that `read` names."""
@@ -208,14 +207,10 @@ class ParameterValues(WeightValues):
 
     def write_steps(self, param: nn.Parameter, steps: int) -> None:
         """Set how often the optimizer has updated a trained parameter."""
-        packed = self._store.packed_of(param)
-        for row in () if packed is None else packed.rows:
-            self.write_steps(row, steps)
-        if packed is not None:
-            return
-        group, index = self._find(param)
-        group.wait_for_update()  # by steps that were missed, which the number so far counts
-        self._state_of(group).steps[index] = steps
+        for row in self._store.rows_of(param):
+            group, index = self._find(row)
+            group.wait_for_update()  # by steps that were missed, which the number so far counts
+            self._state_of(group).steps[index] = steps
 
     def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """Return `step`, the moments and, where there is one, `master`.

@@ -201,7 +201,7 @@ class KVStore:
             except OffloadError as error:  # of bytes that nobody will ask for
                 _log.warning("while a KV cache was given back: %s", error)
         if not self._live:
-            self._close_buffers()
+            self._free_buffers()
 
     # ---------------------------------------------------------------- for pages
     def use(self, pages: SeatedPages) -> None:
@@ -312,9 +312,10 @@ class KVStore:
         return chosen
 
     # ---------------------------------------------------------------- the end
-    def _close_buffers(self) -> None:
+    def _free_buffers(self, *, used: bool = False) -> None:
+        """Free the memory that attention reads from; also where tensors in it are `used`."""
         for kept in self._buffers.values():
-            for lease in [lease for lease in kept if not lease.in_use()]:
+            for lease in [lease for lease in kept if used or not lease.in_use()]:
                 kept.remove(lease)
                 self._free(lease)
 
@@ -324,7 +325,4 @@ class KVStore:
         self.reap()
         for pages in list(self._live.values()):
             pages.close()
-        for kept in self._buffers.values():
-            for lease in kept:
-                self._free(lease)
-            kept.clear()
+        self._free_buffers(used=True)
