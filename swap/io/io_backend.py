@@ -167,13 +167,13 @@ class IOBackend(ABC):
 
     def _note_error(self, request: IORequest, error: BaseException) -> None:
         """Remember the first error of a request. Ours pass as they are, others are wrapped."""
-        if request.error is not None:
+        if request.failure is not None:
             return
         if not isinstance(error, OffloadError):
             wrapped = request.failed(f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
-        request.error = error
+        request.failure = Failure(error)
 
     def _moves(self, piece: IOPiece) -> bool:
         """Record that a call is about to move the piece, or its rest. False where it must not: the
@@ -222,23 +222,21 @@ class IOBackend(ABC):
         """Run `after`, complete the transfer, count the request off."""
         value: Any = None
         try:
-            if request.error is None and request.after is not None:
+            if request.failure is None and request.after is not None:
                 value = request.after()
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(request, error)
         with self._books:
             transfer = self._in_flight[request]
-            if request.error is None and request.operation is Operation.READ:
+            if request.failure is None and request.operation is Operation.READ:
                 self._statistics.read_nbytes += request.buffer.nbytes
-            elif request.error is None:
+            elif request.failure is None:
                 self._statistics.write_nbytes += request.buffer.nbytes
         try:
-            if request.failure is not None:
-                transfer.spread(request.failure)
-            elif request.error is None:
+            if request.failure is None:
                 transfer.complete(value)
             else:
-                transfer.fail(request.error)
+                transfer.spread(request.failure)
             recorder = self.lane.recorder
             if recorder is not None and request.began_s:
                 recorder.add(
@@ -269,7 +267,7 @@ class IOBackend(ABC):
             self._lost.update(moving)
             ending = [request for request in requests if not request.finished]
             for request in ending:
-                request.finished, request.error, request.failure = True, error, failure
+                request.finished, request.failure = True, failure
         _log.error("%s", error)
         try:
             self._let_go(moving)
@@ -320,8 +318,6 @@ class IOBackend(ABC):
             self._check_open(request)
             self._in_flight[request] = transfer
             request.failure = self._given_up.get(request.path)
-            if request.failure is not None:
-                request.error = request.failure.error
 
     def _check_open(self, request: IORequest) -> None:
         if self._closed:

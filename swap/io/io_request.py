@@ -61,12 +61,11 @@ class IORequest:
     before: Callable[[], None] | None
     after: Callable[[], Any] | None  # what it returns is the value of the transfer
     sequence: int
-    error: BaseException | None = None  # the first one; the pieces not yet moved are skipped
+    failure: Failure | None = None  # the first one; the pieces not yet moved are skipped
     pieces_left: int = 1
     finished: bool = False
     owner: str = ""  # of the bytes, for recordings
     began_s: float = 0.0  # by the clock of recordings, if there is one
-    failure: Failure | None = None  # of the path, which others have, too
 
     def __str__(self) -> str:
         return (

@@ -129,10 +129,10 @@ class ThreadsBackend(IOBackend):
         """Move one piece. Any error is the request's, never the thread's. Returns whether it took
         so long that another thread has replaced this one."""
         try:
-            if index == 0 and piece.request.error is None:
+            if index == 0 and piece.request.failure is None:
                 piece = self._open(piece)
             self._movers[piece] = threading.current_thread()
-            if piece.request.error is None and self._moves(piece):
+            if piece.request.failure is None and self._moves(piece):
                 with profiled(f"nvme {piece.request.operation} of {piece.request.owner}"):
                     self._move(piece)
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for

@@ -90,12 +90,6 @@ def test_a_copy_waits_only_for_readers_of_its_own_range(bench: Bench):
     assert [int(first[0]), int(second[0])] == [1, 0]  # the second reader's turn has not come
 
 
-# ------------------------------------------------------------------ updates
-
-
-# ------------------------------------------------------------------ leaving
-
-
 def test_what_fails_after_a_copy_is_the_error_of_its_transfer(bench: Bench):
     stream = bench.links.to_host
     ends = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
