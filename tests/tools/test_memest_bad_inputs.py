@@ -195,7 +195,7 @@ def test_a_folder_of_pickles_says_that_it_has_nothing_else(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("data", "expected"),
     [(b"GGUF\x03\x00\x00\x00", "GGUF"), (b"\x10" + b"\0" * 7 + b"{}", "name its config.json"),
-     (b"\x1f\x8b\x08\x00", "gzip"), (b"\x7fELF\x02", "program"),
+     (b"\x1f\x8b\x08\x00", "gzip"), (b"\x7fELF\x02", "no description of a model"),
      (b"\x89HDF\r\n", "HDF5"), (b"hello, world", "no description of a model"),
      (os.urandom(0), "no description of a model")],
 )  # fmt: skip

@@ -114,6 +114,3 @@ def test_on_a_tight_machine_train_plan_and_memest_choose_the_same_plan(
     fastest = solve(model.config, model.shape, profile.hardware(), trained.planned.run).best
     assert fastest.fits
     assert fastest.config.placement.activations.checkpoint is False
-
-
-# ---------------------------------------------------------------- what fits, but is hardly of use

@@ -72,9 +72,6 @@ def _kept(model_type: str, settings: dict[str, Any], length: int) -> int:
     return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
 
 
-# ---------------------------------------------------------------- what a pass takes
-
-
 def test_an_encoder_with_a_decoder_is_refused() -> None:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
     with torch.device("meta"):

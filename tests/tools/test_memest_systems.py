@@ -71,9 +71,6 @@ def test_zero_offload_leaves_two_bytes_a_parameter_on_the_gpu() -> None:
     assert states("ZeRO-Offload", numel, HOST, ranks=8) == 2 * numel
 
 
-# ---------------------------------------------------------------- orders that must hold
-
-
 @pytest.mark.parametrize("system", SYSTEMS, ids=BY_NAME)
 def test_more_parameters_and_more_activations_never_take_less(system: System) -> None:
     small = memory_of(system, subject(BILLION, ranks=4))

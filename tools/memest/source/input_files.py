@@ -17,12 +17,9 @@ from offload.tiers.errors import ConfigError, PathError
 _NOT_OPENED = "may hold code and is not opened; name the config.json"
 _MAGIC = {
     b"PK\x03\x04": f"a zip archive, as torch.save writes it: it {_NOT_OPENED}",
-    b"PK\x05\x06": "an empty zip archive",
     b"\x1f\x8b": "gzip-compressed; unpack it first",
-    b"\xfd7zXZ": "xz-compressed; unpack it first",
     b"GGUF": "a GGUF file, made for inference; name the config.json of the model it was made from",
     b"\x89HDF": f"an HDF5 file (Keras): it {_NOT_OPENED}",
-    b"\x7fELF": "a program",
 }
 
 
