@@ -9,8 +9,8 @@ PyTorch, `torch.get_device_module`. A further accelerator is one more entry of `
 class of its own where its streams or its pinning are not PyTorch's common ones. What a kind lacks
 it says in one sentence (`register`, `lacks_triton`), and its callers go on without.
 
-Imports nothing of ours, so that every layer may import it, and torch only when it is asked. `Cuda`
-has run on an NVIDIA GPU, the other kinds on stand-ins alone.
+Imports no other module of offload, so that every layer may import it, and imports torch only when
+it is asked. `Cuda` has run on an NVIDIA GPU, the other kinds on stand-ins alone.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from offload.tiers.memory import Memory
 from offload.tiers.tier import PAGE_NBYTES, Extent, Tier
 from offload.tiers.units import format_bytes, round_up
 
-# Made once: to make a tensor is to let go of the GIL, which other threads hold on to for a while.
+# Made once: making a tensor releases the GIL, and other threads then keep it for a while.
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 

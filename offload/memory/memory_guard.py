@@ -1,17 +1,17 @@
 """Keeps this process from being killed where RAM runs short while it runs.
 
-Plans are held against the machine before anything is allocated; other programs, and what a model
-computes with, take memory later. A thread looks at what is left of each limit, and gives up copies
-in time:
+Plans are checked against the machine before anything is allocated; other programs, and the model's
+activations, take memory later. A thread watches the free memory below each limit (of RAM, of
+cgroups), and evicts copies in time:
 
-    left of a limit   ├──────── spare ────────┤├───── reserve ─────┤ 0: the kernel kills
-    the host tier     ├─ touched ─┤├ spare/2 ┤ its limit: copies grow to there until the next look
-    spare < 0         free pages are given back, then copies, the one used last first, and their
-                      pages, until the reserve is whole; what is fetched ahead finds less room
-    no copy is left   an error before the next forward, where what may kill is nearer than a quarter
-                      of the reserve
+    free memory       ├──────── spare ────────┤├───── reserve ─────┤ 0: the kernel kills
+    the host tier     ├─ touched ─┤├ spare/2 ┤ its limit: copies grow to it until the next check
+    spare < 0         free pages are returned to the system, then copies, the one needed last first,
+                      and their pages, until the reserve is whole; prefetches find less room
+    no copy is left   an error before the next forward, if less than a quarter of the reserve is
+                      free below a limit at which the kernel kills
 
-Pinned memory (beside a GPU) is not given back: there the tier stops growing. Copies can be made
+Pinned memory (beside a GPU) is not returned: there the tier stops growing. Copies can be fetched
 again from their homes: no bit of a result depends on them.
 """
 
@@ -33,9 +33,9 @@ from offload.tiers.units import format_bytes
 _log = logging.getLogger("offload")
 
 _ROOT = Path("/")
-_SHORT_S, _LONG_S = 0.05, 1.0  # between two looks: where little is left, and else
-_NEAR = 4  # reserves: little is left
-_AT_ONCE_NBYTES = 64 << 20  # given back with the lock held
+_SHORT_S, _LONG_S = 0.05, 1.0  # between two checks: while little is free, and otherwise
+_NEAR = 4  # little is free: less than so many reserves
+_AT_ONCE_NBYTES = 64 << 20  # returned to the system per hold of the lock
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class MirroredState(SlotState):
         self._updated.clear()
 
     def write_back(self) -> None:
-        """Do nothing: a mirror is never dirty, since its changes are taken home at once."""
+        """Do nothing: a mirror is never dirty, since its changes are written back at once."""
 
     def transit(self) -> Callable[[], None] | None:
         return None if self._arrival.done() else self._arrival.wait

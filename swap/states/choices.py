@@ -1,16 +1,17 @@
-"""Items of which each pass uses those that it chooses: experts, which belong to tables.
+"""The next uses of items that passes choose: experts, which belong to tables.
 
-A table has places in the trace, each before one of its uses or behind the last one. Its items are
-no uses there: whatever a router chooses, in whatever order, moves nothing.
+A table has places in the trace, each before one of the trace's uses or after the last one. The
+table's items are no uses in the trace: no choice of a router, in any order, changes the trace.
 
     uses         a     b     c     c     b     a      of items in no table
     places          T     U           U     T         of tables T and U
     chosen         4,1    8           8    1,4        by the forward, and so needed by its backward
 
-So it is known what a backward needs, and where. For later forwards the share of the last ones that
-chose an item is known (an exponential average). Memory is worth most where it is soon and likely
-needed again, so the uses until the table's next place are divided by that share. How near this
-comes to knowing the routing beforehand (Belady, 1966): benchmarks/records/expert-residency.md.
+So it is known which items a backward needs, and where. For later forwards only the share of recent
+forwards that chose an item is known (an exponential average). The items worth most memory are those
+needed soon and with a high probability, so an item's next use is the number of uses until the
+table's next place, divided by that share. benchmarks/records/expert-residency.md compares this with
+knowing the routing beforehand (Belady, 1966).
 """
 
 from __future__ import annotations

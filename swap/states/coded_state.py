@@ -5,15 +5,15 @@
                ▼           │
     slot    ├──── piece 0 ────┤├──── piece 1 ────┤
 
-Each piece is stored by itself; the home may be cut otherwise. The slot always holds the decoded
-codes of the home: writes are rounded at once, so results do not depend on when a slot was evicted.
-What is written with the values that it had keeps its codes.
+Each piece is stored by itself; the home may have pieces of another size. The slot always holds the
+decoded codes of the home: writes are rounded at once, so results do not depend on when a slot was
+evicted. Elements that are written with the values that they had keep their codes.
 
-Nothing is decoded ahead of use: reads of what comes next go on meanwhile, and what computes and
-what decodes share the same processors. A slot is given up before any codes are: to decode takes a
-fraction of the time of a read, and a slot a multiple of the memory. Where the last use decoded, the
-slot is taken when the buffer is needed, before codes of what comes next fill its place: they would
-have to go again, and be read again.
+Nothing is decoded ahead of its use: decoding and computing share the same processors, and reads of
+the next codes go on meanwhile. A slot is evicted before any codes are: decoding takes a fraction of
+the time of a read, and a slot a multiple of the memory. If the last use decoded its values, the
+slot is leased as soon as the buffer is needed, before prefetched codes fill its place: they would
+have to be evicted, and read again.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""A Ctrl-C waits until our bookkeeping is consistent.
+"""Delays a Ctrl-C until the runtime's bookkeeping is consistent.
 
-Python raises KeyboardInterrupt at any call of the main thread. In our bookkeeping it could lose a
+Python raises KeyboardInterrupt at any call of the main thread. Amid bookkeeping it could lose a
 slot, finish a request twice, or leave a lock locked. So a signal that comes while the main thread
 runs something under `defer_signals` or `interrupted_in_waits` is noted, and raised where the
 outermost of them ends:
 
-    user's code ──┤ a verb of ours ├── user's code
+    user's code ──┤ engine's call ├── user's code
                      ▲ signal      ▲ KeyboardInterrupt
 
-What handles it is the user's own handler, put aside meanwhile. Inside `interrupted_in_waits` a
+The user's own handler, set aside meanwhile, then handles it. Inside `interrupted_in_waits` a
 signal ends the wait for a transfer at once, as an error would. Threads other than the main one
 never see a signal and are not concerned.
 """

@@ -78,7 +78,7 @@ class PackedGradients:
     runs backward."""
 
     def __init__(self, packed: Sequence[PackedParam], rows: GradientHandles) -> None:
-        """`rows` has the gradients of the rows, and tells this of what comes to them."""
+        """`rows` has the gradients of the rows, and reports to this object those that arrive."""
         self._all = packed
         self._rows = rows
         rows.packed = self

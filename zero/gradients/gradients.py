@@ -169,7 +169,7 @@ class GradientAccumulator:
         old_state.close()
 
     def close(self) -> bool:
-        """Let what arrived go home. Returns False if there is nothing to let go."""
+        """Write back the gradients that arrived. Return False if there are none."""
         if self._open is None:
             return False
         state, buffer = self.state, self._open

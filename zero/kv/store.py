@@ -5,9 +5,9 @@
                 │─────buffer───▶ Lease      keys and values for attention, the same for each layer
                 └──────use─────▶ Fetcher    pages are fetched ahead with the weights
 
-Caches come and go: one per call of `generate`. A cache without references is given back by the
-next call, or at once where that is safe: its last reference may go anywhere, in any thread, also
-amid the store's own bookkeeping.
+Each call of `generate` makes a cache. A cache without references is freed by the store's next call,
+or at once where that is safe: its last reference may end anywhere, in any thread, also amid the
+store's own bookkeeping.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Reductions:
         raises RankError."""
 
     def finish(self) -> None:
-        """End the backward pass in progress: reduce what is left of its round."""
+        """End the backward pass in progress: reduce the rest of its round."""
 
     def agree(self, use: str, name: str = "") -> None:
         """Agree once per step, on every rank: all gradients that any rank has are reduced, and all
@@ -295,7 +295,7 @@ class SharedReductions(Reductions):
             self.finish()  # another pass has begun
         self._begin_round()
         group.arrived[index] = True
-        self._arrivals.pop(group.index, None)  # also of what comes too late for its place
+        self._arrivals.pop(group.index, None)  # also for a gradient that comes after its place
         self._arrivals[group.index] = None
         if group.issued or group.index not in self._places:
             group.keep(index, gradient)

@@ -28,7 +28,7 @@ from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.group import ParamGroup
 from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 
-MAX_MISSED = 1024  # steps, before a group that nobody has needed makes them: bounds the memory
+MAX_MISSED = 1024  # steps after which an unused group is updated all the same, to bound the memory
 
 # By table: the hyperparameters of each trainable parameter of an expert, None for one that the step
 # leaves alone. Tables that it leaves alone as a whole are not in it.

@@ -18,7 +18,7 @@ class SaveGate:
     """Thread-safe. Open to all groups while no save is under way."""
 
     def __init__(self) -> None:
-        self.on_passed: Callable[[], None] = lambda: None  # somebody may be admitted now
+        self.on_passed: Callable[[], None] = lambda: None  # a waiting group may be admitted now
         self._lock = threading.Condition(threading.Lock())
         # by group: bytes of its versions on nvme; None where it cannot be overwritten meanwhile
         self._held: dict[int, int | None] = {}

@@ -46,7 +46,7 @@ class SpeculationCounts:
 
     kept: int = 0
     redone: int = 0  # the step clipped, skipped, or had other numbers
-    taken_back: int = 0  # somebody needed the group as it was before
+    taken_back: int = 0  # the group was needed as it was before
     why_off: str = "a first step comes before"  # empty where they are on
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class SpeculativeUpdates:
             self.on and nbytes is not None and self._spare.holds(nbytes) and not group.is_entered
             and (group.residing is GroupState.RELEASED or group.state.in_place)
             and not group.copies.is_arriving  # it may be read on another thread from here on
-            # a view that somebody has kept, or another thread reads, shows no trial
+            # a view kept by the user, or read by another thread, must not show a trial
             and not group.has_kept_views()
             and not any(each.has_views() for each in _undoable(state)[1:])
             and nbytes.files <= self._free()  # checkpoints, and others, write there, too

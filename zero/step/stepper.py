@@ -98,7 +98,7 @@ class Stepper:
         # told which groups' gradients have no values any more, and why
         self.on_used_up: Callable[[Sequence[int], str], None] = lambda groups, why: None
         self.loss_scale_of_gradients = 1.0  # accumulated gradients have to be divided by it
-        self.checks_passes = True  # False: whoever steps has counted them
+        self.checks_passes = True  # False: the caller of the step counts them
         self._short_step: int | None = None  # passes of the last step, if it had less than it says
         self._hyper_ahead: HyperOf | None = None
         self._ahead: set[int] = set()

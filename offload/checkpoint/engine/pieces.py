@@ -1,9 +1,9 @@
 """Pieces of states in host memory, one at a time, from any tier.
 
-Works through the update side of `State`, so nothing is brought, evicted or reordered: a save leaves
-every residency as it was, but that of weights in codes, which are decoded group by group. Memory,
-beyond the engine's budgets: a buffer for the largest piece, or with pieces that are read ahead a
-few, if they are small.
+Works through the update side of `State`, so no copy is fetched, evicted or reordered: a save leaves
+every residency as it was, except that weights stored in codes are decoded group by group. It takes
+memory beyond the engine's budgets: a buffer for the largest piece, or a few small ones for pieces
+that are read ahead.
 """
 
 from __future__ import annotations
@@ -129,10 +129,8 @@ class PieceAccess:
 
     @contextmanager
     def overwriting(self, state: State, piece: int) -> Iterator[torch.Tensor]:
-        """Memory for all of the piece's bytes, which go home after the block unless it failed.
-
-        Its content is undefined at first.
-        """
+        """Yield memory for all of the piece's bytes, its content undefined; they are written to the
+        home after the block, unless it raises."""
         span = state.span(piece)
         if isinstance(state, CodedState):
             values = state.host_tensor()
