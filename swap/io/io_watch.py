@@ -1,14 +1,14 @@
-"""A device that does not answer: it is named, and given up, instead of waited for without an end.
+"""Gives up a device that does not answer, with an error that names it, instead of waiting forever.
 
-The kernel has no way to take a call back. So its waiters get an error, the call keeps its thread,
-its memory and its descriptor until it returns, if ever, and nothing else uses that path any more:
+A call into the kernel cannot be cancelled. So its waiters get an error, the call keeps its thread,
+its memory and its descriptor until it returns, if ever, and no other call uses that path any more:
 
-    moving    ├──── call of some second ────┤ ├─────────── call ─────────── ...
+    moving    ├── call of some seconds ─────┤ ├─────────── call ─────────── ...
     looks        │      │      │      │      │      │  0  │  1  │  2  │ ... │ given up
-                                        something ended ┘
+                                      the last call ended ┘
 
-Time is counted in looks, and none passes while this process is stopped or a computer sleeps: calls
-that have ended meanwhile are booked before the next look.
+Time is counted in `look`s, and none happens while this process is stopped or a computer sleeps:
+calls that have ended meanwhile are counted before the next one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The order in which groups are used, learnt on the first step and tolerant of change afterwards.
 
-One cycle is what happens between two optimizer steps. A use that the trace did not expect moves
-the cursor to the nearest later match, and the stretch is recorded anew for the next cycle; where
-there is no match it stays where it is, so that changing control flow costs a few misses and never
-the whole trace. Experts, of which a router
-chooses some, are no part of that order (`choices.py`): only where their tables stand in it is.
+One cycle is all uses between two optimizer steps. A use that the trace did not expect moves the
+cursor to the nearest later match, and the uses in between are recorded anew for the next cycle;
+without a match the cursor stays where it is, so that changing control flow costs a few misses and
+never the whole trace. Experts, of which a router chooses some, are no part of that order
+(`choices.py`): only the places of their tables are.
 
-A forward that no backward pass follows (an evaluation, inference) is a cycle of its own, expected
-until the next backward pass, and leaves no trace in that of the steps:
+A forward without a backward pass after it (an evaluation, inference) is a cycle of its own,
+expected until the next backward pass, and does not change the cycle of the steps:
 
     used       f b ┊ f b ┊ f    f    f    f b ┊ f b
     expected   - - ┊ f b ┊ f b  f    f    f b ┊ f b

@@ -5,11 +5,11 @@
                  average of this rank's part ▶ accumulator (1/N of the group)
 
 A *round* is one backward pass that is reduced. In it every group that any rank had gradients of in
-the last step is reduced once on every rank, with zeros for what is missing here (a parameter that
-this rank did not use), so that ranks that took different branches stay in
-step. Gradients that a round leaves out (passes under `no_sync`, unexpected groups, gradients that
-came after their group was reduced) add up locally and are reduced in the step, once all ranks know
-of them. A parameter that no rank has a gradient of is not updated, as on one rank.
+the last step is reduced once on every rank, with zeros for gradients that are missing here (of a
+parameter that this rank did not use), so that ranks that took different branches issue the same
+collectives. Gradients that a round leaves out (passes under `no_sync`, unexpected groups, gradients
+that came after their group was reduced) add up locally and are reduced in the step, once all ranks
+know of them. A parameter that no rank has a gradient of is not updated, as on one rank.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A step's program, run over states without bytes (`planned_states`) by the runtime's own classes:
-its `SlotPool` keeps and evicts copies, its `Fetcher` fetches ahead of its `Trace`. What moves is
-the prediction:
+"""Runs a step's program over states without bytes (`planned_states`), with the runtime's classes:
+`SlotPool` keeps and evicts copies, `Fetcher` prefetches by its `Trace`. The prediction is the bytes
+that move:
 
     use          parameters at home on nvme are read unless a copy is in host memory, and cross to
-                 the device unless one is there; of that, what was updated elsewhere crosses again
-    gradient     leaves the device, is written where its home is nvme; what a second pass adds to
-                 is read back unless it is still in memory
-    update       reads weight, record and gradient as far as no copy is in memory; writes weight and
-                 record, always
+                 the device unless a copy is there; parts updated on the CPU cross again
+    gradient     leaves the device, and is written if its home is nvme; a gradient that a second
+                 pass adds to is read back unless it is still in memory
+    update       reads weight, record and gradient unless a copy is in memory; always writes weight
+                 and record
 
 The permanent homes, staging buffers and the window of activations take their place in the host
-arena before anything else; copies share what is left of it, one stretch of addresses:
+arena before anything else; copies share the rest of it, one range of addresses:
 
     ├ window ┤├ staging ┤├ sums ┤├ homes of all groups ┤├──────────── copies ────────────┤
 """
