@@ -37,7 +37,7 @@ class Token:
 class SavedPiece:
     """A range of a saved storage that moves in one transfer."""
 
-    number: int  # of its record: a larger one was saved later and is needed earlier
+    number: int  # the record's: a larger one was saved later and is needed earlier
     offset_bytes: int
     nbytes: int
     slot: Slot | None = None

@@ -19,7 +19,7 @@ from offload.tiers.accelerator import Stream
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
-DEVICE_NBYTES = 256 << 20  # of device memory that copies in flight may hold, in each direction
+DEVICE_NBYTES = 256 << 20  # device memory that copies in flight may hold, in each direction
 _NOT_THERE = (Residency.ABSENT, Residency.ARRIVING)
 
 

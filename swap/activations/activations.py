@@ -238,7 +238,7 @@ class ActivationTier:
             record.on_device, record.given_out = WeakMemory(found), True
             record.given_to = stream
             self._returns.look_ahead(record.number)
-        self._trim_now_and_then(record.nbytes)  # of the gradients that were made and freed
+        self._trim_now_and_then(record.nbytes)  # gradients were made and freed meanwhile
         return found
 
     def _count_forwarded(self, nbytes: int) -> None:

@@ -82,7 +82,7 @@ class MirroredState(SlotState):
         self._links = links
         self._reads = reads
         self._lacking: set[int] = set(range(self.pieces))  # pieces that the slot has not got
-        self._arrival = StreamEvent()  # of the last piece that was copied into the slot
+        self._arrival = StreamEvent()  # after the last copy of a piece into the slot
         self._before_copy: tuple[StreamEvent, ...] = ()  # what works in the slot until then
         self._updated: set[int] = set()  # changed in the slot, on their way home
         self._home_read: Transfer[None] = Transfer.completed(None)  # by the last copy into the slot

@@ -65,7 +65,7 @@ class Bucket:
         self.destination = destination
         self.buffer = buffer
         self.filled: set[int] = set()  # ranges by index
-        self.streams: list[Stream | None] = []  # that fill it
+        self.streams: list[Stream | None] = []  # the streams that fill it
         self.mark: StreamEvent | None = None  # once it has left
 
     def room(self, index: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ class StagingRing:
         self._left = [StreamEvent()] * len(buffers)
         self._links = links
         self._next = 0
-        self._bucket: Bucket | None = None  # that is open: in the next buffer
+        self._bucket: Bucket | None = None  # the open one, in the next buffer
 
     # ---------------------------------------------------------------- one at a time
     def take(self, nbytes: int) -> torch.Tensor:

@@ -213,7 +213,7 @@ class IOBackend(ABC):
     def _finish(self, request: IORequest) -> None:
         """End a request whose pieces have ended, or were never begun."""
         with self._books:
-            if request.finished:  # of a request that failed when it was queued already
+            if request.finished:  # a request that failed after it was queued
                 return
             request.finished = True
         self._end(request)

@@ -49,7 +49,7 @@ class LibaioBackend(ThreadsBackend):
     ) -> None:  # fmt: skip
         """Raises UnsupportedError if the package, the library or kernel contexts are missing."""
         self._libaio = aio = import_libaio()
-        self._contexts = [self._open_context() for _ in range(workers)]  # that no thread uses
+        self._contexts = [self._open_context() for _ in range(workers)]  # those that no thread uses
         super().__init__(
             workers=workers, io_block_nbytes=io_block_nbytes, timeout_s=timeout_s,
             preadv=partial(self._move_block, aio.AIOBLOCK_MODE_READ),

@@ -39,7 +39,7 @@ def measure_bandwidth(
 
 def _measure(file: SwapFile, backend: IOBackend, nbytes: int) -> Bandwidth:
     file.reserve(nbytes)
-    buffer = memoryview(AnonymousMemory(nbytes))  # as the tiers' memory is
+    buffer = memoryview(AnonymousMemory(nbytes))  # aligned like the tiers' memory
     # Noise, so that no device compresses it; it also faults the pages in.
     noise = os.urandom(1 << 20)
     for start in range(0, nbytes, len(noise)):

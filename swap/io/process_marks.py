@@ -99,7 +99,7 @@ def _is_hidden(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # of another user; no pid at all
+    except (OSError, OverflowError):  # another user's process, or no valid pid
         return True
     return True
 

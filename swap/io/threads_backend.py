@@ -25,7 +25,7 @@ from offload.tiers.units import round_up
 _log = logging.getLogger(__name__)
 
 WORKERS = 6  # 6 x 8 MiB keep a device busy
-_LEAST_SHARE_NBYTES = 512 << 10  # of an urgent read: calls with less reach less of the bandwidth
+_LEAST_SHARE_NBYTES = 512 << 10  # least part of an urgent read: smaller calls lose bandwidth
 
 # os.preadv and os.pwritev, or something in their place that fails on purpose
 VectorCall = Callable[[int, Sequence[memoryview], int], int]

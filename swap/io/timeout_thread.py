@@ -30,7 +30,7 @@ from offload.tiers.errors import StuckError
 R = TypeVar("R")
 
 _LOOK_S = 1.0  # at most: a Ctrl-C that comes just before one begins is raised at its end
-_PATIENCE_S = 5.0  # of a Ctrl-C, with the call that is under way
+_PATIENCE_S = 5.0  # how long a Ctrl-C waits for the call under way
 
 
 class TimeoutThread(threading.Thread, Generic[R]):
@@ -78,7 +78,7 @@ class TimeoutThread(threading.Thread, Generic[R]):
         try:
             with defer_signals:
                 self.start()
-        except RuntimeError:  # as where a limit is reached
+        except RuntimeError:  # at a limit on threads, for example
             self.run()
 
     def run(self) -> None:

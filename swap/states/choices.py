@@ -59,7 +59,7 @@ class Table:
         """The share of the recent forward passes through this table that chose `item`. Never 0."""
         share, last = self._shares.get(item, (0.0, 0))
         passes = self._passes
-        weights = 1 - _faded(1.0, passes)  # of all forwards that there were
+        weights = 1 - _faded(1.0, passes)  # the sum over all forwards so far
         return max(_LEAST_SHARE, _faded(share, passes - last) / weights) if passes else _LEAST_SHARE
 
 

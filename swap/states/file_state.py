@@ -89,7 +89,7 @@ class FileState(SlotState):
         with self._lock:
             if self._class is StateClass.GRADIENTS and self._slot and self._slot.in_use():
                 return
-            if self._being_sent:  # by a thread that waits in `_write_back`, without the lock
+            if self._being_sent:  # another thread waits in `_write_back`, without the lock
                 self._store.await_room()
                 return
             self._being_sent = True

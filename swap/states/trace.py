@@ -93,7 +93,7 @@ class Trace:
         self._expected = self._steps  # that, or the last forward without a backward pass
         self._recorded: list[int] = []  # this cycle so far
         self._forwards: list[int] = []  # where in it forwards began
-        self._forward_start = 0  # of the last forward, in `_recorded`
+        self._forward_start = 0  # where the last forward begins in `_recorded`
         self._backward_start = 0
         self._turn: int | None = None  # used last in that forward and first in its backward
         self._in_backward = False  # a backward pass has come since
@@ -102,8 +102,8 @@ class Trace:
         self._tables: dict[str, Table] = {}
         self._table_of: dict[int, Table] = {}
         self._last_choice: int | None = None
-        self._choices: dict[int, int] = {}  # of this cycle, and where they were used first
-        self._places: list[_Place] = []  # of tables in this cycle so far
+        self._choices: dict[int, int] = {}  # this cycle's, and where each was used first
+        self._places: list[_Place] = []  # the tables' places in this cycle so far
         self._forward_choices = self._forward_places = 0  # how many were before the last forward
         self._recomputes = False  # backward uses what was chosen in the order of its forward
         self._cursor = 0  # next expected position

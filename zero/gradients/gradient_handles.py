@@ -273,7 +273,7 @@ class GradientHandles:
                 "this rank's sum or the average over all ranks: experts that are spread over ranks "
                 "take changes in place alone (p.grad.mul_(...), p.grad.copy_(...))"
             )
-        state.group.wait_for_update()  # of the last step: that still reads what was there
+        state.group.wait_for_update()  # the last step's, which still reads the old gradient
         self._forget([key])
         local = spread_as(self.params[key], value)
         if isinstance(state.gradients, ReducedGradients):
@@ -388,7 +388,7 @@ class GradientHandles:
         return self._read(source).to(source.param.dtype)
 
     def _is_spent(self, source: GradientSource) -> bool:
-        source.state.group.wait_for_update()  # which may be about to
+        source.state.group.wait_for_update()  # it may be about to read the gradient
         return bool(source.state.gradients.spent)
 
     def _read(self, source: GradientSource) -> torch.Tensor:

@@ -155,7 +155,7 @@ class LeavingPath(_OnDevice):
         self._host = HostPath(specs, run)
         self._by_host = [False] * len(specs)  # the path that summed the squares last
         self._runs: dict[int, list[Run | None]] = {}  # by bytes per element
-        self._last: StreamEvent | Bucket = StreamEvent()  # of what went last
+        self._last: StreamEvent | Bucket = StreamEvent()  # the last copy or bucket
 
     def copy(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
         self._by_host[index] = False

@@ -187,7 +187,7 @@ class GradientAccumulator:
         infinite or NaN if that is."""
         if not self.passes[index]:
             return 0.0
-        # of what is not negative: no infinities of both signs, which `fsum` refuses
+        # squares are not negative: no infinities of both signs, which `fsum` refuses
         return math.fsum(self._path.squares(index).tolist()) * self.factor(index) ** 2
 
     def read(self, index: int) -> torch.Tensor | None:

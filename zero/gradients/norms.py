@@ -45,7 +45,7 @@ class GradientNorms:
         ]  # fmt: skip
         self._order: list[Sequence[Place]] = []
         self._places: dict[Place, int] = {}
-        self._norms: torch.Tensor | None = None  # of the gradients as they are now
+        self._norms: torch.Tensor | None = None  # of the current gradients, once computed
         self._elsewhere = torch.zeros(0)  # ... of all ranks' experts that are spread over ranks
 
     def add_in(self, order: Sequence[Sequence[Place]]) -> None:
@@ -125,7 +125,7 @@ class GradientNorms:
     ) -> None:
         """Count each expert once, whichever ranks have it, or parts of it."""
         ep_size = self._group_of(self._order[self._spread[0]]).ep_size
-        among = sharding.of_experts(ep_size).ranks  # that have parts; others have the same
+        among = sharding.of_experts(ep_size).ranks  # with different parts; the rest are replicas
         found = [
             _added_up(rows[kind : among * ep_size : ep_size, self._spread])
             for kind in range(ep_size)

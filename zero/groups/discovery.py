@@ -37,7 +37,7 @@ _CHOSEN = (
     "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k",
     "moe_k", "top_k_experts",
 )  # fmt: skip
-_ATTRIBUTES = ("num_experts_per_tok", "top_k", "k")  # of routers, and of modules with experts
+_ATTRIBUTES = ("num_experts_per_tok", "top_k", "k")  # of routers, or of modules with experts
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Discovery:
     groups: list[GroupPlan]
     units: list[Unit]
     packed: list[PackedParam]
-    experts_per_token: int | None = None  # that a router chooses, where that is known
+    experts_per_token: int | None = None  # chosen by a router; None: unknown
     cached: tuple[CachedLayer, ...] = ()  # layers whose keys and values are kept in tiers
 
     def shape(self) -> ModelShape:

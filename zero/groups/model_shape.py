@@ -29,8 +29,8 @@ class GroupShape:
 
     name: str
     params: tuple[ParamShape, ...]
-    ranks: int = 1  # that own a shard each
-    replicas: int = 1  # of all shards
+    ranks: int = 1  # each owns a shard
+    replicas: int = 1  # copies of all shards
     table: str = ""  # the module of experts that it is one of: used where a router chooses it
     packed: bool = False  # its parameters are rows of the table's
     ep_size: int = 1  # over how many ranks the experts of its table are spread
@@ -68,7 +68,7 @@ class ModelShape:
 
     groups: tuple[GroupShape, ...]
     units: tuple[UnitShape, ...]
-    experts_per_token: int | None = None  # that a router chooses, where that is known
+    experts_per_token: int | None = None  # chosen by a router; None: unknown
     cached: tuple[CachedLayer, ...] = ()  # layers with keys and values, where that is known
 
     @cached_property

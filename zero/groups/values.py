@@ -209,7 +209,7 @@ class ParameterValues(WeightValues):
         """Set how often the optimizer has updated a trained parameter."""
         for row in self._store.rows_of(param):
             group, index = self._find(row)
-            group.wait_for_update()  # by steps that were missed, which the number so far counts
+            group.wait_for_update()  # missed steps are updated, too: the step count includes them
             self._state_of(group).steps[index] = steps
 
     def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:

@@ -49,7 +49,7 @@ class Handle:
     offset: int
     counter: torch.Tensor  # counts versions with what was saved; without values
     counted: int  # when it was saved
-    spec: DTensorSpec | None = None  # of the DTensor whose local tensor it is
+    spec: DTensorSpec | None = None  # the DTensor's, if this is its local tensor
 
 
 @dataclass(slots=True, eq=False)

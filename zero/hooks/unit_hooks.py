@@ -333,7 +333,7 @@ class _Before:
     begin: Callable[..., None]  # of the hooks
     module: nn.Module
     groups: list[ParamGroup]
-    ahead: list[ParamGroup]  # that it may need besides
+    ahead: list[ParamGroup]  # groups that it may need, too
     is_expert: bool
     is_inner: bool
 

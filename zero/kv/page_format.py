@@ -33,7 +33,7 @@ from offload.zero.kv.sizes import coded_dim, group_of, vector_nbytes
 
 _ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
 _TOKENS_AT_ONCE = 256  # are encoded in one go: bounds what that takes beside the page
-_SCALE_MASK = -128  # of fp32 bits: the low 7 are cleared
+_SCALE_MASK = -128  # clears the low 7 of a scale's fp32 bits
 _LEAST_SCALE = 2.0**-100
 _NAN_BITS = 0x7FC00000
 

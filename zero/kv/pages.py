@@ -28,7 +28,7 @@ from offload.zero.kv.store import KVStore, OpenPage
 
 _NOW = -1.0  # before all that the trace expects
 _PER_LOOK = 4  # pages that are read before what comes next is looked for again
-Rows = torch.Tensor | None  # of a page, in the order of the batch; None: as they are
+Rows = torch.Tensor | None  # rows of a page, in the order of the batch; None: all, unchanged
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class KVPages:
         self._filled = 0  # tokens of the open page
         self._dropped = 0  # tokens of the first page that are no longer kept
         self._reading: int | None = None  # the first of the pages that a read has not come to yet
-        self._places: dict[_Page, int] = {}  # which of the pages each is
+        self._places: dict[_Page, int] = {}  # each page's index in `_pages`
         self._closed = False
 
     @property
@@ -270,7 +270,7 @@ class KVPages:
         if self._known is not None:
             return
         self.batch = keys.shape[0]
-        value_type = torch.promote_types(keys.dtype, values.dtype)  # as torch.cat has it
+        value_type = torch.promote_types(keys.dtype, values.dtype)  # the type of torch.cat
         self._known = self._store.format(
             KVShape.of(keys, keys.dtype),
             KVShape.of(values, value_type),

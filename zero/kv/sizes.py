@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from offload.tiers.units import round_up
 
 _GROUPS = (128, 64, 32)
-_WORD_NBYTES = 4  # of each group
+_WORD_NBYTES = 4  # a scale per group
 
 
 def coded_dim(dim: int) -> int:

@@ -36,7 +36,7 @@ _log = logging.getLogger("offload")
 KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
 _MIN_WINDOW_PAGES = 8  # a page is at most this part of a window: what is kept beside it
 _SLAB_NBYTES = 32 << 20  # about, of several open pages together
-_TRIM_NBYTES = 8 << 20  # of pages, between two times that freed memory is given back
+_TRIM_NBYTES = 8 << 20  # bytes of new pages after which freed memory is returned to the system
 _OPEN_SHARE = 4  # ... and all open pages together at most this part of the memory there is
 
 
@@ -198,7 +198,7 @@ class KVStore:
         while self._dropped:
             try:
                 self._dropped.popleft().close()
-            except OffloadError as error:  # of bytes that nobody will ask for
+            except OffloadError as error:  # the bytes are no longer needed
                 _log.warning("while a KV cache was given back: %s", error)
         if not self._live:
             self._free_buffers()

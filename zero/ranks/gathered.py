@@ -276,7 +276,7 @@ class GatheredState(SharedState):
         self.home.mark_dirty()
 
     def overwritten(self) -> None:
-        if self.is_held():  # by the writer, and by others around that
+        if self.is_held():  # by the writer and by enclosing holders
             self._ends_unheld = True
         else:
             self.invalidate_gathered()

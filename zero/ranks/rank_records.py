@@ -43,7 +43,7 @@ class RankRecord:
     at: float  # seconds since the epoch, by its own clock
     doing: tuple[Activity, ...] = ()  # the oldest first
     begun: Mapping[str, int] = field(default_factory=dict)  # the number of the last one, by lane
-    last: Activity | None = None  # that ended
+    last: Activity | None = None  # the last that ended
     left: str | None = None  # why, "" if it has simply closed its engine
     blames: tuple[int, ...] = ()  # ranks that it found missing itself
 

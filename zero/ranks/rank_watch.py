@@ -70,11 +70,11 @@ class RankWatch:
         self._device = device
         self._records = RankRecords(store, rank)
         self.lane = Lane(WaitFor.RANKS)
-        self._lock = threading.Lock()  # of what follows; never held while anything blocks
+        self._lock = threading.Lock()  # guards the fields below; never held while anything blocks
         self._beat = 0
         self._numbers: dict[str, int] = {}  # collectives begun, by lane
         self._doing: list[_Watched] = []
-        self._last: Activity | None = None  # that has ended
+        self._last: Activity | None = None  # the last that has ended
         self._left: str | None = None
         self._failure: RankError | None = None
         self._closing = self._aborting = False

@@ -22,7 +22,7 @@ from offload.zero.ranks.collectives import Collectives, Group, all_gather_flat
 from offload.zero.ranks.rank_watch import RankWatch, limit_waits
 from offload.zero.ranks.sharding import Sharding
 
-_MOST_TEXT_NBYTES = 500  # of an error that other ranks are told of
+_MOST_TEXT_NBYTES = 500  # of an error's text sent to other ranks
 _FEW = 6  # numbers that go with the question
 _AFTER_OURS = timedelta(seconds=60)  # NCCL's own watch ends the process
 

@@ -176,7 +176,7 @@ class ReducedGradients:
         self.issued = False
 
 
-Gradients = GradientAccumulator | ReducedGradients  # of one rank alone, or of one among others
+Gradients = GradientAccumulator | ReducedGradients  # one rank's, or those of several ranks
 
 
 class Reductions:

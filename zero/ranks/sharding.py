@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Sharding:
     """This rank's place among those that train together."""
 
-    ranks: int = 1  # of its shard group
+    ranks: int = 1  # in its shard group
     rank: int = 0  # its number there
     replicas: int = 1  # shard groups
     replica: int = 0  # the number of its own
@@ -68,7 +68,7 @@ class Sharding:
 
 ALONE = Sharding()
 
-BUCKETS = 2  # of gradients of a group: one is filled while the other is reduced
+BUCKETS = 2  # for gradients: one is filled while the other is reduced
 
 
 @dataclass(frozen=True, slots=True)

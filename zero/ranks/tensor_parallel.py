@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class TensorParallel:
     """This rank among those that have parts of the same parameters."""
 
-    group: Group  # of its own: the model's collectives do not come between
+    group: Group  # not the model's group, whose collectives would interleave
     device: torch.device
     lane: Lane = field(default_factory=lambda: Lane(WaitFor.RANKS))
 

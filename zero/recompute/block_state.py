@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-KEPT_NBYTES = 64 << 10  # of the largest tensor that is copied: running statistics, counters
+KEPT_NBYTES = 64 << 10  # the largest tensor that is copied (running statistics, counters)
 
 _NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
     "forward", "_apply", "_compiled_call_impl"

@@ -30,7 +30,7 @@ SMALLER_BATCHES = (
     "set micro_batches: 1 and give the model smaller batches (to train, with "
     "gradient_accumulation_steps)"
 )
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # of the norm; 16 bits: 5e-2
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative to the norm; 16 bits: 5e-2
 
 
 def check_joinable(tensors: Sequence[torch.Tensor], span: slice, name: str) -> None:

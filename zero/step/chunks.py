@@ -62,7 +62,7 @@ class GroupUpdate:
     begun: bool = False
     begun_s: float = 0.0  # by `time.perf_counter`
     chunks_left: int = 0  # once begun: those that are not on their way home
-    after: StreamEvent = field(default_factory=StreamEvent)  # of the model's stream, when submitted
+    after: StreamEvent = field(default_factory=StreamEvent)  # the model's stream at `submit`
 
     @property
     def group(self) -> ParamGroup:
@@ -83,7 +83,7 @@ class ChunkBytes:
     before: Transfer[None] | None = None  # the bytes in host memory are valid once it is done
     in_place: HostPiece | None = None  # in host memory, where `home` has them
     staged: torch.Tensor | None = None  # in a buffer in host memory
-    arrival: Transfer[None] | None = None  # of what is staged; None: it is only written
+    arrival: Transfer[None] | None = None  # of the staged bytes; None: they are only written
     on_device: torch.Tensor | None = None  # where `home` has them on the device
     copied: torch.Tensor | None = None  # in a buffer on the device
 

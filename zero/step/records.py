@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from offload.kernels.cpu.state_codec import Stored
 
 _STAGGER_NBYTES = 17 * 64
-ALIGN_NBYTES = 512  # of what shares a staging buffer on a device
+ALIGN_NBYTES = 512  # of arrays that share a staging buffer on a device
 _STATE_DTYPES: dict[StateFormat, np.dtype[Any]] = {
     StateFormat.FP32: np.dtype(np.float32),
     StateFormat.BF16: np.dtype(np.uint16),
@@ -70,7 +70,7 @@ class Operands(Generic[A]):
     none."""
 
     states: list[A]
-    scales: list[A]  # of states of 8 bits
+    scales: list[A]  # of 8-bit states
     low: A | None
     master: A | None
 

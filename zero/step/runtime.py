@@ -208,7 +208,7 @@ class Runtime:
         table = self.store.table_of(group)
         group.permanent = (
             kept.in_place and not group.has_masters and layout.ranks == 1
-            and not (table is not None and table.packed)  # which may miss steps
+            and not (table is not None and table.packed)  # experts may miss steps
             and not any(each.at_home_on_device for each in states)
         )  # fmt: skip
         return kept

@@ -22,7 +22,7 @@ class SaveGate:
         self._lock = threading.Condition(threading.Lock())
         # by group: bytes of its versions on nvme; None where it cannot be overwritten meanwhile
         self._held: dict[int, int | None] = {}
-        self._admitted: dict[int, int] = {}  # of those, which take room for as long
+        self._admitted: dict[int, int] = {}  # bytes that they take until the save passes
         self._room = 0
         self._wanted: OrderedDict[int, None] = OrderedDict()  # the next one first
 

@@ -39,7 +39,7 @@ from offload.zero.step.device_update import DeviceUpdate, DeviceWork
 from offload.zero.step.save_gate import SaveGate
 
 _PAGE_NBYTES = 4096
-_LEAST_BLOCKS = 256  # of 8-bit states that are worth another thread
+_LEAST_BLOCKS = 256  # blocks of 8-bit states per thread, at least
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class _View:
     operation: Operation
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    pick: int | None  # of several views that the operation gives
+    pick: int | None  # index among several views that the operation returns
 
     def of(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
         """Return the view of `tensor`; `start` is where in their storage the values begin."""

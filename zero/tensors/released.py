@@ -494,7 +494,7 @@ def _needs_no_values(
 def _changes_nothing(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether a call changes nothing: `param.to(device)`, `.float()` and the like if it is
     there and so already; a copy of a parameter into itself."""
-    if name == "copy_":  # of itself: modules that load a state dict of the engine's do so
+    if name == "copy_":  # onto itself: modules that load the engine's state dict do so
         return len(args) == 2 and args[0] is args[1] and not kwargs
     if name not in ("to", "cpu", "float", "half", "bfloat16"):
         return False
