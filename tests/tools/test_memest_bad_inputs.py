@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import zipfile
@@ -18,9 +19,10 @@ from offload.tiers.errors import ConfigError, PathError
 from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json
 from offload.tools.memest.source.read_model import read_model, read_stated
+from offload.tools.memest.source.safetensors_header import read_header
 from offload.tools.memest.source.stated_sizes import StatedSizes
 from offload.tools.memest.source.transformers_models import build_on_meta
-from tests.tools.model_files import TINY_LLAMA, write_config
+from tests.tools.model_files import BITS, TINY_LLAMA, entries_of, write_config, write_safetensors
 
 
 def reason(source: str | Path) -> str:
@@ -90,7 +92,10 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], expected: str, tmp_path
         (b"\xff\xfe\x00\x01", "no UTF-8"),
         (b"[" * 200_000, "nested too deep"),
         (b'{"model_type": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b'{"weight_map": {}}', "is an index of weights; weights do not tell"),
+        (b'{"weight_map": {}}', "no index of safetensors files"),
+        (b'{"weight_map": {"a": "../../secret.safetensors"}}', "no file beside the index"),
+        (b'{"weight_map": {"a": 3}}', "no file beside the index"),
+        (b'{"weight_map": []}', "no index of safetensors files"),
     ],
 )
 def test_what_is_no_configuration_is_refused(data: bytes, expected: str, tmp_path: Path) -> None:
@@ -139,7 +144,7 @@ def test_code_of_a_repository_is_neither_fetched_nor_run(
 
 def test_sizes_that_no_model_has_are_refused_before_they_are_counted() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"layers": 4096, "hidden": 1 << 24}, "--hidden: input should be less than"),
+        ({"layers": 4096, "hidden": 1 << 24}, "--hidden: 16777216 makes 1.38e"),
         ({"layers": 2, "hidden": 256, "vocab": 1 << 31}, "--vocab: input should be less than"),
     ]
     for sizes, said in cases:
@@ -181,7 +186,7 @@ def test_a_pickle_is_never_opened(name: str, protocol: int | str, tmp_path: Path
         path.write_bytes(pickle.dumps({"weight": Bomb(mark)}, protocol=int(protocol)))
     message = reason(path)
     assert "pickle" in message or "zip archive" in message
-    assert "name the config.json" in message
+    assert "convert to safetensors" in message
     assert not mark.exists()
 
 
@@ -189,13 +194,14 @@ def test_a_folder_of_pickles_says_that_it_has_nothing_else(tmp_path: Path) -> No
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
     (tmp_path / "modeling_custom.py").write_text("raise SystemExit('executed')")
     message = reason(tmp_path)
-    assert "no config.json (pytorch_model.bin: weights do not tell" in message
+    assert "neither config.json nor safetensors" in message
+    assert "pytorch_model.bin may hold code and is not opened" in message
 
 
 @pytest.mark.parametrize(
     ("data", "expected"),
-    [(b"GGUF\x03\x00\x00\x00", "GGUF"), (b"\x10" + b"\0" * 7 + b"{}", "name its config.json"),
-     (b"\x1f\x8b\x08\x00", "gzip"), (b"\x7fELF\x02", "no description of a model"),
+    [(b"GGUF\x03\x00\x00\x00", "GGUF"), (b"\x1f\x8b\x08\x00", "gzip"),
+     (b"\x7fELF\x02", "no description of a model"),
      (b"\x89HDF\r\n", "HDF5"), (b"hello, world", "no description of a model"),
      (os.urandom(0), "no description of a model")],
 )  # fmt: skip
@@ -234,6 +240,55 @@ def test_an_empty_folder_and_one_of_other_things_say_so(tmp_path: Path) -> None:
     assert "is a folder" in reason(tmp_path)
 
 
+# safetensors headers
+
+
+def damaged(**changes: Any) -> dict[str, Any]:
+    return {"a": {**entries_of({"a": (4, 4)})["a"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        (damaged(dtype="BF17"), "unknown variant `BF17`, expected one of `BOOL`"),
+        (damaged(shape=[4, -4]), "integer `-4`, expected usize"),
+        (damaged(shape=[2**62, 2**62]), "overflow computing buffer size"),
+        (damaged(shape=[4, 5]), "invalid shape, data type, or offset"),
+        (damaged(data_offsets=[8, 40]), "invalid offset for tensor `a`"),
+        ({}, "holds no trainable weights: it is empty"),
+        (b"{", "EOF while parsing"),
+        (b"\x80\x80\x80\x80", "invalid UTF-8"),
+        (
+            {"i": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}},
+            "no trainable weights: 2 of I64",
+        ),
+    ],
+)  # fmt: skip
+def test_a_damaged_header_is_named(entries: Any, expected: str, tmp_path: Path) -> None:
+    known = isinstance(entries, dict) and all(isinstance(e, dict) for e in entries.values())
+    data = None if known and "data_offsets" in json.dumps(entries) else 0
+    try:
+        path = write_safetensors(tmp_path / "m.safetensors", entries, data)
+    except (IndexError, OSError, OverflowError):
+        path = write_safetensors(tmp_path / "m.safetensors", entries, 32)
+    assert expected in reason(path)
+
+
+@pytest.mark.parametrize("length", [2**63, 60])
+def test_a_header_longer_than_the_file_is_not_allocated(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}" + b" " * 40)
+    assert "header" in reason(path)
+
+
+@pytest.mark.parametrize("kept", [0, 9, 300])
+def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "m.safetensors", entries_of({"a": (64,), "b": (64,)}))
+    assert kept < path.stat().st_size
+    os.truncate(path, kept)
+    reason(path)
+
+
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: (
@@ -241,10 +296,36 @@ _JSON = st.recursive(
     ),
     max_leaves=12,
 )
+_ENTRY = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(sorted(BITS)) | _JSON,
+        "shape": st.lists(st.integers(-2, 5), max_size=3) | _JSON,
+        "data_offsets": st.lists(st.integers(-4, 200), min_size=2, max_size=2) | _JSON,
+    },
+)
 
 
 def fuzz(long: bool) -> settings:
     return settings(max_examples=150 if long else 40, deadline=None)
+
+
+def test_any_header_is_read_or_refused(tmp_path: Path, long: bool) -> None:
+    @fuzz(long)
+    @given(
+        entries=st.dictionaries(st.text(max_size=6), _ENTRY | _JSON, max_size=4),
+        data=st.integers(0, 256),
+    )
+    def check(entries: Any, data: int) -> None:
+        path = write_safetensors(tmp_path / "m.safetensors", entries, data)
+        try:
+            tensors = read_header(path)
+        except ConfigError:
+            return
+        kept = [t for name, t in tensors.items() if name != "__metadata__"]
+        assert sum(t.numel * BITS[t.dtype] // 8 for t in kept) == data
+
+    check()
 
 
 def test_any_bytes_are_read_or_refused(tmp_path: Path, long: bool) -> None:

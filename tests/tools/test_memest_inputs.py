@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -24,7 +26,12 @@ from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
-from tests.tools.model_files import TINY_LLAMA_NUMEL, write_config
+from tests.tools.model_files import (
+    TINY_LLAMA_NUMEL,
+    entries_of,
+    write_config,
+    write_safetensors,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -85,14 +92,22 @@ def test_a_model_is_built_once_and_then_remembered(
     assert capsys.readouterr().err == ""
 
 
-def test_without_transformers_a_configuration_is_refused(
+def test_without_transformers_the_weights_beside_a_configuration_tell_its_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = write_config(tmp_path)
+    monkeypatch.setattr("offload.tools.memest.source.read_model.is_installed", lambda: False)
     monkeypatch.setattr(
         "offload.tools.memest.source.transformers_models.is_installed", lambda: False
     )
     with pytest.raises(ConfigError, match=r"without transformers; install it"):
-        read_model(str(write_config(tmp_path)))
+        read_model(str(path))
+    write_safetensors(tmp_path / "w.safetensors", entries_of(LLAMA_TENSORS))
+    for source in (read_model(str(path)), read_model(str(tmp_path))):
+        assert source.name == tmp_path.name
+        assert not source.has_graph
+        assert source.shape.numel == sum(math.prod(shape) for shape in LLAMA_TENSORS.values())
+        assert "sizes alone" in source.notes[0]
 
 
 def test_another_head_than_a_language_models_is_the_librarys_own_class(tmp_path: Path) -> None:
@@ -183,6 +198,71 @@ def test_a_model_whose_sizes_do_not_go_together_is_said_to_fail(tmp_path: Path) 
     source = read_model(str(path))
     with pytest.raises(UnsupportedError, match="its forward fails for 1 x 8 tokens"):
         source.activations(activation_config(), Workload(1, 8))
+
+
+# safetensors
+
+
+LLAMA_TENSORS = {
+    "lm_head.weight": (640, 320),
+    "model.embed_tokens.weight": (640, 320),
+    "model.norm.weight": (320,),
+    **{
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in (0, 1, 10)
+        for name, shape in (
+            ("self_attn.q_proj", (320, 320)), ("mlp.up_proj", (480, 320)),
+            ("input_layernorm", (320,)),
+        )
+    },
+}  # fmt: skip
+
+
+def test_weights_saved_by_a_model_have_the_models_count(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = small_model()
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    shape = read_model(str(tmp_path / "m.safetensors")).shape
+    assert shape == discover(model).shape()
+
+
+def test_an_index_reads_all_files_beside_it(tmp_path: Path) -> None:
+    names = list(LLAMA_TENSORS)
+    halves = {"a.safetensors": names[:4], "b.safetensors": names[4:]}
+    for file, part in halves.items():
+        entries = entries_of({name: LLAMA_TENSORS[name] for name in part})
+        write_safetensors(tmp_path / file, {"__metadata__": {"format": "pt"}, **entries})
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    whole = read_model(str(write_safetensors(tmp_path / "w", entries_of(LLAMA_TENSORS))))
+    (tmp_path / "w").unlink()
+    assert read_model(str(index)).shape == whole.shape
+    assert read_model(str(tmp_path)).shape == whole.shape
+    index.unlink()
+    assert read_model(str(tmp_path)).shape == whole.shape
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "a-0.safetensors", entries_of({"a": (2,)}))
+    weight_map = {"a": "a-0.safetensors", **{f"b{i}": f"a-{i}.safetensors" for i in range(1, 8)}}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=r"7 of 8 files are missing: a-1\.safe.* and 3 more"):
+        read_model(str(index))
+
+
+def test_buffers_and_quantised_weights_are_not_counted_and_that_is_said(tmp_path: Path) -> None:
+    entries = entries_of({"h.0.attn.bias": (1, 1, 8, 8), "h.0.fc.weight": (8, 8)})
+    start = entries["h.0.fc.weight"]["data_offsets"][1]
+    entries["h.1.fc.weight"] = {
+        "dtype": "F8_E4M3", "shape": [4, 4], "data_offsets": [start, start + 16],
+    }  # fmt: skip
+    source = read_model(str(write_safetensors(tmp_path / "w.safetensors", entries)))
+    assert source.shape.numel == 64
+    assert any("1 buffers" in note for note in source.notes)
+    assert any("16 elements are quantised" in note for note in source.notes)
 
 
 # functions

@@ -70,8 +70,8 @@ def _one_line(run: Callable[[], Any]) -> Any:
 
 _HELP = """Say what training a model takes: memory by place, seconds per step, and what to change.
 
-MODEL is a Hugging Face config.json or model folder, module:function, or an offload YAML; nothing \
-of a model folder is executed.
+MODEL is a Hugging Face config.json or model folder, a safetensors file or index, module:function, \
+or an offload YAML; nothing of a model folder is executed.
 
 Exit code: 0 fits, 1 does not, 2 bad input.
 """

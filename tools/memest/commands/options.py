@@ -131,8 +131,8 @@ class EstimateOptions:
         stated = [option for option, value in numbers.items() if value is not None]
         if self.source is None and not stated:
             raise ConfigError(
-                "which model? name a config.json, a folder, module:function or an offload YAML; or "
-                "give --params 7e9 --layers 32 --hidden 4096"
+                "which model? name a config.json, a folder, a safetensors file, module:function or "
+                "an offload YAML; or give --params 7e9 --layers 32 --hidden 4096"
             )
         if self.source is not None and stated:
             raise ConfigError(

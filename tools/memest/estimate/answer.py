@@ -10,6 +10,7 @@ from offload.planning.step.planned_run import MOST_PASSES
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.changes import changes
 from offload.tools.memest.estimate.estimator import Estimator
+from offload.tools.memest.source.model_source import SourceKind
 
 
 def estimate(case: Case) -> Estimate:
@@ -34,7 +35,12 @@ def case_notes(case: Case) -> Iterator[str]:
 
 
 def _missing(case: Case) -> Iterator[str]:
-    if case.speeds is not None and case.workload.passes > MOST_PASSES:
+    if case.source.kind is SourceKind.SAFETENSORS:
+        yield (
+            "weights alone do not tell what forward keeps: activations are not counted, and there "
+            "are no times; put the config.json beside them"
+        )
+    elif case.speeds is not None and case.workload.passes > MOST_PASSES:
         yield (
             f"of {case.workload.passes:,} passes per step {MOST_PASSES} are gone through; "
             "each further one is taken to be like the last of these"

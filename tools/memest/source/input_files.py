@@ -14,7 +14,7 @@ from typing import Any
 from offload.process import bounded_json
 from offload.tiers.errors import ConfigError, PathError
 
-_NOT_OPENED = "may hold code and is not opened; name the config.json"
+_NOT_OPENED = "may hold code and is not opened; name the config.json, or convert to safetensors"
 _MAGIC = {
     b"PK\x03\x04": f"a zip archive, as torch.save writes it: it {_NOT_OPENED}",
     b"\x1f\x8b": "gzip-compressed; unpack it first",
@@ -46,14 +46,19 @@ def file_nbytes(path: Path) -> int:
     return status.st_size
 
 
+def read_start(path: Path, nbytes: int) -> bytes:
+    """Return the first `nbytes` of a file, or all it has. Raise PathError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(nbytes)
+    except OSError as error:
+        raise PathError(f"{path}: cannot be read: {error.strerror}") from None
+
+
 def refuse_code(path: Path) -> bytes:
     """Return a file's first 16 bytes. Raise ConfigError for those of a format that is not read."""
     file_nbytes(path)  # a pipe would be waited for
-    try:
-        with path.open("rb") as file:
-            start = file.read(16)
-    except OSError as error:
-        raise PathError(f"{path}: cannot be read: {error.strerror}") from None
+    start = read_start(path, 16)
     for magic, what in _MAGIC.items():
         if start.startswith(magic):
             raise ConfigError(f"{path}: is {what}")

@@ -30,6 +30,7 @@ class SourceKind(enum.StrEnum):
     """The kind of source that a model was read from."""
 
     CONFIGURATION = "configuration"  # a Hugging Face config.json
+    SAFETENSORS = "safetensors"
     FACTORY = "factory"  # module:function
     YAML = "yaml"  # an offload configuration: the built-in model
     STATED = "stated"  # numbers
@@ -66,13 +67,13 @@ class ModelSource:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the model's code can be followed."""
+        """Whether the model's code is known; weights alone do not reveal what it keeps."""
         return self.build is not None
 
     @property
     def is_pretrained(self) -> bool:
         """Whether it has weights already: a folder or a file of a hub describes it."""
-        return self.kind is SourceKind.CONFIGURATION
+        return self.kind in (SourceKind.CONFIGURATION, SourceKind.SAFETENSORS)
 
     def without_graph(self, reason: str) -> ModelSource:
         """Return the same states of a model whose code cannot be followed, for `reason`."""
@@ -93,7 +94,8 @@ class ModelSource:
         """
         if self.build is None:
             raise UnsupportedError(
-                f"{self.name}: its code cannot be followed, so what forward keeps is not known"
+                f"{self.name}: weights alone do not tell what forward keeps; put the config.json "
+                "beside them, or name the model's module:function"
             )
         find = partial(_traced, self.build, config, workload, device, trains)
         if self.fingerprint:

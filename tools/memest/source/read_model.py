@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from offload.config import OffloadConfig
 from offload.config.sections import WrittenFor
@@ -19,6 +21,12 @@ from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json, refuse_code, status_of
 from offload.tools.memest.source.model_source import ModelSource, SourceKind, key_of
+from offload.tools.memest.source.safetensors_header import (
+    HeaderTensor,
+    read_files,
+    read_header,
+    read_index,
+)
 from offload.tools.memest.source.stated_sizes import (
     StatedSizes,
     built_in_cache,
@@ -29,17 +37,15 @@ from offload.tools.memest.source.stated_sizes import (
 from offload.tools.memest.source.transformers_models import (
     build_on_meta,
     fingerprint_parts,
+    is_installed,
     library_cache,
     library_model,
 )
 from offload.zero.groups.model_shape import ModelShape
 
+_INDEX = "model.safetensors.index.json"
 _FILE_SUFFIXES = (".json", ".safetensors", ".yaml", ".yml")
-_WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_WEIGHTS_ALONE = (
-    "weights do not tell what a model computes; name its config.json, or the module:function that "
-    "builds it"
-)
+_CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
@@ -67,28 +73,47 @@ def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
     if suffix in (".yaml", ".yml"):
         return read_yaml(path)
     if suffix == ".json" or start.lstrip()[:1] == b"{":
-        return _read_configuration(path, blocks)
+        return _read_json_file(path, blocks)
     if suffix == ".safetensors" or start[8:9] == b"{":
-        raise ConfigError(f"{path}: {_WEIGHTS_ALONE}")
+        return _from_tensors(read_header(path), path, blocks)
     raise ConfigError(
-        f"{path}: is no description of a model; name a config.json, an offload YAML (.yaml), a "
-        "folder with a config.json, or module:function"
+        f"{path}: is no description of a model; name a config.json, a safetensors file or index, "
+        "an offload YAML (.yaml), a folder with one of them, or module:function"
     )
 
 
 def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
-    """Return the model of a folder's config.json."""
-    try:
-        names = sorted(entry.name for entry in path.iterdir())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be listed: {error.strerror}") from None
+    """Return the model of a folder: from its config.json, else from its safetensors files."""
+    names = _names_in(path)
     if "config.json" in names:
-        return _read_configuration(path / "config.json", blocks)
-    weights = [name for name in names if name.endswith(_WEIGHTS_SUFFIXES)]
-    said = f"{weights[0]}: {_WEIGHTS_ALONE}" if weights else f"{len(names)} other files"
+        return _read_json_file(path / "config.json", blocks)
+    found = _weights_in(path, blocks)
+    if found is not None:
+        return found
+    code = sorted(name for name in names if name.endswith(_CODE_SUFFIXES))
+    said = f"{code[0]} may hold code and is not opened" if code else f"{len(names)} other files"
     raise ConfigError(
-        f"{path}: has no config.json ({said}); put the model's there, or name another source"
+        f"{path}: has neither config.json nor safetensors files ({said}); "
+        "put the model's config.json there, or name another source"
     )
+
+
+def _names_in(folder: Path) -> set[str]:
+    try:
+        return {entry.name for entry in folder.iterdir()}
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be listed: {error.strerror}") from None
+
+
+def _weights_in(folder: Path, blocks: Sequence[str]) -> ModelSource | None:
+    """Return the model of a folder's safetensors files; None if it has none."""
+    names = _names_in(folder)
+    if _INDEX in names:
+        return _read_json_file(folder / _INDEX, blocks)
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    if not files:
+        return None
+    return _from_tensors(read_files([folder / name for name in files]), folder, blocks)
 
 
 def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
@@ -175,13 +200,22 @@ def _built_in(
     )  # fmt: skip
 
 
-def _read_configuration(path: Path, blocks: Sequence[str]) -> ModelSource:
-    """Return the model that transformers builds."""
+def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
     values = read_json(path)
     if isinstance(values, dict) and "weight_map" in values:
-        raise ConfigError(f"{path}: is an index of weights; {_WEIGHTS_ALONE}")
+        return _from_tensors(read_index(values, path), path, blocks)
+    return _read_configuration(values, path, blocks)
+
+
+def _read_configuration(values: Any, path: Path, blocks: Sequence[str]) -> ModelSource:
+    """Return the model that transformers builds; without transformers that of the weights beside
+    the configuration, of which only the sizes are known."""
     configuration = check_configuration(values, str(path))
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
+    weights = None if is_installed() else _weights_in(path.parent, blocks)
+    if weights is not None:
+        note = "sizes alone, from the weights: transformers is not installed (offload[hf])"
+        return replace(weights, name=name, notes=(note, *weights.notes))
     build = cache(partial(build_on_meta, configuration))
     found = library_model(configuration, blocks, build)
     if found.shape.numel > MOST_PARAMS:
@@ -199,4 +233,35 @@ def _read_configuration(path: Path, blocks: Sequence[str]) -> ModelSource:
         build=build,
         precision=configuration.precision,
         find_cache=partial(library_cache, configuration, build),
+    )
+
+
+def _from_tensors(
+    tensors: Mapping[str, HeaderTensor], path: Path, blocks: Sequence[str]
+) -> ModelSource:
+    from offload.tools.memest.source.weight_names import model_of_names
+    from offload.zero.groups.discovery import discover
+
+    named = model_of_names(tensors)
+    shape = discover(named.model).shape()
+    if shape.numel == 0:
+        counts: Counter[str] = Counter()
+        for tensor in tensors.values():
+            counts[tensor.dtype] += tensor.numel
+        formats = ", ".join(f"{numel:,} of {dtype}" for dtype, numel in counts.most_common())
+        raise ConfigError(f"{path}: holds no trainable weights: {formats or 'it is empty'}")
+    notes = ["groups are told from the names of the weights"]
+    if blocks:
+        notes.append(f"groups.blocks ({', '.join(blocks)}) needs the model's classes: left aside")
+    if named.buffers:
+        notes.append(f"{len(named.buffers)} buffers are not counted, {named.buffers[0]} is one")
+    fixed = sum(t.numel for t in tensors.values() if not t.trainable)
+    if fixed:
+        notes.append(f"{fixed:,} elements are quantised or integers and not trained")
+    return ModelSource(
+        name=path.resolve().name,
+        kind=SourceKind.SAFETENSORS,
+        shape=shape,
+        fingerprint="",
+        notes=tuple(notes),
     )

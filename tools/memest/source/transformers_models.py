@@ -98,7 +98,8 @@ def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
     if not is_installed():
         raise ConfigError(
             f"{configuration.where}: the modules of {configuration.model_type} are not known here "
-            "without transformers; install it (`pip install 'offload[hf]'`)"
+            "without transformers; install it (`pip install 'offload[hf]'`), or put the "
+            "safetensors files beside the configuration"
         )
     with _quiet_and_offline():
         import torch

@@ -1,0 +1,106 @@
+"""Derives the modules of a model from the names of its weights:
+`model.layers.12.mlp.up_proj.weight`.
+
+Children that are all numbers are a list of blocks, as in nn.ModuleList; those that look alike (all
+with modules inside, or all without) count as one class. Tied weights are stored once, so nothing
+is tied here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+
+from offload.tools.memest.source.safetensors_header import HeaderTensor
+
+# buffers that older versions of transformers and other libraries store
+_BUFFERS = (
+    ".rotary_emb.inv_freq",
+    ".masked_bias",
+    ".position_ids",
+    ".token_type_ids",
+    ".num_batches_tracked",
+    ".running_mean",
+    ".running_var",
+    ".e_score_correction_bias",
+)
+
+
+@dataclass(frozen=True)
+class NamedWeights:
+    """A model on the meta device, derived from names, and the names that belong to none."""
+
+    model: nn.Module
+    buffers: tuple[str, ...]  # names taken for buffers
+
+
+def model_of_names(tensors: Mapping[str, HeaderTensor]) -> NamedWeights:
+    """Return modules by dotted names, in the order in which a model would have them."""
+    root = nn.Module()
+    buffers = []
+    for name, tensor in sorted(tensors.items(), key=lambda item: _order(item[0])):
+        if _is_buffer(name, tensor):
+            buffers.append(name)
+            continue
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            # not add_module, which refuses the names of a module's own attributes
+            module = module._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+        module._parameters[last] = _param(tensor)
+    return NamedWeights(_with_lists(root), tuple(buffers))
+
+
+def _param(tensor: HeaderTensor) -> nn.Parameter:
+    dtype = torch.float32 if tensor.trainable else torch.uint8
+    values = torch.empty(tensor.shape, dtype=dtype, device=torch.device("meta"))
+    return nn.Parameter(values, requires_grad=tensor.trainable)
+
+
+def _is_buffer(name: str, tensor: HeaderTensor) -> bool:
+    causal_mask = name.endswith((".attn.bias", ".attention.bias")) and len(tensor.shape) == 4
+    return causal_mask or f".{name}".endswith(_BUFFERS)
+
+
+def _order(name: str) -> list[tuple[int, int, str]]:
+    """Return a key to sort names: numbers by value; embeddings come first and heads last, as in
+    nearly every model."""
+    parts: list[tuple[int, int, str]] = []
+    for part in name.split("."):
+        if part.isdecimal() and len(part) < 10:
+            parts.append((1, int(part), ""))
+        else:
+            parts.append((_rank(part), 0, part))
+    return parts
+
+
+def _rank(part: str) -> int:
+    if part == "weight":
+        return -1  # modules list it before the bias
+    if "emb" in part or part in ("wte", "wpe"):
+        return 0
+    return 2 if part in ("norm", "ln_f", "final_layernorm", "lm_head", "head", "score") else 1
+
+
+@cache
+def _class_of(is_block: bool, params: tuple[str, ...]) -> type[nn.Module]:
+    """Return the class of entries of a list that look alike."""
+    return type("Block" if is_block else "Layer", (nn.Module,), {"params": params})
+
+
+def _with_lists(module: nn.Module) -> nn.Module:
+    """Return the module with an nn.ModuleList for each one whose children are all numbers."""
+    children = {name: _with_lists(child) for name, child in module.named_children()}
+    module._modules.update(children)
+    if not children or module._parameters or not all(name.isdecimal() for name in children):
+        return module
+    for child in children.values():
+        if not isinstance(child, nn.ModuleList):
+            child.__class__ = _class_of(bool(child._modules), tuple(child._parameters))
+    found = nn.ModuleList()
+    found._modules.update(children)
+    return found
