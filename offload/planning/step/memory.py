@@ -26,8 +26,10 @@ from offload.planning.plan.plan import (
     Plan,
     mirrors_nbytes,
     needed_nbytes,
+    spare_nbytes,
+    tried_groups,
 )
-from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.plan.sizes import CLASSES, ITEMSIZE
 from offload.planning.step.traffic import find_copies
 from offload.tiers.ledger import StateClass
 from offload.tiers.pinning import EXTENT_NBYTES
@@ -204,17 +206,32 @@ class PlannedMemory:
 
         A piece has one valid version there, and at most one more: a new one while it is written, or
         an old one that is still read, or kept until an update on trial is accepted; a save beside
-        training keeps another one. Gradients have none: an old sum is freed before the next one is
-        written. Moves without room wait.
+        training keeps another one. No more is on its way than host memory has room for, beside the
+        homes there. Gradients have one version: an old sum is freed before the next one is written.
+        Moves without room wait.
         """
         plan, by_class = self._plan, self._expected(Tier.NVME)
         left = max(0, plan.budgets[Tier.NVME] - sum(by_class.values()))
         replaced = by_class[MemoryClass.PARAMETERS] + by_class[MemoryClass.OPTIMIZER]
         versions = int(plan.trains) * (2 if self._saves_beside else 1)
-        moving = min(versions * replaced, left)
+        if self._saves_beside:  # old versions of saves and of updates on trial share the spare room
+            kept = spare_nbytes(plan).files
+        else:
+            kept = sum(old.files for old in tried_groups(plan, self._config).values())
+        moving = min(versions * replaced, self._movable_nbytes + kept, left)
         by_class[MemoryClass.STAGING] += moving
         by_class[MemoryClass.ACTIVATIONS] = min(self._activations_on_disk, left - moving)
         return by_class
+
+    @property
+    def _movable_nbytes(self) -> int:
+        """Bytes of host memory from which something on nvme can be written."""
+        plan = self._plan
+        homes = plan.expected[Tier.HOST]
+        held = sum(homes.get(each, 0) for each in (*CLASSES, StateClass.ACTIVATIONS))
+        if not plan.gpu:  # it computes there
+            held += plan.sums_nbytes + (plan.shared.workspace_nbytes if plan.shared else 0)
+        return max(0, plan.budgets[Tier.HOST] - held)
 
     @property
     def _saves_beside(self) -> bool:
