@@ -323,6 +323,7 @@ def test_an_adapter_that_is_frozen_is_not_rounded(tmp_path: Path) -> None:
             self.lora_B = nn.ModuleDict({"default": nn.Linear(32, WIDTH, bias=False)})
             self.hada_w1_a = nn.ParameterDict({"default": torch.randn(WIDTH, 32)})
             self.prompt_encoder = nn.ModuleDict({"default": nn.Embedding(4, WIDTH)})
+            self.modules_to_save = nn.ModuleDict({"default": nn.Linear(WIDTH, WIDTH)})
 
     model = nn.Sequential(Tuner())
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}

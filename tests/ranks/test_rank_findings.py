@@ -62,6 +62,15 @@ def test_who_left_is_named_before_those_who_are_late() -> None:
 
 def test_another_collective_in_the_same_place_is_told() -> None:
     other = replace(MINE, what="the all-gather of blocks.1")
-    ranks, text = found_among(RankRecord(9, 104.0, doing=(other,), begun={"gather": 7}), WAITING)
+    earlier = replace(BEFORE, since=99.0)  # still queued on a GPU
+    doing = RankRecord(9, 104.0, doing=(earlier, other), begun={"gather": 7})
+    ranks, text = found_among(doing, WAITING)
     assert ranks == (1,)
     assert "is in the all-gather of blocks.1 instead, for 4.0 s" in text
+
+
+def test_who_closed_its_engine_because_of_others_is_said_to_have() -> None:
+    assert found_among(RankRecord(9, 101.0, left="", blames=(3,)), WAITING) == (
+        (1,),
+        "rank 1 has closed its engine",
+    )

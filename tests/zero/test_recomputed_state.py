@@ -89,6 +89,14 @@ class LargeAndChanged(Large):
         return super().inner(x)
 
 
+class LargeAndChangedThroughData(Large):
+    """As codebooks are learnt: autograd counts no version."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.mask.data[:WIDTH] += x.detach().mean(0)
+        return super().inner(x)
+
+
 class Counting(Plain):
     """Numbers, a list and a dict of its own decide what it computes."""
 
@@ -215,7 +223,12 @@ class Learning(Plain):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(Renormed, "embed.weight"), (Learning, "scale"), (LargeAndChanged, "mask")],
+    [
+        (Renormed, "embed.weight"),
+        (Learning, "scale"),
+        (LargeAndChanged, "mask"),
+        (LargeAndChangedThroughData, "mask"),
+    ],
 )
 def test_what_cannot_be_given_back_is_refused_by_name(
     tmp_path: Path, kind: type[Plain], name: str

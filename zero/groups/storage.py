@@ -15,14 +15,14 @@ from offload.zero.groups.layout import ParamShape
 
 HEAD = "lm_head"  # stays as it is where nothing is said: its rounding is seen in every logit
 # Adapters of PEFT are small, and not rounded with the weights that they adapt, also where frozen.
-# How their modules' names begin (`prefix` of PEFT's tuners).
+# How their modules' names begin (`prefix` of PEFT's tuners; modules trained as a whole).
 _ADAPTERS = (
     "adamss_", "adaption_prompt", "beft_", "boft_", "bone_", "c3a_", "deft_", "delora_",
     "fourierft_", "frod_", "glora_", "gralora_", "hada_", "hira_", "hra_", "ia3_",
-    "internal_xlora_classifier", "lily_", "ln_tuning_", "lokr_", "lora_", "miss_", "oft_", "osf_",
-    "peanut_", "poly_", "prompt_encoder", "psoft_", "pvera_", "randlora_", "road_", "shadow_",
-    "shira_", "supertuning_", "tinylora_", "trainable_tokens_", "unilora_", "vblora_", "vera_",
-    "waveft_",
+    "internal_xlora_classifier", "lily_", "ln_tuning_", "lokr_", "lora_", "miss_",
+    "modules_to_save", "oft_", "osf_", "peanut_", "poly_", "prompt_encoder", "psoft_", "pvera_",
+    "randlora_", "road_", "shadow_", "shira_", "supertuning_", "tinylora_", "trainable_tokens_",
+    "unilora_", "vblora_", "vera_", "waveft_",
 )  # fmt: skip
 _SHOWN = 5
 

@@ -42,18 +42,18 @@ def find_missing(
     there = {rank: record for rank, record in after.items() if record is not None}
     silent = {rank: _silence(before.get(rank), record) for rank, record in after.items()}
     left = {rank: record for rank, record in there.items() if record.left is not None}
-    failed = {
+    why = {
         rank: f"has left: {record.left}" if record.left else "has closed its engine"
-        for rank, record in left.items() if not record.blames
+        for rank, record in left.items()
     }  # fmt: skip
+    failed = {rank: text for rank, text in why.items() if not left[rank].blames}
     with_error = any(record.left for record in left.values())
     living = {rank: there[rank] for rank in there if rank in members and rank not in left}
-    others_left = {rank: f"has left: {record.left}" for rank, record in left.items()}
     for found, remedy in (
         ({rank: text for rank, text in silent.items() if text}, ""),
         (failed, "" if with_error else _AS_MANY),
         (_apart(mine, living), _ALIKE),
-        (others_left, ""),  # because of ranks of which nothing is known any more
+        (why, ""),  # because of ranks of which nothing is known any more
     ):
         if found:
             texts = [f"rank {rank} {text}" for rank, text in found.items()]
@@ -79,8 +79,10 @@ def _apart(mine: Activity, living: Mapping[int, RankRecord]) -> dict[int, str]:
     to it: of these, if there are any, those that wait in no other one, and blame no rank for it."""
     found = {}
     for rank, record in living.items():
-        now = next((each for each in record.doing if each.lane == mine.lane), None)
-        if now is not None and now.number == mine.number and now.what != mine.what:
+        # on a GPU several of a lane may be queued
+        place = mine.lane, mine.number
+        now = next((each for each in record.doing if (each.lane, each.number) == place), None)
+        if now is not None and now.what != mine.what:
             waits = _seconds(now.since, record.at)
             found[rank] = f"is in {now.what} instead, for {waits}: the ranks went different ways"
     if found:

@@ -9,8 +9,9 @@ state for that run, and keeps the run's changes out of the model:
 Given back are buffers, and of the attributes of the block's modules tensors, containers (list,
 dict, set, deque; their items are not copied) and attributes that the forward assigns: plain
 numbers, `training`. Tensors above `KEPT_NBYTES` are not copied: a forward that changes one in place
-is found by its version. Changes inside any other object that an attribute refers to (a counter in
-an object of its own, a tensor in a list) are not covered.
+is found by its version and a digest, since neither `.data` nor every kernel counts a version.
+Changes inside any other object that an attribute refers to (a counter in an object of its own, a
+tensor in a list) are not covered.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from offload.zero.groups.group import digest
 
 KEPT_NBYTES = 64 << 10  # the largest tensor that is copied (running statistics, counters)
 
@@ -82,6 +85,12 @@ class _Watched:
     name: str
     tensor: torch.Tensor
     version: int
+    digest: int | None = None  # None: the version tells
+
+    def is_changed(self) -> bool:
+        if self.tensor._version != self.version:
+            return True
+        return self.digest is not None and self.digest != _digest(self.tensor)
 
 
 class BlockState:
@@ -101,7 +110,7 @@ class BlockState:
         """Copy what the forward that follows may change, and watch the tensors that are larger."""
         tensors = [(name, tensor) for name, tensor in self._tensors() if _is_copied(tensor)]
         self._watched += [
-            _Watched(name, tensor, tensor._version)
+            _Watched(name, tensor, tensor._version, _digest(tensor))
             for name, tensor in tensors if _is_large(tensor)
         ]  # fmt: skip
         copies = _copies(tensor for _, tensor in tensors if not _is_large(tensor))
@@ -109,7 +118,7 @@ class BlockState:
 
     def changed(self) -> list[str]:
         """Return the names of parameters and uncopied tensors that were changed in place since."""
-        return [each.name for each in self._watched if each.tensor._version != each.version]
+        return [each.name for each in self._watched if each.is_changed()]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -176,3 +185,9 @@ def _copied(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() > KEPT_NBYTES and not tensor.is_inference()
+
+
+def _digest(tensor: torch.Tensor) -> int | None:
+    """Return a digest of a tensor's values; None without values."""
+    without = isinstance(tensor, (FakeTensor, ValuesUnknown)) or tensor.is_meta
+    return None if without else digest(tensor)
