@@ -339,16 +339,7 @@ class Engine(TieredModel):
         """Return bytes per tier, bytes moved, steps, and seconds waited so far. It waits for
         nothing: numbers of operations in progress may change while they are read."""
         runtime = self._open()
-        last = self.optimizer.last_step
-        return Report(
-            **self._seen(),
-            steps=runtime.stepper.taken,
-            skipped_steps=runtime.stepper.skipped,
-            gradient_norm=None if last is None else last.gradient_norm,
-            loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
-            trials=replace(runtime.stepper.speculative.counts),
-            waits=self.waits(),
-        )
+        return Report.of(runtime, self.optimizer.last_step, waits=self.waits(), **self._seen())
 
     @property
     def steps_done(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from offload.memory.memory_guard import MemoryGuardReport
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
@@ -11,6 +12,10 @@ from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.zero.step.speculative_updates import SpeculationCounts
+
+if TYPE_CHECKING:
+    from offload.zero.step.runtime import Runtime
+    from offload.zero.step.stepper import StepOutcome
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,20 @@ class Report(TierTraffic):
     gradient_norm: float | None
     loss_scale: float | None
     trials: SpeculationCounts
+
+    @classmethod
+    def of(cls, runtime: Runtime, last: StepOutcome | None, **traffic: Any) -> Report:
+        """Return the outcome of a runtime's steps, the last one being `last`, with the fields of
+        `TierTraffic`. `engine.watch()` has a figure in each row of the same name as a field here
+        (`StepMetrics.of`)."""
+        return cls(
+            steps=runtime.stepper.taken,
+            skipped_steps=runtime.stepper.skipped,
+            gradient_norm=None if last is None else last.gradient_norm,
+            loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
+            trials=replace(runtime.stepper.speculative.counts),
+            **traffic,
+        )
 
     def __str__(self) -> str:
         """Return a few lines to read: bytes held and moved, and the outcome of the steps."""

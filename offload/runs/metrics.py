@@ -11,13 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
 from offload.checkpoint.format.disk import replace_text
 from offload.loggers import JSONLinesLogger
 from offload.tiers.errors import PathError, StorageError
+
+if TYPE_CHECKING:
+    from offload.report import Report
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,13 @@ class StepMetrics:
     waited: dict[str, float] = field(default_factory=dict)
     elapsed_seconds: float = 0.0  # from the beginning of the run to the end of the step
     figures: dict[str, float] = field(default_factory=dict)  # of the user's own, by name
+
+    @classmethod
+    def of(cls, report: Report, **own: Any) -> StepMetrics:
+        """Return the figures of a step: `own`, and those that an engine's report has by the same
+        name."""
+        names = {each.name for each in fields(report)} & {*_NAMES} - own.keys()
+        return cls(**{name: getattr(report, name) for name in names}, **own)
 
     def values(self) -> dict[str, Any]:
         """The figures that a logger receives beside the step."""

@@ -181,11 +181,10 @@ class Watch:
 
     def _row(self, engine: Trained, now: float, waited: dict[str, float]) -> StepMetrics:
         report = engine.report()
-        return StepMetrics(
-            step=engine.steps_done, loss=math.nan, lr=float(engine.optimizer.param_groups[0]["lr"]),
-            seconds=now - self._last, tokens_per_second=math.nan,
-            gradient_norm=report.gradient_norm, skipped_steps=report.skipped_steps,
-            rss_nbytes=rss_nbytes(),
+        return StepMetrics.of(
+            report, step=engine.steps_done, loss=math.nan,
+            lr=float(engine.optimizer.param_groups[0]["lr"]),
+            seconds=now - self._last, tokens_per_second=math.nan, rss_nbytes=rss_nbytes(),
             tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
             moved=dict(report.bytes_moved), waited={**waited, "loop": self._loop_s},
             elapsed_seconds=now - engine.made_at,
