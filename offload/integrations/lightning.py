@@ -333,9 +333,9 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
         adopt(folder)
         self._states = folder if folder.is_dir() else None
         if self._states is None:
-            plain: dict[str, Any] = self.checkpoint_io.load_checkpoint(
-                checkpoint_path, weights_only=weights_only
-            )
+            # Lightning 2.5 does not know the argument
+            more = {} if weights_only is None else {"weights_only": weights_only}
+            plain: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, **more)
             return plain
         return _lightnings_part(folder, weights_only=weights_only is not False)
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -300,8 +301,12 @@ def test_numbers_nested_deeply_are_refused(engine: offload.Engine, saved: Path) 
 
 @pytest.mark.parametrize("name", ["manifest.json", "buffers.safetensors"])
 @pytest.mark.parametrize(
-    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path), lambda path: None],
-    ids=["fifo", "folder", "loop", "nothing"],
+    "make",
+    [
+        os.mkfifo, os.mkdir, lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+        lambda path: os.symlink(path, path), lambda path: None,
+    ],
+    ids=["fifo", "folder", "socket", "loop", "nothing"],
 )  # fmt: skip
 def test_what_is_no_regular_file_is_refused_and_not_waited_for(
     engine: offload.Engine, saved: Path, name: str, make: Callable[[Path], None]

@@ -100,7 +100,7 @@ class CheckpointReader:
         except FileNotFoundError:
             raise
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # ENXIO: a socket
                 raise CheckpointError(f"{path} {_NOT_INSIDE}") from None
             raise storage_error(error, "opening", path) from None
         if not stat.S_ISREG(file.status().st_mode):
