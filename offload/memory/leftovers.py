@@ -99,12 +99,16 @@ def _nbytes(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Remove `path`. Never follows a link."""
-    with suppress(FileNotFoundError):
-        status = path.lstat()
-        if not _is_ours(status):
-            return
-        if stat.S_ISDIR(status.st_mode):
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    """Remove `path`, in the folder in which it was looked at. Never follows a link."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(FileNotFoundError):
+            status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            if not _is_ours(status):
+                return
+            if stat.S_ISDIR(status.st_mode):
+                shutil.rmtree(path.name, dir_fd=folder)
+            else:
+                os.unlink(path.name, dir_fd=folder)
+    finally:
+        os.close(folder)
