@@ -301,11 +301,10 @@ class TieredModel(abc.ABC):
         model, which is an ordinary one then: the same objects, buffers, gradients and hooks of
         others, all on the CPU.
 
-        `keep`: "host", tensors in RAM; "drop", no values: `model.load_state_dict` fills them, or
-        `offload.initialize` and `offload.dispatch` take the model with `weights=`. By default
-        "host" where the parameters fit into the RAM that the configuration gave to the tiers and
-        into what is free, else, and on several ranks, "drop"; a later use of the model is an error
-        that says why.
+        `keep`: "host", tensors in RAM; "drop", no values: a later use of the model is an error that
+        says why, until `model.load_state_dict(..., assign=True)` puts other parameters in their
+        place. By default "host" where the parameters fit into the RAM that the configuration gave
+        to the tiers and into what is free, else, and on several ranks, "drop".
 
         Raises BudgetError if "host" has no room, and the error of a pending update: it stays open
         then. An error amid "host" loses nothing on one rank: call it again, and it goes on; the
