@@ -33,7 +33,6 @@ from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.engine_lookup import engine_for, tiers_of
 from offload.integrations.adapters import AdapterSave, is_adapted
-from offload.integrations.transformers.pretrained import check_version
 from offload.integrations.transformers.pretrained_load import load_weights
 from offload.integrations.transformers.pretrained_save import StreamedSave
 from offload.integrations.transformers.trainer_optimizer import (
@@ -52,7 +51,6 @@ from offload.integrations.transformers.training_arguments import (
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
-check_version(transformers.__version__)
 _log = logging.getLogger("offload")
 STATES = "offload"  # the folder of the engine's states in a checkpoint of Trainer's
 _SCHEDULER = "scheduler.pt"
