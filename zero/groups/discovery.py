@@ -368,15 +368,13 @@ def ep_size_of(module: nn.Module) -> int:
 
 def _is_packed(module: nn.Module) -> bool:
     """Return whether a module has experts of transformers 5, whose implementation can be chosen,
-    and is the one that computes with one expert's rows at a time; or states that it stands for such
-    ones.
-    """
+    and is the one that computes with one expert's rows at a time."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     params = list(module.parameters())
     # its default, and ours, which has the same bits
     ours = chosen in ("grouped_mm", "offload") and _asks_the_registry(module)
     return (
-        (ours or getattr(module, "stands_for_packed_experts", False))
+        ours
         and len(params) == len(module._parameters) > 0
         and all(param.dim() >= 2 and not is_dtensor(param) for param in params)
         and any(param.dim() == 3 for param in params)
