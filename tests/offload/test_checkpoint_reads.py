@@ -291,20 +291,24 @@ def test_one_file_of_a_checkpoint_and_one_beside_are_weights_too(
     with CheckpointReader(saved) as reader:
         record = reader.manifest.parameters[0]
         file = saved / reader.parameter(record).file
-    model = torch.nn.Module()
-    holder, name = model, record.names[0]
-    *path, last = name.split(".")
-    for part in path:
-        holder.add_module(part, torch.nn.Module())
-        holder = holder.get_submodule(part)
-    holder.register_parameter(last, torch.nn.Parameter(torch.zeros(record.shape)))
+    name = record.names[0]
+
+    def built() -> torch.nn.Module:
+        holder = model = torch.nn.Module()
+        *path, last = name.split(".")
+        for part in path:
+            holder.add_module(part, torch.nn.Module())
+            holder = holder.get_submodule(part)
+        holder.register_parameter(last, torch.nn.Parameter(torch.zeros(record.shape)))
+        return model
+
     damage(file)
     with pytest.raises(CheckpointError, match="is damaged"):
-        offload.initialize(model, keys_of(tmp_path), weights=file)
+        offload.initialize(built(), keys_of(tmp_path), weights=file)
     beside = saved / "export" / "model.safetensors"  # it is no part of the checkpoint
     beside.parent.mkdir()
     save_file({name: torch.ones(record.shape)}, beside)
-    with offload.initialize(model, keys_of(tmp_path), weights=beside) as engine:
+    with offload.initialize(built(), keys_of(tmp_path), weights=beside) as engine:
         assert engine.module.state_dict()[name].eq(1).all()
 
 
