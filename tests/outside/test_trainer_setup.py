@@ -330,6 +330,6 @@ def test_what_cannot_train_through_the_engine_is_refused_by_name(
 
 def test_an_older_transformers_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lacks modules that the integration imports."""
-    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    monkeypatch.setattr("transformers.__version__", "4.57.0")
     with pytest.raises(UnsupportedError, match=r"4\.57\.0 is installed, .* 5\.17 or newer"):
         _ = integration.OffloadTrainer
