@@ -343,9 +343,16 @@ class Telling(random.Random):
         self.setstate(state["state"])
 
 
-KINDS = (np.random.MT19937, np.random.SFC64, np.random.Philox, np.random.PCG64DXSM)
+SEEDS = {"number": 1 << 100, "numbers": [1, 2], "array": np.array([3, 4]), "key": 5}
+NUMPY = {
+    (kind.__name__, name): lambda kind=kind, seed=seed: np.random.Generator(kind(seed))
+    for kind in (
+        np.random.MT19937, np.random.SFC64, np.random.Philox, np.random.PCG64, np.random.PCG64DXSM
+    )
+    for name, seed in SEEDS.items()
+}  # fmt: skip
 GENERATORS: dict[str, Any] = {
-    **{kind.__name__: lambda kind=kind: np.random.Generator(kind(3)) for kind in KINDS},
+    **{" ".join(names): make for names, make in NUMPY.items()},
     "of a child": lambda: np.random.default_rng(3).spawn(4)[2],
     "RandomState": lambda: np.random.RandomState(3),
     "torch": lambda: torch.Generator().manual_seed(3),
@@ -357,12 +364,14 @@ GENERATORS: dict[str, Any] = {
 def drawn(generator: Any) -> list[float]:
     if isinstance(generator, torch.Generator):
         return torch.rand(3, generator=generator).tolist()
-    return [generator.random(), generator.random(), getattr(generator, "drawn", 0)]
+    found = [generator.random(), generator.random(), getattr(generator, "drawn", 0)]
+    spawned = generator.spawn(2) if isinstance(generator, np.random.Generator) else []
+    return found + [child.random() for child in spawned]
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_generators_go_on(kind: str, engine: Any, tmp_path: Path) -> None:
+def test_generators_and_their_children_go_on(kind: str, engine: Any, tmp_path: Path) -> None:
     """In another process, and set back."""
     first = GENERATORS[kind]()
     engine.register_for_checkpointing(first=first, again=first)
@@ -476,6 +485,10 @@ def archive_of(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
+def seeds_in(run: Any) -> Any:
+    return run["objects/0/numbers"]["seed_seq"]
+
+
 FORGED: dict[str, Any] = {
     "random is text": lambda run: run.update({"random/0": "x"}),
     "python's key is short": lambda run: run["random/0"].update(python=(3, (1,), None)),
@@ -489,7 +502,9 @@ FORGED: dict[str, Any] = {
     "the state is a list": lambda run: run.update(state=[1]),
     "an object is not there": lambda run: run.pop("objects/0/reader"),
     "two states for one rank": lambda run: run.update({"objects/1/reader": {}}),
-    "a generator's state is text": lambda run: run["objects/0/numbers"].update(state="x"),
+    "children are negative": lambda run: seeds_in(run).update(n_children_spawned=-1),
+    "seeds without end": lambda run: seeds_in(run).update(pool_size=1 << 40),
+    "seeds are text": lambda run: run["objects/0/numbers"].update(seed_seq="x"),
 }
 
 

@@ -14,7 +14,7 @@ from offload.swap.io.threads_backend import ThreadsBackend
 from tests.offload.engine_cases import NVME, TinyLM, batches, seeded
 from tests.offload.plain_training import MakeEngine
 
-SLOW_S = 0.01
+SLOW_S = 0.05
 
 
 @pytest.fixture

@@ -68,3 +68,14 @@ def test_a_state_of_before_is_whole_when_it_is_set_again(generator: Any) -> None
     expected = [draw(generator) for _ in range(3)]
     with start.again():
         assert [draw(generator) for _ in range(3)] == expected
+
+
+def test_a_generator_spawns_the_same_children_again() -> None:
+    generator = np.random.default_rng(3)
+    generator.spawn(2)
+    start = RandomState([generator])
+    expected = generator.spawn(1)[0].random()
+    assert start.moved()
+    with start.again():
+        assert generator.spawn(1)[0].random() == expected
+    assert generator.spawn(1)[0].random() == np.random.default_rng(3).spawn(4)[3].random()

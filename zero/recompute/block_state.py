@@ -3,15 +3,13 @@
 Code that runs a block once more than its model does (recomputation, a comparison) restores this
 state for that run, and keeps the run's changes out of the model:
 
-    forward        BlockState(block), keep ▶ the block's forward
+    forward        BlockState(block), keep ▶ the block's forward ▶ settle
     once more      with installed(): the block's forward, on copies
 
 Given back are buffers, and of the attributes of the block's modules tensors, containers (list,
 dict, set, deque; their items are not copied) and attributes that the forward assigns: plain
-numbers, `training`. Tensors above `KEPT_NBYTES` are not copied: a forward that changes one in place
-is found by its version and a digest, since neither `.data` nor every kernel counts a version.
-Changes inside any other object that an attribute refers to (a counter in an object of its own, a
-tensor in a list) are not covered.
+numbers, `training`. Changes inside any other object that an attribute refers to (a counter in an
+object of its own, a tensor in a list) are not covered.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from offload.zero.groups.group import digest
-
-KEPT_NBYTES = 64 << 10  # the largest tensor that is copied (running statistics, counters)
+# A copy this small is kept without checking whether it was needed: the check waits for a GPU and
+# costs more than the copy.
+KEPT_NBYTES = 64 << 10
 
 _NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
     "forward", "_apply", "_compiled_call_impl"
@@ -85,12 +83,6 @@ class _Watched:
     name: str
     tensor: torch.Tensor
     version: int
-    digest: int | None = None  # None: the version tells
-
-    def is_changed(self) -> bool:
-        if self.tensor._version != self.version:
-            return True
-        return self.digest is not None and self.digest != _digest(self.tensor)
 
 
 class BlockState:
@@ -105,24 +97,31 @@ class BlockState:
             for name, tensor in (*block.named_parameters(), *uncopied)
             if not tensor.is_inference()
         ]
+        self._kept: dict[int, torch.Tensor] = {}  # copies, by the id of what they are copies of
 
     def keep(self) -> None:
-        """Copy what the forward that follows may change, and watch the tensors that are larger."""
-        tensors = [(name, tensor) for name, tensor in self._tensors() if _is_copied(tensor)]
-        self._watched += [
-            _Watched(name, tensor, tensor._version, _digest(tensor))
-            for name, tensor in tensors if _is_large(tensor)
-        ]  # fmt: skip
-        copies = _copies(tensor for _, tensor in tensors if not _is_large(tensor))
-        self._exchange(lambda value: _copied(value, copies))
+        """Copy what a forward may change; call `settle` after that forward."""
+        self._kept = _copies(tensor for _, tensor in self._tensors())
+        self._exchange(lambda value: _copied(value, {}))
+
+    def settle(self) -> None:
+        """Drop the copies of large tensors that the forward, which is over, left as they were."""
+        for name, tensor in self._tensors():
+            kept = self._kept.get(id(tensor))
+            if kept is not None and _is_large(kept) and _same_bits(kept, tensor):
+                del self._kept[id(tensor)]
+                self._watched.append(_Watched(name, tensor, tensor._version))
+        self._exchange(lambda value: self._kept.get(id(value), value))
+        self._kept = {}
 
     def changed(self) -> list[str]:
         """Return the names of parameters and uncopied tensors that were changed in place since."""
-        return [each.name for each in self._watched if each.is_changed()]
+        return [each.name for each in self._watched if each.tensor._version != each.version]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the block has copies of this state; afterwards its present one."""
+        assert not self._kept, "settled"
         now = [_ModuleState.of(each.module, each.path) for each in self._modules]
         copies = _copies(tensor for _, tensor in self._tensors())
         try:
@@ -187,7 +186,10 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.numel() * tensor.element_size() > KEPT_NBYTES and not tensor.is_inference()
 
 
-def _digest(tensor: torch.Tensor) -> int | None:
-    """Return a digest of a tensor's values; None without values."""
-    without = isinstance(tensor, (FakeTensor, ValuesUnknown)) or tensor.is_meta
-    return None if without else digest(tensor)
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare two tensors; without values nothing differs. Kernels that change a tensor do not
+    always count it (batch norm), so versions would not tell."""
+    if isinstance(a, (FakeTensor, ValuesUnknown)) or a.is_meta:
+        return True
+    flat_a, flat_b = (each.reshape(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(flat_a, flat_b)

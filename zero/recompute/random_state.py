@@ -21,6 +21,8 @@ from offload.tiers import accelerator
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 _KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+_MOST_SPAWNED = 4096  # children that are made to count them
+_MOST_POOL = 1024  # words of a seed sequence: its time is their square
 _OTHERS = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set})  # most attributes
 # the hidden instances whose methods are the modules' functions
 _PYTHON: random.Random = random._inst
@@ -97,12 +99,12 @@ def _is_generator(kind: type) -> bool:
 
 
 def state_of(generator: Generator) -> Any:
-    """Return a state that decides a generator's next draws. (Children that a NumPy generator spawns
-    are not part of it.)"""
+    """Return a state that decides a generator's next draws, and its next children."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+        bits = generator.bit_generator
+        return {**bits.state, "seed_seq": _seeds_of(bits)}
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.get_state()
@@ -115,8 +117,30 @@ def set_state(generator: Generator, state: Any) -> None:
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+        _set_seeds(generator.bit_generator, state.get("seed_seq"))
     else:
         generator.set_state(state)
+
+
+def _seeds_of(bits: np.random.BitGenerator) -> dict[str, Any] | None:
+    """Return the seeds that its children are made from; None if they are of no class of NumPy's."""
+    seeds = bits.seed_seq
+    return dict(seeds.state) if type(seeds) is np.random.SeedSequence else None
+
+
+def _set_seeds(bits: np.random.BitGenerator, saved: dict[str, Any] | None) -> None:
+    if saved is None or _is_same(saved, _seeds_of(bits)):
+        return
+    if saved["pool_size"] > _MOST_POOL:
+        raise ValueError(f"a seed sequence of {saved['pool_size']} words; at most {_MOST_POOL}")
+    new, own = np.random.SeedSequence(**saved), bits.seed_seq
+    if type(own) is np.random.SeedSequence:
+        ahead = new.n_children_spawned - own.n_children_spawned
+        same_seed = _is_same(own.state | {"n_children_spawned": new.n_children_spawned}, saved)
+        if same_seed and 0 <= ahead <= _MOST_SPAWNED:
+            own.spawn(ahead)  # in place: whoever else holds it counts them, too
+            return
+    bits.__setstate__((bits.state, new))  # type: ignore[attr-defined]  # as unpickling does
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -32,7 +32,7 @@ from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import ModifiedError, UnsupportedError
 from offload.zero.groups.discovery import Unit
 from offload.zero.hooks.handles import Keeper
-from offload.zero.recompute.block_state import KEPT_NBYTES, BlockState
+from offload.zero.recompute.block_state import BlockState
 from offload.zero.recompute.random_state import RandomState, generators_of
 from offload.zero.recompute.selective_checkpoint import SelectiveCheckpoint, watches_taken_off
 
@@ -150,6 +150,7 @@ class _RecomputedBlock(ReplacedForward):
             state.keep()
             with nullcontext() if kept is None else kept.first_pass():
                 yield
+            state.settle()
             self._refuse_changes(state.changed())
 
         @contextmanager
@@ -170,8 +171,8 @@ class _RecomputedBlock(ReplacedForward):
             raise UnsupportedError(
                 f"placement.activations.checkpoint: the forward of {self._unit.name} changes its "
                 f"{', '.join(names)} in place, and computing it again would do so twice; change "
-                "parameters outside of the block, let other tensors be buffers of at most "
-                f"{KEPT_NBYTES >> 10} KiB, or set checkpoint: false"
+                "parameters outside of the block, let other tensors be buffers, or set "
+                "checkpoint: false"
             )
 
     def _check_unchanged(self, names: Sequence[str], versions: tuple[int, ...]) -> None:
