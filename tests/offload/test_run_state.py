@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel
 
 import offload
+from offload.checkpoint.foreign.exporting import export
 from offload.checkpoint.format.manifest import MANIFEST, RUN
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, info_of
@@ -548,6 +550,26 @@ def test_extra_state_of_modules_is_kept(tmp_path: Path, caplog: Any) -> None:
         model[1].calls = 9
         engine.save_checkpoint(tmp_path / "saved")
         assert "leaves it out: 1._extra_state of the state dict holds builtins" in caplog.text
+
+
+class Lengthening(Counting):
+    def get_extra_state(self) -> Any:
+        return torch.zeros(self.calls)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = len(state)
+
+
+def test_extra_state_that_is_a_tensor_is_kept_and_is_no_weight(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Lengthening(4, 4))
+    with offload.initialize(model, config(tmp_path)) as engine:
+        model[1].calls = 3
+        engine.save_checkpoint(tmp_path / "saved")
+        model[1].calls = 5
+        engine.load_checkpoint(tmp_path / "saved")
+    assert model[1].calls == 3
+    export(tmp_path / "saved", tmp_path / "out.safetensors")
+    assert load_file(tmp_path / "out.safetensors").keys() == dict(model.named_parameters()).keys()
 
 
 class Drawn(Counting):

@@ -47,8 +47,10 @@ class ModuleState:
         values: dict[str, Any] = {}
         for key, value in _state_dict(engine).items():
             if key not in in_tiers and not _is_in_tiers(engine, value):
-                found = tensors if isinstance(value, torch.Tensor) else values
-                found[key] = value
+                # an extra state is no weight, also if it is a tensor
+                is_extra = key.rpartition(".")[2] == _EXTRA
+                is_buffer = isinstance(value, torch.Tensor) and not is_extra
+                (tensors if is_buffer else values)[key] = value
         _check_tensors(tensors)
         return cls(tensors, values)
 
