@@ -5,6 +5,11 @@ read-only, or in NUMBA_CACHE_DIR. It looks the code up by the source file of the
 and by what that function closes over, and knows nothing of files that an intrinsic calls. So every
 kernel here closes over a plan: an integer whose low bits say which variant to emit and whose high
 bits are a digest of the emitting sources. A new version of those never runs old code.
+
+Each variant has files of its own in the cache. Numba numbers the files of one function's versions
+in an index that it reads, changes and writes back without a lock: two processes that compile two
+variants at once (ranks that start) would give both the same number, and each later process would
+run the code of one variant for the other.
 """
 
 import hashlib
@@ -48,7 +53,10 @@ def variant_of(plan_type: types.Type) -> int | None:
 
 
 def compiled(function: Callable[..., Any], cache: bool = True) -> Kernel:
-    """`function`, compiled at its first call, cached where some folder can be written."""
+    """`function`, which closes over plans, compiled at its first call, cached where some folder can
+    be written."""
+    variants = (cell.cell_contents & ((1 << PLAN_BITS) - 1) for cell in function.__closure__ or ())
+    function.__qualname__ += "".join(f"_{variant}" for variant in variants)
     try:
         return _njit(function, cache)
     except RuntimeError:  # no folder for the cache: compile in every process
