@@ -218,35 +218,35 @@ def test_the_files_begun_first_are_there() -> None:
 # Lines of Python by room. A number is only ever lowered: a change that adds somewhere takes away
 # as much there. Files below 60 lines, imports in a circle and the loose files are counted, too.
 LINES = {
-    "benchmarks": 3137,
-    "kernels": 4800,
-    "offload": 3082,
-    "offload/bench": 2382,
-    "offload/checkpoint": 6041,
-    "offload/cli": 2219,
-    "offload/config": 2539,
-    "offload/deepspeed": 3445,
-    "offload/display": 1039,
-    "offload/integrations": 4367,
-    "offload/kv": 652,
-    "offload/memory": 1499,
-    "offload/models": 1174,
-    "offload/moe": 1058,
-    "offload/optimizers": 1314,
-    "offload/pages": 561,
-    "offload/planning": 9242,
-    "offload/process": 1204,
-    "offload/quantised": 1494,
-    "offload/runs": 1907,
-    "offload/train": 1411,
-    "offload/weights": 2180,
-    "swap": 7596,
-    "tiers": 2020,
-    "tools/memest": 4975,
-    "zero": 15768,
+    "benchmarks": 2717,
+    "kernels": 4508,
+    "offload": 2620,
+    "offload/bench": 2026,
+    "offload/checkpoint": 5454,
+    "offload/cli": 1586,
+    "offload/config": 2174,
+    "offload/deepspeed": 2941,
+    "offload/display": 752,
+    "offload/integrations": 3112,
+    "offload/kv": 341,
+    "offload/memory": 1140,
+    "offload/models": 793,
+    "offload/moe": 758,
+    "offload/optimizers": 967,
+    "offload/pages": 246,
+    "offload/planning": 7547,
+    "offload/process": 839,
+    "offload/quantised": 1156,
+    "offload/runs": 1515,
+    "offload/train": 1069,
+    "offload/weights": 1807,
+    "swap": 7275,
+    "tiers": 1719,
+    "tools/memest": 4650,
+    "zero": 14872,
 }
-TEST_LINES = 63055
-SMALL_FILES = 25
+TEST_LINES = 61294
+SMALL_FILES = 24
 LOOSE_FILES = 10
 
 
