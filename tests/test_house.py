@@ -219,7 +219,7 @@ def test_the_files_begun_first_are_there() -> None:
 # as much there. Files below 60 lines, imports in a circle and the loose files are counted, too.
 LINES = {
     "benchmarks": 2717,
-    "kernels": 4508,
+    "kernels": 4500,
     "offload": 2620,
     "offload/bench": 2026,
     "offload/checkpoint": 5454,

@@ -6,10 +6,9 @@ and by what that function closes over, and knows nothing of files that an intrin
 kernel here closes over a plan: an integer whose low bits say which variant to emit and whose high
 bits are a digest of the emitting sources. A new version of those never runs old code.
 
-Each variant has files of its own in the cache. Numba numbers the files of one function's versions
-in an index that it reads, changes and writes back without a lock: two processes that compile two
-variants at once (ranks that start) would give both the same number, and each later process would
-run the code of one variant for the other.
+Each variant has cache files of its own: Numba numbers those of one function in an index that it
+changes without a lock, so of two variants that two processes compile at once, one would be kept
+as the other, and later processes would run it.
 """
 
 import hashlib

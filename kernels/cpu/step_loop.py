@@ -55,16 +55,9 @@ SPAN = 2048  # elements on which several steps are made in turn: 24 KiB of fp32 
 GRAD, WEIGHT, EXTRA, STATES, SCALES, KEY, WEIGHT_KEY, FIRST, NUMEL = 0, 1, 2, 3, 6, 8, 9, 10, 11
 ARGUMENTS = 12
 _DIGEST = jit.digest(
-    __file__,
-    "cpu/block_loop.py",
-    "cpu/int8.py",
-    "cpu/noise.py",
-    "cpu/paired_lanes.py",
-    "cpu/rule_lanes.py",
-    "rules.py",
-    "cpu/step_parts.py",
-    "variants.py",
-)
+    __file__, "cpu/block_loop.py", "cpu/int8.py", "cpu/noise.py", "cpu/paired_lanes.py",
+    "cpu/rule_lanes.py", "rules.py", "cpu/step_parts.py", "variants.py",
+)  # fmt: skip
 
 
 @cache
