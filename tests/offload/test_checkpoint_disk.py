@@ -39,6 +39,17 @@ def test_a_call_that_does_not_return_is_named_with_its_path(
     assert float(str(seconds)) >= 0.1
 
 
+def test_a_call_whose_end_an_interrupt_left_out_is_not_watched_any_longer() -> None:
+    watchdog = disk._Watchdog()
+    call = disk._Call("sync", Path("file"))
+    watchdog.began(call)
+    thread = watchdog._thread
+    assert thread is not None
+    del call  # without `ended`
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_a_lock_that_a_stopped_process_keeps_is_an_error_within_half_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

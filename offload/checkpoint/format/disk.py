@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -64,7 +65,11 @@ def storage_error(
 
 
 # --------------------------------------------------------------------------- calls
-_Call = tuple[str, Path, float]  # that is under way: its operation, its path, when it began
+class _Call:
+    """A call that is under way."""
+
+    def __init__(self, operation: str, path: Path) -> None:
+        self.operation, self.path, self.began_s = operation, path, time.monotonic()
 
 
 class _Watchdog:
@@ -75,7 +80,8 @@ class _Watchdog:
     _LOOK_EVERY_S = 0.05  # the thread ends so soon after the last call: a program may fork
 
     def __init__(self) -> None:
-        self._calls: dict[int, _Call] = {}  # until they are named
+        # until they are named. Not kept: an interrupt may come before `ended`
+        self._calls: set[weakref.ref[_Call]] = set()
         self._thread: threading.Thread | None = None
         os.register_at_fork(after_in_child=self._forget_parent)
 
@@ -85,7 +91,7 @@ class _Watchdog:
 
     def began(self, call: _Call) -> None:
         """Watch a call until `ended`."""
-        self._calls[id(call)] = call
+        self._calls.add(weakref.ref(call, self._calls.discard))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="offload-watchdog", daemon=True)
             try:
@@ -95,26 +101,24 @@ class _Watchdog:
 
     def ended(self, call: _Call) -> None:
         """End the watch over a call."""
-        self._calls.pop(id(call), None)
+        self._calls.discard(weakref.ref(call))
 
     def _run(self) -> None:
         while True:
             time.sleep(self._LOOK_EVERY_S)
             self._thread = None  # before it looks: a call that comes then begins another one
-            for call in list(self._calls.values()):
-                self._look_at(call)
+            for call in list(self._calls):
+                self._look_at(call())
             if not self._calls:
                 return
             self._thread = threading.current_thread()
 
-    def _look_at(self, call: _Call) -> None:
-        operation, path, began_s = call
-        seconds = time.monotonic() - began_s
-        if seconds >= self.WARN_AFTER_S:
+    def _look_at(self, call: _Call | None) -> None:
+        if call and (seconds := time.monotonic() - call.began_s) >= self.WARN_AFTER_S:
             self.ended(call)
             _log.warning(
                 "%s of %s has not ended for %.3g s: the device or its server does not answer, "
-                "see `dmesg`; a second Ctrl-C ends the program", operation, path, seconds,
+                "see `dmesg`; a second Ctrl-C ends the program", call.operation, call.path, seconds,
             )  # fmt: skip
 
 
@@ -123,7 +127,7 @@ _watchdog = _Watchdog()
 
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
     """Make a call of the system on a checkpoint: one that does not return is named in the log."""
-    call = operation, path, time.monotonic()
+    call = _Call(operation, path)
     try:
         _watchdog.began(call)
         return perform(operation, path, function, *args)
