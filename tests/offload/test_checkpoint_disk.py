@@ -40,11 +40,10 @@ def test_a_call_that_does_not_return_is_named_with_its_path(
 
 
 def test_a_call_whose_end_an_interrupt_left_out_is_not_watched_any_longer() -> None:
-    watchdog = disk._Watchdog()
+    before = set(threading.enumerate())
     call = disk._Call("sync", Path("file"))
-    watchdog.began(call)
-    thread = watchdog._thread
-    assert thread is not None
+    disk._Watchdog().began(call)
+    (thread,) = set(threading.enumerate()) - before  # it lives as long as the call does
     del call  # without `ended`
     thread.join(10)
     assert not thread.is_alive()
