@@ -386,9 +386,8 @@ class Engine(TieredModel):
         the next one ends it.
 
         `steps` of the whole run, those before it was resumed included, for the time that is left;
-        `tokens` of one step, of all ranks, for tokens per second. What is shown is a panel where
-        standard output is a terminal, else a line on standard error, every `every` steps. Of
-        several ranks the first one shows and logs.
+        `tokens` of one step, of all ranks, for tokens per second. What is shown is a line on
+        standard error, every `every` steps. Of several ranks the first one shows and logs.
         """
         from offload.runs.watch import Watch
 

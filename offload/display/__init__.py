@@ -1,1 +1,1 @@
-"""Panels, lines and progress bars for running work. No thread: the loop draws."""
+"""Lines and tables for a terminal, and the progress of running work. No thread: the loop prints."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Container, Iterable, Iterator
-from typing import IO, Any
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -53,16 +52,6 @@ class PlainConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **options})
-
-    @property
-    def file(self) -> IO[str]:
-        """The stream that is written to. While a panel is drawn, that is its replacement of
-        standard output, which prints above it; `rich` would write through it, into the panel."""
-        return self._file or (sys.stderr if self.stderr else sys.stdout)
-
-    @file.setter
-    def file(self, new: IO[str]) -> None:
-        self._file = new
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print like `rich`, with the parts of a group one after the other."""

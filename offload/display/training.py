@@ -1,31 +1,24 @@
-"""Loggers that show a run while it trains: a panel on a terminal, plain lines elsewhere."""
+"""The figures of steps, as lines."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
 import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
-from offload.display.screen import Screen, screen
-from offload.display.words import about, of_budget, per_second, per_step, took
+from offload.display.words import about, of_budget, per_second, per_step
 from offload.tiers.units import format_bytes
 
-_REFRESH_S = 0.2
-_QUIET_S = 30.0  # without a terminal: no longer without a line
+_log = logging.getLogger("offload")
+_QUIET_S = 30.0  # no longer without a line
 _LINES = 20  # about so many per run, if its length is known
-_KEPT = 20  # drawings that rates are taken over
-_BAR, _LABEL = 8, 10  # columns
-_MUCH = 0.2  # of the time: waits that stand out
-_STEPS_BAR = 44  # columns
+_KEPT = 20  # lines that rates are taken over
 _ENOUGH = 3  # steps shown, for the time left to be told from their median
 
 Values = Mapping[str, Any]
@@ -39,23 +32,6 @@ class Run:
     start: int = 0
     steps: int | None = None
     budgets: Mapping[str, int] | None = None
-
-
-class Display(Protocol):
-    """A logger that shows the figures of steps (see `offload.loggers.Logger`)."""
-
-    def log(self, values: Values, step: int) -> None: ...
-
-    def close(self) -> None:
-        """End the display after the last step."""
-
-
-def make_display(
-    run: Run, say: Callable[[str], None], every: int | None = None, *, on_terminal: bool = True
-) -> Display:
-    """Return the display that suits standard output. Where that is no terminal (or is not to be
-    used as one), `say` prints a line after every `every` steps."""
-    return Panel(run) if on_terminal and screen.is_there else Lines(run, say, every)
 
 
 class LossWarning:
@@ -148,126 +124,60 @@ class _Recent:
         return about(usual_s * (self.total - self.step))
 
     # ---------------------------------------------------------------- in words
-    def rows(self, *, bars: bool) -> list[tuple[str, list[Text]]]:
-        """The figures of the step in words, each row with its label; with `bars` for budgets."""
-        rows = {
-            "": self._figures(), "moving": self._links(), "holding": self._tiers(bars=bars),
-            "time": self._waits(),
-        }  # fmt: skip
-        return [(label, cells) for label, found in rows.items() if (cells := list(found))]
+    def rows(self) -> list[list[str]]:
+        """The figures of the step in words: of the step itself, links, tiers and waits."""
+        rows = (self._figures(), self._links(), self._tiers(), self._waits())
+        return [texts for found in rows if (texts := list(found))]
 
-    def _figures(self) -> Iterator[Text]:
+    def _figures(self) -> Iterator[str]:
         values = self.values
         if self.loss is not None:
-            yield Text(f"loss {self.loss:.4f}", "bold" if math.isfinite(self.loss) else "bold red")
+            yield f"loss {self.loss:.4f}"
         if values["tokens_per_second"] is not None:
             tokens = values["tokens_per_second"] * values["seconds"]
-            yield Text(f"{tokens / self.step_s:,.0f} tokens/s", "bold")
-        yield Text(per_step(self.step_s))
+            yield f"{tokens / self.step_s:,.0f} tokens/s"
+        yield per_step(self.step_s)
         if values["gradient_norm"] is not None:
-            yield Text(f"norm {values['gradient_norm']:.3g}")
+            yield f"norm {values['gradient_norm']:.3g}"
         if values["lr"] is not None:
-            yield Text(f"lr {values['lr']:.3g}")
+            yield f"lr {values['lr']:.3g}"
         if values["skipped_steps"]:
-            yield Text(f"{values['skipped_steps']:,} skipped", "yellow")
+            yield f"{values['skipped_steps']:,} skipped"
         for name, value in values["figures"].items():
-            yield Text(f"{name} {value:.4g}")
+            yield f"{name} {value:.4g}"
 
-    def _links(self) -> Iterator[Text]:
+    def _links(self) -> Iterator[str]:
         moved = self.values["moved"]
         for link, rate in self.rates().items():
             if moved[link]:
-                yield Text(f"{link} {per_second(rate)}")
+                yield f"{link} {per_second(rate)}"
 
-    def _waits(self) -> Iterator[Text]:
+    def _tiers(self) -> Iterator[str]:
+        """The bytes held by each tier that holds anything, or those of the process."""
+        held, budgets = self.values["tiers"], self.run.budgets or {}
+        for tier, nbytes in held.items():
+            if budget := budgets.get(tier):
+                yield f"{tier} {of_budget(nbytes, budget)}"
+            elif nbytes:
+                yield f"{tier} {format_bytes(nbytes)}"
+        if not held:
+            yield f"memory of the process {format_bytes(self.values['rss_nbytes'])}"
+
+    def _waits(self) -> Iterator[str]:
         """Shares of the time from step to step: computing, and each cause for which the model's
         thread waited."""
         shares = self.waits()
         if not shares:
             return
-        yield Text(f"computing {max(0.0, 1 - sum(shares.values())):.0%}", "green")
+        yield f"computing {max(0.0, 1 - sum(shares.values())):.0%}"
         for name, share in shares.items():
             if share:
-                yield Text(f"{name} {share:.0%}", "yellow" if share >= _MUCH else "")
-
-    def _tiers(self, *, bars: bool) -> Iterator[Text]:
-        """The bytes held by each tier that holds anything, or those of the process."""
-        held, budgets = self.values["tiers"], self.run.budgets or {}
-        for tier, nbytes in held.items():
-            if budget := budgets.get(tier):
-                full = min(_BAR, round(nbytes / budget * _BAR))
-                bar = f"{'█' * full}{'░' * (_BAR - full)} " if bars else ""
-                yield Text(f"{tier} {bar}{of_budget(nbytes, budget)}")
-            elif nbytes:
-                yield Text(f"{tier} {format_bytes(nbytes)}")
-        if not held:
-            yield Text(f"memory of the process {format_bytes(self.values['rss_nbytes'])}")
-
-
-class Panel:
-    """Lines at the bottom of the terminal, redrawn a few times per second by the loop's own
-    thread."""
-
-    def __init__(self, run: Run, on: Screen = screen) -> None:
-        self._recent = _Recent(run)
-        self._screen = on
-        self._shown_at = -math.inf
-        self._is_open = False
-        self._ended = False
-
-    def _is_due(self, step: int) -> bool:
-        due = time.monotonic() - self._shown_at >= _REFRESH_S
-        return due or step == self._recent.run.steps
-
-    def log(self, values: Values, step: int) -> None:
-        """Draw, unless the last drawing is too recent."""
-        if not self._is_due(step):
-            self._recent.leave_out(values, step)
-            return
-        self._recent.note(values, step)
-        if self._is_open:
-            self._screen.draw()
-        else:
-            self._is_open = True
-            self._ended = False
-            self._screen.add(self.drawing)
-        self._shown_at = time.monotonic()
-
-    def close(self) -> None:
-        """Leave the last figures on the screen."""
-        if self._is_open:
-            self._is_open = False
-            self._ended = True
-            self._recent.note_last()
-            self._screen.remove(self.drawing)
-
-    def drawing(self) -> RenderableType:
-        """The panel as it is now."""
-        grid = Table.grid()
-        grid.add_column(width=_LABEL, style="dim")
-        for label, cells in self._recent.rows(bars=True):
-            grid.add_row(label, Text("   ").join(cells))
-        return Group(self._steps(), grid)
-
-    def _steps(self) -> RenderableType:
-        recent = self._recent
-        left, total = recent.left(), recent.total
-        elapsed = took(recent.values["elapsed_seconds"])
-        grid = Table.grid(padding=(0, 3, 0, 0))
-        grid.add_column(width=_LABEL - 3, style="dim")
-        grid.add_column(style="bold")
-        if total is None:
-            grid.add_row("step", f"{recent.step:,}", f"for {elapsed}")
-            return grid
-        grid.add_column(max_width=_STEPS_BAR)
-        said = f"after {elapsed}" if self._ended or not left else left
-        bar = ProgressBar(total=total, completed=recent.step)
-        grid.add_row("step", f"{recent.step:,}/{total:,}", bar, said)
-        return grid
+                yield f"{name} {share:.0%}"
 
 
 class Lines:
-    """Prints a line per `every` steps, or twenty per run, and at least one per 30 seconds."""
+    """A logger that prints a line per `every` steps, or twenty per run, and at least one per 30
+    seconds."""
 
     def __init__(self, run: Run, say: Callable[[str], None], every: int | None = None) -> None:
         self._recent = _Recent(run)
@@ -289,15 +199,26 @@ class Lines:
             return
         self._recent.note(values, step)
         self._said_at = time.monotonic()
-        self._say(self.line())
+        self._print()
+
+    def _print(self) -> None:
+        """Print the line. Where the terminal is closed while the program was to go on, so does
+        training."""
+        try:
+            self._say(self.line())
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self._say = lambda line: None
+            _log.warning("the terminal is gone: no steps are shown any more")
 
     def line(self) -> str:
         recent = self._recent
         total = "" if recent.total is None else f"/{recent.total:,}"
-        rows = ["  ".join(cell.plain for cell in cells) for _, cells in recent.rows(bars=False)]
+        rows = ["  ".join(texts) for texts in recent.rows()]
         return " | ".join(filter(None, [f"step {recent.step:,}{total}", *rows, recent.left()]))
 
     def close(self) -> None:
         """Print the last step, if it was left out."""
         if self._recent.note_last():
-            self._say(self.line())
+            self._print()

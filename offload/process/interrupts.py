@@ -50,10 +50,8 @@ class Interrupts:
             raise self.error()
         if first and self._putting_off:  # `print` may be what was interrupted
             name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-            # a panel below the cursor would show beside a message that wraps
-            erase = "\x1b[J" if os.isatty(2) and os.environ.get("TERM", "dumb") != "dumb" else ""
             with suppress(OSError):  # nobody may read it any more
-                os.write(2, f"\r{erase}{name}: {self._putting_off}\n".encode())
+                os.write(2, f"\r{name}: {self._putting_off}\n".encode())
 
     def error(self) -> KeyboardInterrupt:
         """Return the exception for the first signal."""

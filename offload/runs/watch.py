@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from offload.display.plain_text import echo
-from offload.display.training import Display, LossWarning, Run, make_display
+from offload.display.training import Lines, LossWarning, Run
 from offload.loggers import AnyLogger, Logger, closing_all, loggers_of
 from offload.process.machine import rank_here, rss_nbytes
 from offload.runs.metrics import StepMetrics, grown
@@ -40,7 +40,7 @@ class Watch:
     def __init__(
         self, engine: Trained, *, steps: int | None = None, tokens: int | None = None,
         loggers: Iterable[AnyLogger] = (), show: bool = True, every: int | None = None,
-        display: Display | None = None, of_folder: Sequence[Logger] = (),
+        display: Lines | None = None, of_folder: Sequence[Logger] = (),
         waits_for_log: bool = True,
     ) -> None:  # fmt: skip
         """See `Engine.watch`; `display` is shown in place of the usual one. `of_folder` is loggers
@@ -67,7 +67,7 @@ class Watch:
         if show and display is None:
             budgets = {name: t.budget_nbytes for name, t in engine.report().tiers.items()}
             run = Run(engine.steps_done, steps, budgets)
-            display = make_display(run, _say, every)
+            display = Lines(run, _say, every)
         self._outlet = _Outlet([*of_folder, *own], own, display)
         self._before = engine.waits()
         this = weakref.ref(self)  # neither optimizer nor runtime keep it, and so the engine, alive
@@ -210,7 +210,7 @@ class _Outlet:
 
     loggers: list[Logger]
     own: list[Logger]  # those of them that are closed in the end
-    display: Display | None
+    display: Lines | None
     held: _Held | None = None
     warning: LossWarning = field(default_factory=lambda: LossWarning(_log.warning))
     interrupted: bool = False

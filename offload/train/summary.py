@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.console import table
-from offload.display.training import Display, Run, make_display
+from offload.display.training import Lines, Run
 from offload.gpt import parameter_count
 from offload.planning.choice.durations import duration
 from offload.runs.metrics import StepMetrics
@@ -85,13 +85,13 @@ def loss_line(rows: Sequence[StepMetrics]) -> str:
     return line if validation is None else f"{line}, validation {validation:.3f}"
 
 
-def display_on(console: Console, run: Run) -> Display:
-    """Return a panel if `console` is a terminal, otherwise lines."""
+def display_on(console: Console, run: Run) -> Lines:
+    """Return the display that prints on `console`."""
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
 
-    return make_display(run, say, on_terminal=console.is_terminal and not console.quiet)
+    return Lines(run, say)
 
 
 def moved_line(moved: Mapping[str, int]) -> str:

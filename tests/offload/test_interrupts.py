@@ -62,24 +62,6 @@ def test_an_interrupt_that_was_swallowed_is_raised_again() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize(("kind", "erase"), [("xterm", b"\x1b[J"), ("dumb", b"")])
-def test_what_a_ctrl_c_says_in_a_terminal_takes_the_place_of_a_drawing(
-    kind: str, erase: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", kind)
-    leader, terminal = os.openpty()
-    errors = os.dup(2)
-    os.dup2(terminal, 2)
-    try:
-        with noted_interrupts() as interrupts, interrupts.put_off("wait"):
-            os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        os.dup2(errors, 2)
-    assert os.read(leader, 100) == b"\r" + erase + b"Ctrl-C: wait\r\n"
-    for each in (leader, terminal, errors):
-        os.close(each)
-
-
 @contextmanager
 def interrupted(module: nn.Module, call: int = 1, *, after: bool = False) -> Iterator[None]:
     """The block is left by a KeyboardInterrupt before (or after) that call of `module`."""
