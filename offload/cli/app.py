@@ -13,7 +13,6 @@ from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
 from offload.cli.config import File, Overrides, config_app
 from offload.cli.errors import GuardedGroup, failing_io
-from offload.cli.model_folders import compress
 from offload.display.plain_text import echo
 
 _MOST = 1 << 16  # ranks on a machine, or machines
@@ -204,7 +203,38 @@ def migrate(
     migrate_file(file, out, ranks, replace=force)
 
 
-app.command()(compress)
+@app.command()
+def compress(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="A model of transformers: config.json, safetensors."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    storage: Annotated[
+        str,
+        typer.Option(
+            metavar="CODES", help="Weights of linear layers and experts in int4, int8 or nf4."
+        ),
+    ],
+    group_size: Annotated[int, typer.Option(metavar="N", help="Elements that share a scale.")] = 64,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Modules that stay as they are. Repeatable; default: lm_head."
+        ),
+    ] = None,
+) -> None:
+    """Write FOLDER's model to OUT with quantised weights, in files that from_pretrained opens.
+    One tensor is in RAM at a time."""
+    from offload.integrations.transformers.compress import compress as run
+    from offload.tiers.units import format_bytes
+
+    files = run(folder, out, storage=storage, group_size=group_size, skip=skip)
+    nbytes = sum(file.stat().st_size for file in files)
+    before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    echo(f"wrote {out} ({format_bytes(nbytes)}; {folder} has {format_bytes(before)})")
+
+
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(bench_app, name="bench")

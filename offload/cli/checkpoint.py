@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from offload.cli.errors import EXIT_FAILED, GuardedGroup, print_error
-from offload.cli.model_folders import GroupSize, Skip, Storage
 from offload.display.plain_text import echo
 
 if TYPE_CHECKING:
@@ -76,26 +75,13 @@ def export(
             help="With the tokenizer's files. Default: the folder that the model came from.",
         ),
     ] = None,
-    storage: Annotated[str | None, Storage] = None,
-    group_size: GroupSize = 64,
-    skip: Skip = None,
 ) -> None:
     """Write the model of PATH to OUT, in safetensors files that any program reads. A folder OUT of
     a transformers model is one that from_pretrained opens."""
-    from functools import partial
-
     from offload.checkpoint.foreign.exporting import export as run
-    from offload.integrations.transformers.changed_weights import Change
-    from offload.integrations.transformers.hub_export import write_hub_format
-    from offload.quantised.writing import Target
     from offload.tiers.units import format_bytes
 
-    write = write_hub_format
-    if storage is not None:
-        _check_folder(path, out)
-        change = Change(Target.of(storage, group_size), skip)
-        write = partial(write_hub_format, change=change)
-    files = run(path, out, dtype, source, write)
+    files = run(path, out, dtype, source)
     nbytes = sum(file.stat().st_size for file in files)
     echo(f"wrote {out} ({format_bytes(nbytes)})")
     others = [file.name for file in files if file.suffix != ".safetensors"]
@@ -103,22 +89,6 @@ def export(
         echo(f"with {', '.join(others)}")
     if "config.json" in others and not any(name.startswith("tokenizer") for name in others):
         echo("without a tokenizer: --source FOLDER names the folder that has its files")
-
-
-def _check_folder(path: Path, out: Path) -> None:
-    """Raise ConfigError if codes would be written outside of a transformers folder, their only
-    format."""
-    from offload.checkpoint.format.reader import CheckpointReader
-    from offload.tiers.errors import ConfigError
-
-    if out.suffix == ".safetensors":
-        raise ConfigError(f"--storage: {out} is one file, which says of no codes; name a folder")
-    with CheckpointReader(path) as reader:
-        if reader.manifest.model is None:
-            raise ConfigError(
-                f"--storage: the model of {path} is none of transformers, whose folders alone say "
-                "what codes stand for"
-            )
 
 
 @checkpoint_app.command("import-deepspeed")

@@ -14,11 +14,9 @@ import offload
 from offload.checkpoint.foreign.exporting import export
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError
-from offload.integrations.transformers.hub_export import write_hub_format
 from offload.tiered_model import DTYPES
 from tests.offload.engine_cases import HOST, assert_same_bits, bits, config, seeded
 from tests.offload.test_checkpoint_cli import run
-from tests.offload.test_checkpoint_forged import in_time, signed
 from tests.outside.pretrained_cases import assert_same_model, opened, saved
 from tests.outside.zoo import NAMES, transformers
 
@@ -51,55 +49,33 @@ def test_an_exported_model_is_the_trained_one(model_type: str, tmp_path: Path, l
     except Exception as error:  # noqa: BLE001 - whatever keeps transformers from it
         pytest.skip(f"{type(error).__name__}: {error}"[:90])
     path = checkpoint(folder, tmp_path)
-    for out, hub_format in ("own", None), ("out", write_hub_format):
-        export(path, tmp_path / out, hub_format=hub_format)
-        plain, said = kind.from_pretrained(tmp_path / out, output_loading_info=True)
-        assert not any(said.values()), said
-        with opened(folder, tmp_path, kind) as engine:
-            engine.load_checkpoint(path)
-            plain.config.name_or_path = engine.module.config.name_or_path
-            assert_same_model(plain, engine)
-    plain.save_pretrained(tmp_path / "expected")
-    assert_same_bits(
-        *(load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
-    )
+    export(path, tmp_path / "out")
+    plain, said = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(said.values()), said
+    with opened(folder, tmp_path, kind) as engine:
+        engine.load_checkpoint(path)
+        plain.config.name_or_path = engine.module.config.name_or_path
+        assert_same_model(plain, engine)
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
-def test_experts_are_one_by_one_as_transformers_saves_them(
+def test_experts_are_packed_as_in_memory(
     dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(tmp_path / "model", "mixtral")
     path = checkpoint(folder, tmp_path)
     monkeypatch.setattr("offload.checkpoint.foreign.weight_shards.SHARD", "20KB")
     monkeypatch.setattr("offload.checkpoint.foreign.exporting._PIECE_NUMEL", 999)
-    export(path, tmp_path / "out", dtype, hub_format=write_hub_format)
+    export(path, tmp_path / "out", dtype)
     plain = CAUSAL.from_pretrained(tmp_path / "out")
     assert plain.dtype == DTYPES[dtype or "fp32"]
-    plain.save_pretrained(tmp_path / "expected", max_shard_size="20KB")
-    for name in sorted(each.name for each in (tmp_path / "expected").glob("model*")):
-        found, expected = (tmp_path / each / name for each in ("out", "expected"))
-        if name.endswith(".json"):
-            maps = [json.loads(each.read_text())["weight_map"] for each in (found, expected)]
-            assert maps[0] == maps[1]
-            assert any("experts.3." in tensor for tensor in maps[0])
-        else:
-            assert_same_bits(load_file(found), load_file(expected))
-
-
-def test_a_class_that_transformers_does_not_have_keeps_its_own_names(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = checkpoint(saved(tmp_path / "model", "llama"), tmp_path)
-    with CheckpointReader(path) as reader:
-        record = reader.manifest.model
-    assert record is not None
-    for change in {"architectures": ["Mine"]}, {"hidden_act": "none of them"}:
-        other = record.model_copy(update={"config": {**record.config, **change}})
-        with caplog.at_level("WARNING", "offload"):
-            assert write_hub_format(other, [], tmp_path) is None
-        assert "tensors keep the names" in caplog.text
-        caplog.clear()
+    plain.save_pretrained(tmp_path / "expected", max_shard_size="20KB", save_original_format=False)
+    found, expected = (
+        {name: tensor for file in (tmp_path / each).glob("*.safetensors")
+         for name, tensor in load_file(file).items()}
+        for each in ("out", "expected")
+    )  # fmt: skip
+    assert_same_bits(found, expected)
 
 
 def test_a_head_and_its_settings_are_those_that_were_trained(tmp_path: Path) -> None:
@@ -162,27 +138,3 @@ def test_of_a_model_that_is_not_of_transformers_the_configuration_is_given(tmp_p
     with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
         export(tmp_path / "checkpoint", tmp_path / "another", None, source)
     assert not (tmp_path / "another").exists()
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_hidden_layers": 10**8}, {"architectures": []}, {"architectures": ["Trainer"]},
-        {"hidden_size": "x"}, {"vocab_size": -1}, {"num_attention_heads": 0},
-        {"auto_map": {"A": "b"}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_configuration_that_was_made_up_builds_nothing(
-    change: dict[str, Any], tmp_path: Path
-) -> None:
-    """The weights are written all the same, under their own names where transformers has none."""
-    path = checkpoint(saved(tmp_path / "model", "llama"), tmp_path)
-    content = json.loads((path / "manifest.json").read_text())
-    del content["xxh3"]
-    content["model"]["config"] |= change
-    (path / "manifest.json").write_text(signed(content))
-    with in_time():
-        files = export(path, tmp_path / "out", hub_format=write_hub_format)
-    assert tmp_path / "out/model.safetensors" in files

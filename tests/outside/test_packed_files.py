@@ -119,8 +119,7 @@ def test_checkpoints_do_not_tell_and_are_loaded_either_way(
 
 
 # ------------------------------------------------------------------------------ other formats
-def test_exports_and_saved_models_are_in_the_hubs_format(made: Any, tmp_path: Path) -> None:
-    from offload.integrations.transformers.hub_export import write_hub_format
+def test_exports_have_the_models_names_and_saved_models_the_hubs(made: Any, tmp_path: Path) -> None:
     from offload.integrations.transformers.pretrained_load import load_weights
     from offload.integrations.transformers.pretrained_save import StreamedSave
 
@@ -133,14 +132,15 @@ def test_exports_and_saved_models_are_in_the_hubs_format(made: Any, tmp_path: Pa
     train(whole)
     values = whole.module.state_dict()
     split.save_checkpoint(tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "exported", None, None, write_hub_format)
+    export(tmp_path / "checkpoint", tmp_path / "exported")
     own(tmp_path / "plain")
     hub = tensors_in(tmp_path / "plain")
     assert TABLE not in hub
-    for name in ("exported", "saved"):
-        assert_same(tensors_in(tmp_path / name), hub)
-        opened = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
-        assert_same(opened.state_dict(), values)
+    exported = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
+    assert_same(exported.state_dict(), values)
+    assert_same(tensors_in(tmp_path / "saved"), hub)
+    opened = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert_same(opened.state_dict(), values)
     split.module.save_pretrained(tmp_path / "packed", save_original_format=False)
     assert_same(tensors_in(tmp_path / "packed"), values)
     for folder in ("saved", "packed"):

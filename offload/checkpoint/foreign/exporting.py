@@ -11,7 +11,7 @@ Streams: one piece of one parameter is in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,33 +55,19 @@ class ExportedTensor:
     pieces: Pieces  # its bytes, in order; may be asked for again (tied weights)
 
 
-@dataclass(frozen=True)
-class HubFiles:
-    """A model's tensors in the format of the hub."""
-
-    names: list[str]
-    config: Mapping[str, Any] = field(default_factory=dict)  # what config.json says of them
-
-
-# Writes a transformers model's tensors into a folder, in the format of the hub; None where it
-# cannot.
-WriteHubFormat = Callable[[ModelRecord, Sequence[ExportedTensor], Path], HubFiles | None]
-
-
 def export(
-    path: Path, out: Path, dtype: str | None = None, source: Path | None = None,
-    hub_format: WriteHubFormat | None = None, *, replaces: bool = False,
+    path: Path, out: Path, dtype: str | None = None, source: Path | None = None, *,
+    replaces: bool = False,
 ) -> list[Path]:  # fmt: skip
     """Write the model of checkpoint `path` to `out`; return the files written.
 
     `dtype` fp32 gives full-precision (master) weights, bf16 and fp16 16-bit ones, None those that
-    the model computed with. Every name is there, but those that transformers ties itself;
-    persistent buffers keep their own dtype. `source` is a folder with the files of the tokenizer
-    and, if the checkpoint does not know it, of the configuration; by default the one that the model
-    came from, where that is there still. A transformers model goes through `hub_format`, where that
-    is given; else tensors have the model's own names and shapes. What is read is compared with its
-    hashes. `out` is complete or absent, and must not exist (PathError), unless it `replaces` a
-    file.
+    the model computed with. Tensors have the names and shapes that they have in memory. Every name
+    is there, but those that transformers ties itself; persistent buffers keep their own dtype.
+    `source` is a folder with the files of the tokenizer and, if the checkpoint does not know it, of
+    the configuration; by default the one that the model came from, where that is there still. What
+    is read is compared with its hashes. `out` is complete or absent, and must not exist
+    (PathError), unless it `replaces` a file.
     """
     if not replaces:
         check_new(out)
@@ -91,14 +77,11 @@ def export(
         reader.check(contents=False)
         weights = _Weights(reader, dtype)
         with pending_output(out, replaces=replaces) as pending:
-            names = _write(weights, out, pending, source, hub_format)
+            names = _write(weights, out, pending, source)
     return [out / name for name in names] or [out]
 
 
-def _write(
-    weights: _Weights, out: Path, pending: Path, source: Path | None,
-    hub_format: WriteHubFormat | None,
-) -> list[str]:  # fmt: skip
+def _write(weights: _Weights, out: Path, pending: Path, source: Path | None) -> list[str]:
     if out.suffix == ".safetensors":
         own = _OwnNames(weights.all())
         with new_files(pending.parent, {pending.name: [*own.tensors]}, own.tensors) as write:
@@ -107,14 +90,9 @@ def _write(
     with storage_errors("creating", pending):
         make_folder(pending)
     model = weights.model
-    written: HubFiles | None = None
-    if model is not None and hub_format is not None:
-        written = hub_format(model, weights.all(set(model.tied)), pending)
-    if written is None:
-        tied = set() if model is None else set(model.tied)
-        written = HubFiles(write_shards(_OwnNames(weights.all(tied)), pending, SHARD))
-    config = {**written.config, "dtype": weights.dtype_name}
-    return [*written.names, *write_others(model, source, config, pending)]
+    tied = set() if model is None else set(model.tied)
+    names = write_shards(_OwnNames(weights.all(tied)), pending, SHARD)
+    return [*names, *write_others(model, source, {"dtype": weights.dtype_name}, pending)]
 
 
 class _OwnNames:

@@ -13,10 +13,10 @@ from torch import nn
 from offload.checkpoint.engine.model import model_record
 from offload.checkpoint.foreign.exporting import write_others
 from offload.checkpoint.foreign.model_files import check_new, pending_output
+from offload.checkpoint.foreign.weight_shards import SHARD, write_shards
 from offload.checkpoint.format.disk import make_folder, storage_errors
 from offload.config.paths import StrPath, path_of
-from offload.integrations.transformers.changed_weights import Change
-from offload.integrations.transformers.hub_export import write_files
+from offload.integrations.transformers.changed_weights import Change, ChangedWeights
 from offload.integrations.transformers.pretrained import open_pretrained
 from offload.quantised.writing import Target
 from offload.tiers.errors import UnsupportedError
@@ -67,9 +67,10 @@ def compress(
     with pending_output(out) as pending:
         with storage_errors("creating", pending):
             make_folder(pending)
-        files = write_files(saved, model, pending, change)
-        config = {**files.config, "dtype": _SPELT[saved.dtype]}
-        names = [*files.names, *write_others(record, folder, config, pending)]
+        changed = ChangedWeights(saved, model, change)
+        names = write_shards(changed, pending, SHARD)
+        config = {**changed.config(), "dtype": _SPELT[saved.dtype]}
+        names += write_others(record, folder, config, pending)
     return [out / name for name in names]
 
 
@@ -91,8 +92,8 @@ def _check(saved: ModelInHubFormat, change: Change) -> None:
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if saved.owners and not alone:
         raise UnsupportedError(
-            "of a model on several ranks none writes a folder by itself; save a checkpoint, "
-            "and write it with offload checkpoint export --storage"
+            "of a model on several ranks none writes a folder by itself; save a checkpoint, load "
+            "it in one process, and compress that model"
         )
     target = change.target
     stored = [owner.config.storage for owner in saved.owners]
