@@ -1,16 +1,12 @@
 """`make gpu-check`: tests, kernels, copies and training steps on the GPU that is there; one record.
 
     python -m benchmarks.gpu_check [--out FILE or FOLDER] [--parts NAMES] [--model NAME]
-                                   [--memory SIZE] [--folder DIR] [--keep-going]
+                                   [--memory SIZE] [--folder DIR]
 
-    first     small checks of all that the others need, within a minute: where one fails, the rest
-              is left out
     probe     what the machine has: sizes of the steps are chosen by it
     tests     pytest -m gpu
     kernels   each Triton kernel against a copy of as many bytes
     copies    offload bench copy
-    inference text generated with weights, codes, keys and values on each tier: the bits that the
-              model has in the GPU's memory
     step      the largest Llama that fits, ours; where DeepSpeed is installed, the largest that both
               can hold, ours and DeepSpeed's; one with half of the optimizer's states on nvme, as
               far as the time that is left allows
@@ -38,7 +34,7 @@ from typing import Any
 
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_page import render
-from benchmarks.gpu_parts import Outcome, Status, failed_checks, run_part
+from benchmarks.gpu_parts import Outcome, Status, run_part
 from benchmarks.gpu_sizes import DEEPSPEED, LARGE, SHAPES, STEPS, Case, Peer, choose
 from benchmarks.gpu_step import row_of
 from offload.bench.contenders import INSTALL_BENCH
@@ -49,16 +45,12 @@ from offload.tiers.errors import OffloadError, PathError
 from offload.tiers.units import parse_bytes
 
 TOTAL_S = 535.0  # all parts together; with what is between them, nine minutes
-LIMITS_S = {
-    "first": 60.0, "probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0,
-    "inference": 60.0, "step": 320.0,
-}  # fmt: skip
-PARTS = ("first", "tests", "kernels", "copies", "inference", "step")
+LIMITS_S = {"probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0, "step": 320.0}
+PARTS = ("tests", "kernels", "copies", "step")
 LEAST_S = 20.0  # a part that has less is not begun
 _TESTS_WRAP_UP_S = 10.0  # for a part to say which of its processes hang
 _COMPILE = "deepspeed"  # its CPU Adam, while the tests run
 _COMPILE_S = 150.0
-_TRANSFORMERS = "transformers"  # whose models generate
 _PEER_SHARE = 0.5  # of the time for steps, kept for the case that DeepSpeed can hold
 _SPILL_SHARE = 0.5  # of the time that is left: a disk may give less than the probe's short passes
 _SPILLED = 50  # per cent of the optimizer's states
@@ -79,7 +71,6 @@ class Wanted:
     parts: tuple[str, ...] = PARTS
     model: str | None = None  # a shape's name; None takes the largest that has the time
     memory_nbytes: int | None = None  # None takes what the system says is available
-    keep_going: bool = False  # also where the first checks failed
 
 
 @dataclass
@@ -131,10 +122,6 @@ def say(text: str) -> None:
 def run_all(check: Check, wanted: Wanted) -> None:
     """Run all parts, in an order in which each finds what earlier ones measured or compiled."""
     here = {"folder": str(check.folder)}
-    if "first" in wanted.parts and not _run_first(check) and not wanted.keep_going:
-        for name in ("probe", *(part for part in wanted.parts if part != "first")):
-            check.leave_out(name, "the first checks failed; --keep-going runs it all the same")
-        return
     probed = check.run("probe", {**here, "memory_nbytes": wanted.memory_nbytes}, LIMITS_S["probe"])
     if probed.ok:
         check.record.machine = probed.result["hardware"]
@@ -149,35 +136,12 @@ def run_all(check: Check, wanted: Wanted) -> None:
     for name in ("kernels", "copies"):
         if name in wanted.parts:
             check.run(name, {}, LIMITS_S[name])
-    if "inference" in wanted.parts:
-        if importlib.util.find_spec(_TRANSFORMERS) is None:
-            why = "transformers is not installed: pip install 'offload[hf]'"
-            check.leave_out("inference", why)
-        else:
-            check.add(_checked(check.run("inference", here, LIMITS_S["inference"])))
     if "step" not in wanted.parts:
         return
     if probed.ok:
         run_steps(check, GpuMachine.from_dict(probed.result["machine"]), wanted.model)
     else:
         check.leave_out("step", "without the probe there is nothing to choose sizes by")
-
-
-def _run_first(check: Check) -> bool:
-    """Whether all of the first checks passed."""
-    here = {"folder": str(check.folder)}
-    return check.add(_checked(check.run("first", here, LIMITS_S["first"]))).ok
-
-
-def _checked(outcome: Outcome) -> Outcome:
-    """The outcome as a failure if the part ran to its end with checks that failed."""
-    failed = failed_checks(outcome.result)
-    at = f"at {outcome.result['at']!r}: " if outcome.result.get("at") else ""
-    if not failed:
-        return replace(outcome, note=at + outcome.note if outcome.note else "")
-    status = Status.FAILED if outcome.ok else outcome.status
-    several = f"{len(failed)} failed, the first: " if len(failed) > 1 else ""
-    return replace(outcome, status=status, note="\n".join([several + failed[0], at + outcome.note]))
 
 
 def _run_tests(check: Check) -> None:
@@ -292,10 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise PathError(f"--folder: {options.folder} is not a folder; name one on the disk")
         with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=options.folder) as private:
             check = begin(options.out, Path(private))
-            wanted = Wanted(
-                options.parts, options.model, options.memory, options.keep_going,
-            )  # fmt: skip
-            run_all(check, wanted)
+            run_all(check, Wanted(options.parts, options.model, options.memory))
     except OffloadError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
@@ -374,9 +335,6 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="for swap files (default: the temporary folder)"
-    )
-    parser.add_argument(
-        "--keep-going", action="store_true", help="also where the first checks failed"
     )
     return parser
 

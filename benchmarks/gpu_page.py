@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.gpu_parts import failed_checks
 from benchmarks.gpu_step import TO_DEVICE, TO_HOST
 from offload.bench.copy import COLUMNS as COPY_COLUMNS
 from offload.bench.record import Record, Row
@@ -42,11 +41,9 @@ def render(record: Record) -> str:
     """The findings of `gpu_check` as Markdown; a part that is missing has no section."""
     results = {part["name"]: part["result"] for part in record.details["parts"] if part["result"]}
     renderers: tuple[tuple[str, Callable[[_Json], str]], ...] = (
-        ("first", lambda found: _checks("First checks", found)),
         ("tests", _tests),
         ("kernels", lambda found: _bench("Kernels", found, _KERNEL_COLUMNS)),
         ("copies", lambda found: _bench("Between host and device", found, COPY_COLUMNS)),
-        ("inference", lambda found: _checks("Text generated from the tiers", found)),
     )
     sections = [_head(record), _parts(record)]
     sections += [draw(results[name]) for name, draw in renderers if name in results]
@@ -105,18 +102,6 @@ def _parts(record: Record) -> str:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0][:160] if text.strip() else ""
-
-
-def _checks(title: str, found: _Json) -> str:
-    failed = failed_checks(found)
-    seconds = sum(check["seconds"] for check in found["checks"])
-    lines = [
-        f"## {title}",
-        f"{len(found['checks']) - len(failed)} passed, {len(failed)} failed, in {seconds:.0f} s.",
-    ]
-    lines += [f"- failed: {plain(text)}" for text in failed]
-    lines += [f"- did not end: {plain(found['at'])}"] if found["at"] else []
-    return "\n".join(lines)
 
 
 def _tests(tests: _Json) -> str:

@@ -16,8 +16,6 @@ from offload.process.child import Child, ChildFailed, ChildTimedOut, Parent
 COPY_NBYTES = 512 << 20
 _PAGE_NBYTES = 4096
 PROGRAMS = {
-    "inference": "benchmarks.gpu_bits:run_inference",
-    "first": "benchmarks.gpu_bits:run_first",
     "probe": "benchmarks.gpu_machine:probe", "tests": "benchmarks.gpu_tests:run_tests",
     "kernels": "benchmarks.gpu_kernels:run_kernels", "copies": "benchmarks.gpu_parts:run_copies",
     "deepspeed": "benchmarks.trained:compile_adam", "step": "benchmarks.gpu_step:train",
@@ -83,13 +81,6 @@ def run_program(
 
 def _left(started: float, limit_s: float) -> float:
     return max(0.1, started + limit_s - time.perf_counter())
-
-
-def failed_checks(result: Mapping[str, Any]) -> list[str]:
-    """The failed checks of `first` or `inference`, as texts with their name and what is wrong."""
-    return [
-        f"{each['name']}: {each['wrong']}" for each in result.get("checks", []) if each["wrong"]
-    ]
 
 
 def say(text: str) -> None:

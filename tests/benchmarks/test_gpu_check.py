@@ -60,7 +60,7 @@ def test_make_uses_a_named_interpreter_as_it_is() -> None:
     ("arguments", "fragment"),
     [
         (["--memory", "3 parsecs"], "'parsecs' is not a unit"),
-        (["--parts", "tests,lunch"], "'lunch' is unknown; choose from first, tests, kernels"),
+        (["--parts", "tests,lunch"], "'lunch' is unknown; choose from tests, kernels"),
         (["--model", "900 B"], "invalid choice"),
     ],
 )
@@ -115,11 +115,8 @@ STEP = {
     "moved_nbytes": [{"host to device": 10, "device to host": 10}] * 3, "tokens": 1,
     "peak_rss_nbytes": 110 * GIB, "peak_device_nbytes": 90 * GIB,
 }  # fmt: skip
-CHECKS = {"checks": [{"name": "step: host", "seconds": 0.2, "wrong": ""}], "at": ""}
 GOOD = {
-    "first": CHECKS,
     "probe": {"machine": dataclasses.asdict(H200), "hardware": HARDWARE}, "tests": TESTS,
-    "inference": CHECKS,
     "kernels": KERNELS, "copies": COPIES, "step": STEP, "deepspeed": {"compiled_s": 60.0},
 }  # fmt: skip
 
@@ -160,8 +157,7 @@ def run(
 def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
     check, record, page = run()
     assert [part["name"] for part in record["details"]["parts"]] == [
-        "first", "probe", "tests", "kernels", "copies", "inference", "step",
-        "step:deepspeed", "step:spill",
+        "probe", "tests", "kernels", "copies", "step", "step:deepspeed", "step:spill",
     ]  # fmt: skip
     assert succeeded(check.outcomes.values())
     assert record["machine"]["gpu"] == "NVIDIA H200"
@@ -179,7 +175,7 @@ def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.TIMED_OUT])
-@pytest.mark.parametrize("name", ["probe", "tests", "kernels", "copies", "inference", "step"])
+@pytest.mark.parametrize("name", ["probe", "tests", "kernels", "copies", "step"])
 def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, status: Any) -> None:
     broken = Outcome(name, status, 3.0, 60.0, "the end of its output: CUDA error 999")
     check, record, page = run(**{name: broken})
@@ -191,39 +187,6 @@ def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, stat
     assert "CUDA error 999" in page
     if name == "probe":
         assert ended["step"] == "left out"
-
-
-WRONG = {"checks": [*CHECKS["checks"], {**CHECKS["checks"][0], "wrong": "9 bytes"}], "at": ""}
-FAILURES = {
-    "a check": Outcome("first", Status.DONE, 3.0, 60.0, "", WRONG),
-    "a check before a crash": Outcome("first", Status.FAILED, 3.0, 60.0, "ended by SIGSEGV", WRONG),
-    "a crash": Outcome(
-        "first", Status.FAILED, 3.0, 60.0, "ended by SIGSEGV", {**CHECKS, "at": "x"}
-    ),
-    "a hang": Outcome("first", Status.TIMED_OUT, 60.0, 60.0, "did not end in 60 s"),
-}
-
-
-@pytest.mark.parametrize("ended", FAILURES.values(), ids=FAILURES)
-def test_first_checks_that_fail_leave_out_the_rest(run: Any, ended: Outcome) -> None:
-    check, record, page = run(**{ended.name: ended})
-    assert not succeeded(check.outcomes.values())
-    (failed,) = (each for each in check.outcomes.values() if each.name == ended.name)
-    assert failed.status in (Status.FAILED, Status.TIMED_OUT)
-    left_out = [part for part in record["details"]["parts"] if part["status"] == "left out"]
-    assert [part["name"] for part in left_out] == ["probe", *gpu_check.PARTS[1:]]
-    assert {part["note"] for part in left_out} == {
-        "the first checks failed; --keep-going runs it all the same"
-    }
-    if ended.result.get("checks") == WRONG["checks"]:
-        assert "step: host: 9 bytes" in failed.note.splitlines()[0]
-        assert "- failed: step: host: 9 bytes" in page
-        assert "1 passed, 1 failed" in page
-    if ended.result.get("at"):
-        assert "at 'x': ended by SIGSEGV" in page
-    kept, _, _ = run(Wanted(keep_going=True), **{ended.name: ended})
-    assert kept.outcomes["step"].ok
-    assert not succeeded(kept.outcomes.values())
 
 
 def test_failed_tests_fail_the_check(run: Any) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")
+
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -25,6 +28,7 @@ from transformers.cache_utils import DynamicCache
 import offload
 import offload.tiered_model
 from offload.errors import BudgetError, TierFullError, UnsupportedError
+from tests.offload.engine_cases import DEVICE_BUDGET, ON, on_a_gpu_too
 
 MIXED = {"host": "40%", "nvme": "60%"}
 PLACEMENTS: list[Any] = ["host", "nvme", MIXED]
@@ -33,7 +37,7 @@ SMALL = {
     "num_key_value_heads": 2, "num_hidden_layers": 2, "eos_token_id": None, "bos_token_id": 1,
     "pad_token_id": 0,
 }  # fmt: skip
-PROMPT = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(1))
+PROMPT = torch.randint(3, 61, (2, 13), generator=torch.Generator().manual_seed(1)).to(ON)
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"do_sample": True, "num_return_sequences": 2},
@@ -47,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def llama(**keys: Any) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SMALL, **keys)).eval().requires_grad_(False)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **keys)).eval().requires_grad_(False).to(ON)
 
 
 def gemma() -> Any:
@@ -55,7 +59,7 @@ def gemma() -> Any:
     torch.manual_seed(0)
     types = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=7, layer_types=types)
-    return Gemma3ForCausalLM(config).eval().requires_grad_(False)
+    return Gemma3ForCausalLM(config).eval().requires_grad_(False).to(ON)
 
 
 def bart() -> Any:
@@ -66,7 +70,7 @@ def bart() -> Any:
         eos_token_id=None, forced_eos_token_id=None, bos_token_id=1, pad_token_id=0,
         decoder_start_token_id=2,
     )  # fmt: skip
-    return BartForConditionalGeneration(config).eval().requires_grad_(False)
+    return BartForConditionalGeneration(config).eval().requires_grad_(False).to(ON)
 
 
 MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "gemma": gemma, "bart": bart}
@@ -75,8 +79,9 @@ MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "gemma": gemma, "bart": 
 def dispatched(model: Any, folder: Path, tier: Any, **keys: Any) -> Any:
     """With pages of two tokens of two sequences, unless `keys` say else."""
     settings = {
-        "placement": {"parameters": "nvme", "kv": tier}, "kv": {"tokens": 32}, "device": "cpu",
-        "budget": {"host": "2MiB", "nvme": "64MiB"}, "nvme": {"paths": [str(folder)]}, **keys,
+        "placement": {"parameters": "nvme", "kv": tier}, "kv": {"tokens": 32}, "device": ON,
+        "budget": {"host": "2MiB", "nvme": "64MiB", **DEVICE_BUDGET},
+        "nvme": {"paths": [str(folder)]}, **keys,
     }  # fmt: skip
     return offload.dispatched(offload.dispatch(model, settings))
 
@@ -89,7 +94,7 @@ def generated(model: Any, prompt: torch.Tensor = PROMPT, **keys: Any) -> Any:
 
 
 def bits(output: Any) -> tuple[list[list[int]], bytes]:
-    return output.sequences.tolist(), torch.stack(output.logits).numpy().tobytes()
+    return output.sequences.tolist(), torch.stack(output.logits).cpu().numpy().tobytes()
 
 
 def kv_nbytes(owner: Any) -> int:
@@ -98,6 +103,7 @@ def kv_nbytes(owner: Any) -> int:
 
 
 # -------------------------------------------------------------------------------- what it computes
+@on_a_gpu_too
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kv", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -132,12 +138,14 @@ def test_a_prompt_is_computed_once_and_used_again(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- in 8 bits
+@on_a_gpu_too
 def test_8_bits_are_the_same_in_every_tier_and_near(tmp_path: Path) -> None:
     expected = torch.stack(generated(llama()).logits)
     found = []
+    budget = {"host": "8MiB", **DEVICE_BUDGET}
     for kv in PLACEMENTS:
         for tokens in (32, 4096):
-            keys = {"kv": {"dtype": "int8", "tokens": tokens}, "budget": {"host": "8MiB"}}
+            keys = {"kv": {"dtype": "int8", "tokens": tokens}, "budget": budget}
             with dispatched(llama(), tmp_path, kv, **keys) as owner:
                 found.append(torch.stack(generated(owner.module).logits))
     assert all(torch.equal(each, found[0]) for each in found)
