@@ -41,6 +41,7 @@ from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
+from offload.weights.safetensors_weights import first_weights
 from offload.weights.spread_experts import SpreadExperts
 from offload.zero.gradients.loss_scale import LossScale
 from offload.zero.groups.discovery import Discovery, managed
@@ -109,13 +110,13 @@ def initialize(
     """
     loaded = OffloadConfig.load({} if config is None else config)
     refuse_shared(model)
-    with LazyWeights(model) as lazy:
+    with first_weights(model, weights) as lazy:
         run = None
         if run_folder is not None:
             from offload.runs.own_run import OwnRun
 
             run = OwnRun(path_of(run_folder, "run_folder"), model, loaded)
-        engine = Engine(model, loaded, lazy, parameters=parameters, weights=weights, mesh=mesh)
+        engine = Engine(model, loaded, lazy, parameters=parameters, mesh=mesh)
         try:
             if run is not None:
                 engine.own_run = run
@@ -152,8 +153,7 @@ class Engine(TieredModel):
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
-        parameters: ParamGroups | None = None, weights: StrPath | None = None,
-        mesh: DeviceMesh | None = None,
+        parameters: ParamGroups | None = None, mesh: DeviceMesh | None = None,
     ) -> None:  # fmt: skip
         config = config.settled()
         self.made_at = time.perf_counter()
@@ -174,14 +174,14 @@ class Engine(TieredModel):
             meshed=mesh is not None or any(is_dtensor(param) for param in model.parameters()),
         )  # fmt: skip
         discovery = self._discover(config)
-        self._find_tensor_parallel(config, data_ranks(mesh), takes_values=weights is not None)
+        self._find_tensor_parallel(config, data_ranks(mesh))
         zero = config.zero
         self._ranks = Ranks.join(
             zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh,
             _alike(config, discovery, model, self.spread),
         )  # fmt: skip
         try:
-            self._build(config, discovery, parameters, weights, lazy)
+            self._build(config, discovery, parameters, lazy)
         except BaseException:
             self.close("drop")
             raise
@@ -193,12 +193,12 @@ class Engine(TieredModel):
     # ---------------------------------------------------------------- building
     def _build(
         self, config: OffloadConfig, discovery: Discovery, parameters: ParamGroups | None,
-        weights: StrPath | None, lazy: LazyWeights,
+        lazy: LazyWeights,
     ) -> None:  # fmt: skip
         dtype = DTYPES[config.precision]
         self._make_plan(config, discovery)
         trained = _listed(parameters)
-        first = self._initialisation(discovery, dtype, weights, lazy)
+        first = self._initialisation(discovery, dtype, lazy)
         self._run = ParallelRunner(int(self.config.threads.optimizer))
         self._open_tiers(config, dtype)
         self._runtime = self._make_runtime(discovery, dtype, self._run)

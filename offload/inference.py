@@ -27,6 +27,7 @@ from offload.tiered_model import DTYPES, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.units import format_bytes
 from offload.weights.lazy_tensors import LazyWeights
+from offload.weights.safetensors_weights import first_weights
 from offload.zero.groups.discovery import Discovery, managed, refuse_uninitialised
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
@@ -72,8 +73,8 @@ def dispatch(
     refuse_shared(model)
     refuse_uninitialised(model)
     chosen, only = _precision(loaded, model)
-    with torch.inference_mode(False), LazyWeights(model, only) as lazy:
-        Dispatched(model, chosen, lazy, weights=weights, only=only)
+    with torch.inference_mode(False), first_weights(model, weights, only) as lazy:
+        Dispatched(model, chosen, lazy, only=only)
     return model
 
 
@@ -106,7 +107,7 @@ class Dispatched(TieredModel):
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
-        weights: StrPath | None = None, only: torch.dtype | None = None,
+        only: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         config = config.for_inference()
         self._kv: KVStore | None = None
@@ -120,24 +121,22 @@ class Dispatched(TieredModel):
         discovery = self._discover(config, frozen=True, only=only)
         if config.placement.kv is not None:
             discovery.cached = _cached_layers(model)
-        alone = [machine.rank_here()]
-        self._find_tensor_parallel(config, alone, takes_values=weights is not None)
+        self._find_tensor_parallel(config, [machine.rank_here()])
         try:
-            self._build(config, discovery, weights, lazy, only)
+            self._build(config, discovery, lazy, only)
         except BaseException:
             self.close("drop")
             raise
         self._close_with(model, self._homes.close)  # which keeps no part of the model
 
     def _build(
-        self, config: OffloadConfig, discovery: Discovery, weights: StrPath | None,
-        lazy: LazyWeights, only: torch.dtype | None,
+        self, config: OffloadConfig, discovery: Discovery, lazy: LazyWeights,
+        only: torch.dtype | None,
     ) -> None:  # fmt: skip
         dtype = DTYPES[config.precision]
-        if weights is None:
-            _check_values(self.module, lazy, only)
+        _check_values(self.module, lazy, only)
         self._make_plan(config, discovery)
-        first = self._initialisation(discovery, dtype, weights, lazy, only)
+        first = self._initialisation(discovery, dtype, lazy, only)
         self._open_tiers(config, dtype)
         depth = int(self.config.prefetch)
         self._store = WeightStore(

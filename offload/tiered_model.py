@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
@@ -23,7 +23,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.config import OffloadConfig
-from offload.config.paths import StrPath
 from offload.display.byte_progress import progress
 from offload.memory.tier_manager import (
     TieredHomes,
@@ -114,19 +113,11 @@ class TieredModel(abc.ABC):
             blocks_of(int(config.micro_batches), discovery.units)  # before anything is allocated
         return discovery.stored(config.stored)
 
-    def _find_tensor_parallel(
-        self, config: OffloadConfig, data_ranks: Sequence[int], *, takes_values: bool
-    ) -> None:
+    def _find_tensor_parallel(self, config: OffloadConfig, data_ranks: Sequence[int]) -> None:
         """Find the ranks that have other parts of the same parameters."""
-        found = TensorParallel.find(
+        self._tensor_parallel = TensorParallel.find(
             self.module.named_parameters(), data_ranks, self.device, config.zero.timeout_s
         )
-        if found is not None and takes_values:
-            raise UnsupportedError(
-                "weights= cannot fill a model whose parameters are DTensors; load them before "
-                "parallelize_module, or with torch.distributed.checkpoint after offload.initialize"
-            )
-        self._tensor_parallel = found
 
     def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
         """Make the plan of tiers. Raises BudgetError, ConfigError or PathError if there is none."""
@@ -140,13 +131,12 @@ class TieredModel(abc.ABC):
         _say_slow(config.precision, self.device)
 
     def _initialisation(
-        self, discovery: Discovery, dtype: torch.dtype, weights: StrPath | None,
-        lazy: LazyWeights, only: torch.dtype | None = None,
+        self, discovery: Discovery, dtype: torch.dtype, lazy: LazyWeights,
+        only: torch.dtype | None = None,
     ) -> WeightInitialisation:  # fmt: skip
         """Return the sources of values. Meta parameters become real ones, without memory."""
-        first = WeightInitialisation(
-            self.module, self.config.seed, dtype, weights, lazy, discovery.packed
-        )
+        seed = self.config.seed
+        first = WeightInitialisation(self.module, seed, dtype, lazy, discovery.packed)
         make_real(_named(self.module, discovery), dtype, self.device, only)
         return first
 
@@ -157,13 +147,8 @@ class TieredModel(abc.ABC):
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype)
 
     def _load(self, first: WeightInitialisation) -> None:
-        with closing(first):
-            self._load_from(first)
-
-    def _load_from(self, first: WeightInitialisation) -> None:
         """Fill every group's states, one group at a time."""
         store = self.store
-        first.check_names(self.spread.prefixes)
         with progress(first.doing, sum(group.state.nbytes for group in store.groups)) as came:
             for group in store.groups:
                 self._load_group(group, self._values_of(group, first))

@@ -42,7 +42,7 @@ from offload.config.paths import StrPath, path_of
 from offload.config.source import load_source
 from offload.engine import Engine
 from offload.engine_lookup import engine_for, tiers_of
-from offload.integrations.loaded_weights import checkpoint_tensors, load_checkpoint_weights
+from offload.integrations.loaded_weights import load_checkpoint_weights
 from offload.optimizers.client import ClientOptimizer
 from offload.tiers.errors import (
     CheckpointError,
@@ -51,6 +51,7 @@ from offload.tiers.errors import (
     StateError,
     UnsupportedError,
 )
+from offload.weights.lazy_tensors import checked_tensors
 
 _LEAST = (2, 5)
 if tuple(map(int, lightning.__version__.split(".")[:2])) < _LEAST:
@@ -413,7 +414,7 @@ def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
     state = _lightnings_part(folder, weights_only=not trust)
     state.pop("optimizer_states", None)
     with pending_output(file, replaces=True) as pending, CheckpointReader(folder) as reader:
-        weights = {name: each.value() for name, each in checkpoint_tensors(reader).items()}
+        weights = {name: each.value() for name, each in checked_tensors(reader).items()}
         torch.save({**state, "state_dict": weights}, pending)
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.display.byte_progress import progress
 from offload.tiers.errors import CheckpointError
-from offload.weights.lazy_tensors import LazyTensor
-from offload.weights.tensor_file import CheckedFile, Stored
+from offload.weights.lazy_tensors import LazyTensor, checked_tensors
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -29,7 +28,7 @@ def load_checkpoint_weights(engine: Engine, folder: Path) -> None:
     """
     with CheckpointReader(folder) as reader:
         reader.check(contents=True)
-        found = checkpoint_tensors(reader)
+        found = checked_tensors(reader)
         absent = sorted(found.keys() - saved_tensors(engine.module).keys())
         if absent:
             raise CheckpointError(
@@ -37,16 +36,6 @@ def load_checkpoint_weights(engine: Engine, folder: Path) -> None:
                 "model"
             )
         overwrite(engine, folder, found)
-
-
-def checkpoint_tensors(reader: CheckpointReader) -> dict[str, LazyTensor]:
-    """Return the parameters and persistent buffers of a checkpoint by all their names, until the
-    reader is closed. What is read of them is compared with its hash."""
-    found: dict[str, LazyTensor] = {}
-    for names, stored in reader.weights():
-        tensor = LazyTensor(Stored(CheckedFile(reader, stored.file), stored))
-        found |= dict.fromkeys(names, tensor)
-    return found
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
 """The sources of the first values of a model's tensors.
 
-weights=    safetensors files, by equal names
-lazy        the tensors themselves, which are in files still (`offload.open_pretrained`)
-meta        what the model's constructor would call
-given       all others: the tensors have values
+lazy     values that are in files still (`weights=`, `offload.open_pretrained`)
+meta     what the model's constructor would call
+given    all others: the tensors have values
 
 A packed parameter is read one row at a time. One that its module initialises is made whole, as in
 a model whose experts are in one group, and dropped with the last row.
@@ -12,18 +11,14 @@ a model whose experts are in one group, and dropped with the last row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from offload.config.paths import StrPath
-from offload.quantised.reading import transposed_weights
 from offload.quantised.writing import keeps
-from offload.tiers.errors import CheckpointError
-from offload.weights.lazy_tensors import LazyTensor, LazyWeights
+from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import MetaInitialiser
-from offload.weights.safetensors_weights import SafetensorsWeights
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.ranks.tensor_parallel import TensorParallel
@@ -36,8 +31,8 @@ class WeightInitialisation:
     """The first values of one model. It is made before the model's meta tensors are replaced."""
 
     def __init__(
-        self, model: nn.Module, seed: int, dtype: torch.dtype, weights: StrPath | None,
-        lazy: LazyWeights, packed: Sequence[PackedParam] = (),
+        self, model: nn.Module, seed: int, dtype: torch.dtype, lazy: LazyWeights,
+        packed: Sequence[PackedParam] = (),
     ) -> None:  # fmt: skip
         """Raises UnsupportedError for a tensor on the meta device that nothing will set."""
         self._model = model
@@ -48,32 +43,16 @@ class WeightInitialisation:
         }
         self._made: dict[PackedParam, torch.Tensor] = {}  # initialised, for the rows still to come
         self._rounded: list[ParamSpec] = []
-        self._files = None
-        if weights is not None:
-            self._files = SafetensorsWeights(weights, transposed_weights(model))
         anything = [*model.parameters(), *model.buffers()]
         self._initialiser = None
         if any(tensor.is_meta and tensor not in lazy for tensor in anything):
             self._initialiser = MetaInitialiser(model, seed, lazy)
-            self._initialiser.check(self._files)
-
-    def close(self) -> None:
-        """Close the files: no more values are read."""
-        if self._files is not None:
-            self._files.close()
-
-    def check_names(self, elsewhere: Collection[str]) -> None:
-        """Raise CheckpointError for parameters that `weights` lack, and warn about names that the
-        model lacks. `elsewhere`: prefixes of names that differ on other ranks."""
-        if self._files is not None:
-            self._files.check_names(self._model, elsewhere)
+            self._initialiser.check()
 
     @property
     def doing(self) -> str:
         """The operation that takes the time, in words."""
-        if self._files is not None or self._lazy:
-            return "loading weights"
-        return "initialising"
+        return "loading weights" if self._lazy else "initialising"
 
     def of(
         self, params: Mapping[ParamSpec, nn.Parameter], tensor_parallel: TensorParallel | None
@@ -81,7 +60,7 @@ class WeightInitialisation:
         """Return a function for the values of a group's parameters, each read or made on demand."""
         rows = {spec: self._packed[id(p)] for spec, p in params.items() if id(p) in self._packed}
         fresh: dict[str, torch.Tensor] = {}
-        if self._initialiser is not None and self._files is None:
+        if self._initialiser is not None:
             plain = {spec.name: param for spec, param in params.items() if spec not in rows}
             fresh = self._initialiser.values(plain) | self._fresh_rows(rows)
 
@@ -90,7 +69,7 @@ class WeightInitialisation:
             if spec in rows:
                 packed, number = rows[spec]
                 param, whole = packed.param, packed.spec
-            stored = self._stored(param, whole)
+            stored = self._lazy.get(param)
             if stored is not None:
                 found = stored.checked(spec.name, whole.shape, self._dtype, number)
                 if stored.is_quantised:
@@ -102,12 +81,6 @@ class WeightInitialisation:
             return given if tensor_parallel is None else tensor_parallel.agree_on(param, given)
 
         return value
-
-    def _stored(self, param: nn.Parameter, spec: ParamSpec) -> LazyTensor | None:
-        """Return the tensor in files that has the values of a parameter, if there is one."""
-        if self._files is not None:
-            return self._files.tensor(spec)
-        return self._lazy.get(param)
 
     def _note(self, spec: ParamSpec, value: torch.Tensor) -> None:
         """Note a quantised weight that its codes in the tier round once more."""
@@ -136,7 +109,7 @@ class WeightInitialisation:
         """Give values to buffers and to `others`, the parameters that stay in the model. All are on
         `device` then, and the same objects if they had values."""
         if self._initialiser is not None:
-            self._initialiser.finish(() if self._files is None else self._files, device)
+            self._initialiser.finish(device)
         if self._rounded:
             stored = self._rounded[0].stored
             _log.warning(
@@ -145,48 +118,6 @@ class WeightInitialisation:
                 "files' values", len(self._rounded), stored and stored.name, self._rounded[0].name,
                 ", ..." if len(self._rounded) > 1 else "",
             )  # fmt: skip
-        staying = {id(param) for param in others}
-        named = {n: p for n, p in self._model.named_parameters() if id(p) in staying}
-        for tensor in (*self._model.buffers(), *named.values()):
+        for tensor in (*self._model.buffers(), *others):
             if tensor.device != device:
                 tensor.data = tensor.data.to(device)
-        if self._files is not None:
-            _load_unmanaged(named, self._files)
-            _load_buffers(self._model, self._files)
-
-
-def _load_unmanaged(named: Mapping[str, nn.Parameter], files: SafetensorsWeights) -> None:
-    """Load the parameters that stay in the model: those that hold no floating point numbers."""
-    for name, param in named.items():
-        saved = files.get_as(name, param)
-        if saved is None:
-            raise CheckpointError(f"weights: no tensor {name} in the files")
-        param.data = saved.to(param.device)  # a meta parameter's has no memory of its own
-
-
-def _load_buffers(model: nn.Module, files: SafetensorsWeights) -> None:
-    """Load persistent buffers that files have. Raises CheckpointError if one does not fit."""
-    absent = []
-    for prefix, module in model.named_modules():
-        for own, buffer in module._buffers.items():
-            name = f"{prefix}.{own}" if prefix else own
-            if own in module._non_persistent_buffers_set:
-                continue
-            if buffer is None:
-                if name in files:
-                    raise CheckpointError(
-                        f"weights: {name} is in the files, and None in the model; register it as a "
-                        "buffer, or leave it out of the files"
-                    )
-                continue
-            saved = files.get_as(name, buffer)
-            if saved is None:
-                absent.append(name)
-            else:
-                buffer.copy_(saved)
-    if absent:
-        more = ", ..." if len(absent) > 3 else ""
-        _log.warning(
-            "weights: %d buffers are not in the files and stay as the model has them (%s%s)",
-            len(absent), ", ".join(absent[:3]), more,
-        )  # fmt: skip

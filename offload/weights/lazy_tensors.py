@@ -23,10 +23,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from offload.checkpoint.format.reader import CheckpointReader
 from offload.quantised.matrix import Matrix
 from offload.quantised.reading import matrices_of
 from offload.tiers.errors import CheckpointError, UnsupportedError
-from offload.weights.tensor_file import Stored, check_range, check_shape, stored_tensors
+from offload.weights.tensor_file import (
+    CheckedFile,
+    Stored,
+    check_range,
+    check_shape,
+    stored_tensors,
+)
 from offload.zero.groups.discovery import managed
 
 aten = torch.ops.aten
@@ -342,6 +349,7 @@ class LazyWeights:
     def __init__(self, model: nn.Module, only: torch.dtype | None = None) -> None:
         """`only`: parameters in other formats are read now, and stay in the model."""
         self._taken: dict[int, tuple[torch.Tensor, LazyTensor]] = {}
+        self._given: dict[int, LazyTensor] = {}  # in place of the values of these parameters
         params = [param for param in model.parameters() if isinstance(param, LazyTensor)]
         buffers = [each for each in model.buffers() if isinstance(each, LazyTensor)]
         trained = {param.like.untyped_storage()._cdata for param in params if param.requires_grad}
@@ -376,14 +384,20 @@ class LazyWeights:
             if kind is not None and param.is_meta:
                 _swap(param, lazy)
 
+    def give(self, param: nn.Parameter, values: LazyTensor) -> None:
+        """Let a parameter begin with these values."""
+        self._given[id(param)] = values
+
     def __contains__(self, param: object) -> bool:
-        return id(param) in self._taken
+        return id(param) in self._given or id(param) in self._taken
 
     def __len__(self) -> int:
-        return len(self._taken)
+        return len(self._given) + len(self._taken)
 
     def get(self, param: torch.Tensor) -> LazyTensor | None:
-        """Return the lazy tensor that a parameter was; None for any other parameter."""
+        """Return the lazy tensor that a parameter was, or was given; None for any other one."""
+        if id(param) in self._given:
+            return self._given[id(param)]
         found = self._taken.get(id(param))
         return None if found is None else found[1]
 
@@ -403,7 +417,21 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
                 vars(tensor)[key] = value
 
 
-# -------------------------------------------------------------------------------- in a folder
+# -------------------------------------------------------------------------------- in files
+def checked_tensors(
+    reader: CheckpointReader, part: Path = Path(),
+) -> dict[str, LazyTensor]:  # fmt: skip
+    """Return the parameters and persistent buffers of a checkpoint, or of a part of it, by all
+    their names, until `reader` is closed. What is read of them is compared with its hash. Raises
+    CheckpointError if a file of them is missing or damaged, and StorageError."""
+    files = [name for name in reader.manifest.files if Path(name).is_relative_to(part)]
+    found: dict[str, LazyTensor] = {}
+    for names, stored in reader.weights(files):
+        tensor = LazyTensor(Stored(CheckedFile(reader, stored.file), stored))
+        found |= dict.fromkeys(names, tensor)
+    return found
+
+
 def lazy_tensors(
     files: Iterable[Path], quantisation: Mapping[str, Any] | None = None,
     transposed: Collection[str] = (),

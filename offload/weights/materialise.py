@@ -71,12 +71,6 @@ class Entry:
         return self.owners[0].name
 
     @property
-    def is_persistent(self) -> bool:
-        """Whether torch puts it into a state dict."""
-        owner = self.owners[0]
-        return self.is_parameter or owner.key not in owner.module._non_persistent_buffers_set
-
-    @property
     def is_alone(self) -> bool:
         """Whether one module has it."""
         return len(self.owners) + len(self.tied) == 1
@@ -129,15 +123,11 @@ class MetaInitialiser:
         for key, child in module.named_children():
             self._note(child, f"{name}.{key}" if name else key, chain)
 
-    def check(self, files: Container[str] | None) -> None:
-        """Raise UnsupportedError for tensors that nothing will give values to, neither a call nor
-        `files`, the names in files."""
-        wanted = [entry for entry in self._entries if entry.is_meta]
-        if files is not None:  # which have all parameters, or it is an error of theirs
-            wanted = [e for e in wanted if not e.is_parameter and e.name not in files]
+    def check(self) -> None:
+        """Raise UnsupportedError for tensors that nothing will give values to."""
         _refuse_unwritten([
-            entry for entry in wanted
-            if not any(True for owner in entry.owners for _ in self._calls_for(owner.module))
+            entry for entry in self._entries if entry.is_meta
+            and not any(True for owner in entry.owners for _ in self._calls_for(owner.module))
         ])  # fmt: skip
         for name, module in self._model.named_modules():
             for key, value in vars(module).items():
@@ -151,17 +141,14 @@ class MetaInitialiser:
         made = self._initialise(entries.values())
         return {name: made[entry] for name, entry in entries.items()}
 
-    def finish(self, files: Container[str], device: torch.device) -> None:
-        """Give memory to all tensors that are in no group (buffers, integers), and values to those
-        that are not in `files`."""
+    def finish(self, device: torch.device) -> None:
+        """Give values to all tensors that are in no group (buffers, integers)."""
         entries = [
             entry for entry in self._entries
             if entry.is_meta and not (entry.is_parameter and entry.tensor.is_floating_point())
         ]  # fmt: skip
-        made = self._initialise([e for e in entries if not (e.is_persistent and e.name in files)])
-        for entry in entries:
-            old = entry.tensor
-            new = made[entry].to(device) if entry in made else torch.empty_like(old, device=device)
+        for entry, value in self._initialise(entries).items():
+            old, new = entry.tensor, value.to(device)
             if entry.is_parameter:
                 old.data = new
                 continue

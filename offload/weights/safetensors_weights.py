@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -12,125 +13,128 @@ from torch import nn
 from offload.checkpoint.foreign.model_files import own_file
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_of
-from offload.quantised.reading import settings_in
-from offload.tiers.errors import CheckpointError, ConfigError
-from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
-from offload.weights.tensor_file import (
-    check_range,
-    check_shape,
-    checked_tensors,
-    checkpoint_at,
-)
-from offload.zero.groups.layout import ParamSpec
+from offload.quantised.reading import settings_in, transposed_weights
+from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
+from offload.weights.lazy_tensors import LazyTensor, LazyWeights, checked_tensors, lazy_tensors
+from offload.weights.spread_experts import SpreadExperts
+from offload.weights.tensor_file import check_range, check_shape, checkpoint_at
+from offload.zero.groups.discovery import managed
+from offload.zero.tensors.local_tensors import is_dtensor
 
 _log = logging.getLogger("offload")
 
 
-class SafetensorsWeights:
-    """Weights in a safetensors file, all files of a folder or an engine's checkpoint, tensor by
-    tensor; quantised ones, if config.json says so, have their values. Those of a checkpoint have
-    been compared with its hashes.
+@contextmanager
+def first_weights(
+    model: nn.Module, weights: StrPath | None, only: torch.dtype | None = None
+) -> Iterator[LazyWeights]:
+    """Provide the lazy weights of a model, and those of `weights`, if given: a safetensors file,
+    all files of a folder, or an engine's checkpoint, which is compared with its hashes. Quantised
+    ones, if config.json says so, have their values. Buffers, and parameters that stay in the model,
+    are read now.
 
-    Rounding to a model's precision may lose bits; no value becomes infinite, none is cut to an
-    integer, and no shape is broadcast: this raises CheckpointError, which names the tensor.
+    Rounding to a model's precision may lose bits; no value becomes infinite, no kind of number
+    becomes another, and no shape is broadcast: this raises CheckpointError, which names the tensor.
+    Raises UnsupportedError for formats that are not read.
     """
+    with LazyWeights(model, only) as lazy, ExitStack() as files:
+        if weights is not None:
+            if any(is_dtensor(param) for param in model.parameters()):
+                raise UnsupportedError(
+                    "weights= cannot fill a model whose parameters are DTensors; load them before "
+                    "parallelize_module, or with torch.distributed.checkpoint after "
+                    "offload.initialize"
+                )
+            _fill(model, lazy, _tensors_of(model, path_of(weights, "weights"), files), only)
+        yield lazy
 
-    def __init__(self, path: StrPath, transposed: Collection[str] = ()) -> None:
-        """The quantised weights in `transposed` have the columns first in the model. Raises
-        UnsupportedError for formats that are not read."""
-        path = path_of(path, "weights")
-        self._reader: CheckpointReader | None = None
-        ours = checkpoint_at(path)
-        if ours is None:
-            self._tensors = _tensors_of(path, transposed)
-            return
+
+def _tensors_of(model: nn.Module, path: Path, files: ExitStack) -> dict[str, LazyTensor]:
+    """Return tensors, some of them until `files` are closed."""
+    ours = checkpoint_at(path)
+    if ours is not None:
         folder, part = ours
-        self._reader = CheckpointReader(folder)
-        found = checked_tensors(self._reader, part)
-        self._tensors = {name: LazyTensor(stored) for name, stored in found.items()}
-
-    def close(self) -> None:
-        """Release the files: a checkpoint may be removed again."""
-        if self._reader is not None:
-            self._reader.close()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def check_names(self, model: nn.Module, others: Collection[str] = ()) -> None:
-        """Raise CheckpointError, which names them, if parameters of the model are in no file. Warn
-        about tensors that are neither the model's nor, by the prefixes of their names, those of
-        `others`."""
-        names: dict[int, list[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(name)
-        known = {name for tied in names.values() for name in tied}
-        for prefix, module in model.named_modules(
-            remove_duplicate=False
-        ):  # also those that are None
-            known |= {f"{prefix}.{name}" if prefix else name for name in module._buffers}
-        unknown = [
-            name for name in self._tensors
-            if name not in known and not name.startswith(tuple(others))
-        ]  # fmt: skip
-        missing = [tied[0] for tied in names.values() if not self._tensors.keys() & tied]
-        if missing:
-            theirs = f", which have {_few(unknown)}" if unknown else ""
-            raise CheckpointError(
-                f"weights: no tensor {_few(missing)} in the files{theirs} ({len(missing)} of "
-                f"{len(names)} parameters); names have to be the model's own, or those that "
-                "offload.open_pretrained renames"
-            )
-        if unknown:
-            _log.warning(
-                "weights: %d tensors of the files are not the model's, and unused (%s)",
-                len(unknown), _few(unknown),
-            )  # fmt: skip
-
-    def tensor(self, spec: ParamSpec) -> LazyTensor:
-        """Return the tensor of a parameter. Raises CheckpointError if it is in no file."""
-        for name in spec.names:
-            if name in self._tensors:
-                return self._tensors[name]
-        raise CheckpointError(f"weights: no tensor {' or '.join(spec.names)} in the files")
-
-    def get_as(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor of the shape and dtype of `like`; None if it is not in the files."""
-        found = self._tensors.get(name)
-        if found is None:
-            return None
-        check_shape(name, tuple(found.shape), tuple(like.shape))
-        tensor = found.value()
-        if tensor.dtype == like.dtype:
-            return tensor
-        if tensor.is_floating_point() and like.is_floating_point():
-            check_range(name, tensor, like.dtype)
-            return tensor.to(like.dtype)
-        return _exactly(name, tensor, like.dtype)
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _exactly(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert to other numbers. Raises CheckpointError unless each value stays what it is."""
-    if not tensor.is_complex():
-        converted = tensor.to(dtype)
-        if torch.equal(converted.to(tensor.dtype), tensor) and torch.equal(
-            *(each.to(torch.complex128) for each in (converted, tensor))
-        ):
-            return converted
-    raise CheckpointError(
-        f"weights: {name} is {tensor.dtype} in the files and {dtype} in the model, which cannot "
-        "hold the same values; convert it first"
-    )
-
-
-def _tensors_of(path: Path, transposed: Collection[str]) -> dict[str, LazyTensor]:
+        return checked_tensors(files.enter_context(CheckpointReader(folder)), part)
+    transposed = transposed_weights(model)
     if path.is_file():
         return lazy_tensors([path], None, transposed)
     names = sorted(file.name for file in path.glob("*.safetensors") if file.is_file())
     if not names:
         raise ConfigError(f"weights: {path} is no safetensors file and no folder with any")
     return lazy_tensors([own_file(path, name) for name in names], settings_in(path), transposed)
+
+
+def _fill(
+    model: nn.Module, lazy: LazyWeights, tensors: Mapping[str, LazyTensor],
+    only: torch.dtype | None,
+) -> None:  # fmt: skip
+    """Let the model have these tensors. Raises CheckpointError, which names them, if parameters are
+    not among them; warns of buffers that are not, and of tensors that the model lacks."""
+    tied: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(param), []).append(name)
+    names = {each: name for each, own in tied.items() for name in reversed(own) if name in tensors}
+    buffers = {name: buffer for name, buffer in _saved_buffers(model) if name in tensors}
+    known = {*buffers, *(name for own in tied.values() for name in own)}
+    unknown = [name for name in tensors if name not in known]
+    missing = [own[0] for each, own in tied.items() if each not in names]
+    if missing:
+        theirs = f", which have {_few(unknown)}" if unknown else ""
+        raise CheckpointError(
+            f"weights: no tensor {_few(missing)} in the files{theirs} ({len(missing)} of "
+            f"{len(tied)} parameters); names have to be the model's own, or those that "
+            "offload.open_pretrained renames"
+        )
+    for param in model.parameters():
+        name = names[id(param)]
+        if managed(param, only):
+            lazy.give(param, tensors[name])
+        else:
+            _set(name, param, tensors[name])
+    for name, buffer in buffers.items():
+        _set(name, buffer, tensors[name])
+    others = tuple(SpreadExperts(model).prefixes)  # of experts that other ranks have
+    _say(
+        "tensors of the files are not the model's, and unused",
+        [name for name in unknown if not name.startswith(others)],
+    )
+    _say(
+        "buffers are not in the files and stay as the model has them",
+        [name for name, _ in _saved_buffers(model) if name not in buffers],
+    )
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of a state dict, by name."""
+    for prefix, module in model.named_modules():
+        for own, buffer in module._buffers.items():
+            if buffer is not None and own not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{own}" if prefix else own, buffer
+
+
+@torch.no_grad()
+def _set(name: str, tensor: torch.Tensor, stored: LazyTensor) -> None:
+    """Read the values of a tensor that stays in the model, as the same object."""
+    check_shape(name, tuple(stored.shape), tuple(tensor.shape))
+    values = stored.value()
+    if values.dtype is not tensor.dtype:
+        if not (values.is_floating_point() and tensor.is_floating_point()):
+            raise CheckpointError(
+                f"weights: {name} is {values.dtype} in the files and {tensor.dtype} in the model; "
+                "convert it first"
+            )
+        check_range(name, values, tensor.dtype)
+    if not tensor.is_meta:
+        tensor.copy_(values)
+        return
+    made = values.to(tensor.dtype).requires_grad_(tensor.requires_grad)
+    torch._C._swap_tensor_impl(tensor, made)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _say(what: str, names: Sequence[str]) -> None:
+    if names:
+        _log.warning("weights: %d %s (%s)", len(names), what, _few(names))

@@ -158,17 +158,6 @@ def _is_checkpoint(folder: Path) -> bool:
     return all(os.path.lexists(folder / name) for name in (MANIFEST, PARAMETERS))
 
 
-def checked_tensors(reader: CheckpointReader, part: Path) -> dict[str, Stored]:
-    """Return parameters and persistent buffers in a part of a checkpoint, by the names that its
-    files have, until `reader` is closed. Raises CheckpointError if a file of them is missing or
-    damaged, and StorageError."""
-    files = [name for name in reader.manifest.files if Path(name).is_relative_to(part)]
-    return {
-        names[0]: Stored(CheckedFile(reader, tensor.file), tensor)
-        for names, tensor in reader.weights(files)
-    }
-
-
 def check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     """Raise CheckpointError unless a tensor of the files has the shape that the model wants."""
     if shape != wanted:

