@@ -54,8 +54,8 @@ LONG_FILES = (
     "faults/test_train_kills.py", "faults/test_step_faults.py", "faults/test_checkpoint_faults.py",
     "faults/test_swap_file_faults.py", "ranks/test_elastic_checkpoints.py",
     "ranks/test_rank_run_state.py", "ranks/test_rank_memory.py", "ranks/test_rank_storage.py",
-    "ranks/test_rank_findings.py", "deepspeed/test_ranks.py",
-    "offload/test_background_saves.py", "offload/test_checkpoint_random.py",
+    "deepspeed/test_ranks.py", "offload/test_background_saves.py",
+    "offload/test_checkpoint_random.py",
     "offload/test_dispatch_programs.py", "offload/test_gradient_programs.py",
     "offload/test_interrupt_points.py", "planning/test_inference_prediction.py",
 )  # fmt: skip

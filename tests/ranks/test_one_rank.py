@@ -42,14 +42,14 @@ def backend_alone(device_type: str, folder: str) -> dict[str, list[Tensor]]:
     def gather(index: int) -> tuple[Tensor, StreamEvent]:
         ready.before_compute()
         whole, group = torch.empty_like(given[index]), collectives.gather_group
-        with ranks.watch.during("gather", f"gathering {index}", group):
+        with ranks.watch.during(f"gathering {index}", group, on_device=True):
             all_gather_flat(whole, given[index], group)
         return whole, mark_here(device)
 
     def exchange(index: int) -> tuple[Tensor, StreamEvent]:
         ready.before_compute()
         received, group = torch.empty_like(given[index]), collectives.reduce_group
-        with ranks.watch.during("reduce", f"reducing {index}", group):
+        with ranks.watch.during(f"reducing {index}", group, on_device=True):
             dist.all_to_all_single(received, given[index], group=group)
         return received, mark_here(device)
 

@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[2]
 GRACE_S = 40.0  # far above what it takes: the machine may be busy
 BEGIN_S = 240.0  # until the ranks have begun
 WORDS = {
-    "killed": "has not been heard from since .*: it was killed, stopped or cut off",
-    "stopped": "has not been heard from since .*: it was killed, stopped or cut off",
+    "killed": "is silent, and was in .*: it ended, or was killed, stopped or cut off",
+    "stopped": "is silent, and was in .*: it ended, or was killed, stopped or cut off",
     "raised": "has left: ValueError: the data of this rank has come to its end",
-    "sleeping": "lives and has not come to it: it had ended",
-    "elsewhere": "is in the all-gather of blocks.1 parameters instead, for .*: the ranks went "
-    "different ways.*name in groups.blocks",
+    "sleeping": "lives and has not come to it, but is in none of the engine's collectives",
+    "elsewhere": "lives and has not come to it, but is in the all-gather of blocks.1 parameters"
+    ".*name in groups.blocks",
     # each waits for the other, and whoever gives up first blames it
     "saves alone": "whether all have succeeded.*take them out of what only",
     "ends earlier": "has closed its engine.*drop_last=True",
@@ -84,8 +84,9 @@ def _check(error: str, rank: int, words: str) -> None:
     """The last line of a traceback: which rank saw it, in which collective of which group, and who
     is to blame, first of all: `words`."""
     last = [line for line in error.splitlines() if "RankError: " in line][-1]
-    kinds, beside = "all-gather|reduce-scatter|all-reduce", r"( \(beside [^)]*\))?"
-    collective = rf"the ({kinds}) of [\w. ']+ among ranks [\d, ]+{beside} failed"
+    collective = (
+        r"the (all-gather|reduce-scatter|all-reduce) of [\w. ']+ among ranks [\d, ]+ failed"
+    )
     assert re.search(rf"RankError: rank {rank}: {collective} after", last), error
     assert re.search(rf"failed after [\d.]+ s: {words}", last), error
 
@@ -126,7 +127,7 @@ def _is_of(process: psutil.Process, folder: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["stopped", "raised"])
-def test_a_rank_that_hosts_the_store_is_named(fault: str, tmp_path: Path, long: bool) -> None:
+def test_a_rank_that_hosts_the_store_may_be_gone(fault: str, tmp_path: Path, long: bool) -> None:
     """Without a launcher, the store is in the process of rank 0."""
     if not long and fault == "stopped":
         pytest.skip("in make test-long")
@@ -145,11 +146,9 @@ def test_a_rank_that_hosts_the_store_is_named(fault: str, tmp_path: Path, long: 
     assert took < TIMEOUT_S + GRACE_S, said
     assert ranks[1].returncode == 1, said  # as after any exception: not by a signal
     last = [line for line in said.splitlines() if "RankError: rank 1: " in line][-1]
-    gone = "the store .* {}.*; rank 0, which hosts it, has ended"
-    if fault == "stopped":
-        assert re.search(gone.format("does not answer"), last)
-    else:  # read before the store went, rank 0's own words say more
-        assert re.search(f"{gone.format('is gone')}|rank 0 has left: ValueError", last), last
+    # read before the store went, rank 0's own words say more
+    words = "store .* does not answer.* the launcher, or rank 0|rank 0 has left: ValueError"
+    assert re.search(words, last), last
     assert list((tmp_path / "swap").iterdir()) == []
 
 

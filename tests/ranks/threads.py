@@ -21,7 +21,7 @@ class Unwatched:
     """In the place of a `RankWatch`: threads of one process do not die alone."""
 
     @contextmanager
-    def during(self, lane: str, what: str, *groups: Any, **_: Any) -> Iterator[timedelta]:
+    def during(self, what: str, *groups: Any, **_: Any) -> Iterator[timedelta]:
         yield timedelta(seconds=30)
 
 

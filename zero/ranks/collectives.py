@@ -52,7 +52,6 @@ class Collectives:
     replica_group: Group  # those that own the same shard
     watch: RankWatch
     traffic: Traffic = field(default_factory=Traffic)
-    of: str = ""  # tells its lanes in `watch` from others'
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
         """Fill `whole` (1D uint8), of the group `name`, with the shards of all ranks, in order.
@@ -60,7 +59,7 @@ class Collectives:
         queued on the current stream. Raises RankError if a rank does not take part."""
         self.traffic.gathered_nbytes += whole.numel()
         what, group = f"the all-gather of {_named(name)}", self.gather_group
-        with self.watch.during(f"{self.of}gather", what, group) as limit:
+        with self.watch.during(what, group, on_device=True) as limit:
             _all_gather(whole, own, group, what, limit)
 
     def reduce(self, contribution: torch.Tensor, work: Workspace, name: str) -> torch.Tensor:
@@ -69,7 +68,7 @@ class Collectives:
         equally long on every rank. Raises RankError if a rank does not take part."""
         what = f"the reduce-scatter of {_named(name)}"
         groups = self.reduce_group, self.replica_group
-        with profiled(what), self.watch.during(f"{self.of}reduce", what, *groups) as limit:
+        with profiled(what), self.watch.during(what, *groups, on_device=True) as limit:
             return self._reduce(contribution, work, what, limit)
 
     def _reduce(

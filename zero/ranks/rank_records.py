@@ -12,27 +12,10 @@ no rank reads them.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    FileStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """A collective that a rank is in, or has been in."""
-
-    lane: str  # collectives of one lane begin one after another, alike on all ranks
-    number: int  # in its lane, from 1
-    what: str  # "the all-gather of blocks.3"
-    since: float  # seconds since the epoch: when it began, or ended
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +23,15 @@ class RankRecord:
     """One rank's record."""
 
     beat: int  # counts up while the rank lives
-    at: float  # seconds since the epoch, by its own clock
-    doing: tuple[Activity, ...] = ()  # the oldest first
-    begun: Mapping[str, int] = field(default_factory=dict)  # the number of the last one, by lane
-    last: Activity | None = None  # the last that ended
+    doing: Sequence[str] = ()  # the collectives that it is in
     left: str | None = None  # why, "" if it has simply closed its engine
-    blames: tuple[int, ...] = ()  # ranks that it found missing itself
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str | bytes) -> RankRecord:
-        raw: dict[str, Any] = json.loads(text)
-        raw["doing"] = tuple(Activity(**each) for each in raw["doing"])
-        raw["last"] = Activity(**raw["last"]) if raw["last"] else None
-        raw["blames"] = tuple(raw["blames"])
-        return cls(**raw)
+        return cls(**json.loads(text))
 
 
 class RankRecords:
@@ -76,11 +51,6 @@ class RankRecords:
     def publish(self, record: RankRecord) -> None:
         """Publish a record. For one thread."""
         self._publishing.set(f"{self._prefix}/{self._rank}", record.to_text())
-
-    def host(self) -> int | None:
-        """Return the rank whose process hosts the store; None if no rank does."""
-        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return 0 if isinstance(self.store, TCPStore) and not by_launcher else None
 
     def read(self, rank: int) -> RankRecord | None:
         """Return a rank's last record, None if there is none. For one thread."""

@@ -1,13 +1,13 @@
 """Watches collectives, so that no rank waits for ever and a missing rank is named.
 
-    with watch.during("gather", "the all-gather of blocks.3", group) as limit:   # a timedelta
+    with watch.during("the all-gather of blocks.3", group) as limit:   # a timedelta
         ... the collective ...
 
 Each rank tells the others twice a second that it lives and what it is in (`rank_records`). When a
 collective fails - a connection is closed because a rank was killed, or `timeout_s` has passed
-because it stalls - what the others say is read twice, and a rank that is silent, has left, or is in
-another collective is named (`rank_findings`) in the RankError that replaces the backend's error.
-After that no collective is begun any more: each raises at once.
+because it stalls - what the others say is read twice, and a rank that is silent, has left, or is
+not in it is named in the RankError that replaces the backend's error. After that no collective is
+begun any more: each raises at once.
 
 No rank waits longer than `timeout_s`, plus what it takes to ask: a collective that begins while
 another one waits is given what that one has left, so that all of a rank's threads are free at about
@@ -16,15 +16,13 @@ the same time, and closing does not wait a second time.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -35,8 +33,7 @@ from offload.swap.device.streams import StreamEvent, mark_here
 from offload.swap.threads.lanes import Lane, WaitFor
 from offload.tiers import accelerator
 from offload.tiers.errors import RankError
-from offload.zero.ranks.rank_findings import Findings, find_missing
-from offload.zero.ranks.rank_records import Activity, RankRecord, RankRecords
+from offload.zero.ranks.rank_records import RankRecord, RankRecords
 
 _log = logging.getLogger("offload")
 
@@ -44,16 +41,33 @@ BEAT_S = 0.5
 PATIENCE_S = 2.5  # a rank that lives has spoken within it: five beats
 _ASKING_S = 3.5  # the longest that asking may take, also if the store hangs
 _LEAST_WAIT_S = 2.0  # for a collective that begins just before another one's time is over
+_GONE = "it ended, or was killed, stopped or cut off"
+_REMEDY = (
+    ". Forward and backward passes, optimizer.step(), evaluations, checkpoints and state dicts are "
+    "for all ranks alike, and equally many on each (a sampler with drop_last=True): take them out "
+    "of what only one rank runs. At stage 3 all ranks call the same modules in the same order: "
+    "where ranks choose (a branch, a tower without inputs), name in groups.blocks the class of a "
+    "module around the choice that every rank calls"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The ranks that are missing, and why, for a person to read."""
+
+    ranks: tuple[int, ...]
+    text: str
 
 
 @dataclass(slots=True)
 class _Watched:
     """A collective that this rank is in."""
 
-    activity: Activity
+    what: str
     members: tuple[int, ...]  # the ranks that take part in it
     began: float  # by the monotonic clock
     groups: tuple[dist.ProcessGroup, ...]
+    is_queued: bool  # on a GPU: no thread of the host waits in it
     mark: StreamEvent | None = None  # queued up to here on a GPU
 
 
@@ -72,61 +86,58 @@ class RankWatch:
         self.lane = Lane(WaitFor.RANKS)
         self._lock = threading.Lock()  # guards the fields below; never held while anything blocks
         self._beat = 0
-        self._numbers: dict[str, int] = {}  # collectives begun, by lane
         self._doing: list[_Watched] = []
-        self._last: Activity | None = None  # the last that has ended
         self._left: str | None = None
         self._failure: RankError | None = None
         self._closing = self._aborting = False
         self._unheard = False  # the store is gone or hangs
-        self._process = os.getpid()
         self._asking = threading.Lock()  # one thread asks, the others take over what it found
         self._findings: Findings | None = None
         self._wake, self._told_all = threading.Event(), threading.Event()
         self._records.publish(self._record())
         self._thread = threading.Thread(target=self._tell, name="offload-ranks", daemon=True)
         self._thread.start()
-        atexit.register(self._leave_at_exit)
 
     # ---------------------------------------------------------------- collectives
     @contextmanager
     def during(
-        self, lane: str, what: str, *groups: dist.ProcessGroup, members: tuple[int, ...] = ()
-    ) -> Iterator[timedelta]:
+        self, what: str, *groups: dist.ProcessGroup, members: tuple[int, ...] = (),
+        on_device: bool = False,
+    ) -> Iterator[timedelta]:  # fmt: skip
         """Inside, this rank is in `what`, with the ranks of `groups`, or with `members` (neither:
         with all). Gives the longest that anything inside may wait; collectives of `groups` on a CPU
-        are held to it by themselves.
+        are held to it by themselves. `on_device`: they compute where the model does, and are queued
+        there if it is a GPU.
 
-        What is begun in one lane is begun one after another, in the same order on all ranks.
         RankError for a RuntimeError inside, and at once after an earlier one.
         """
-        watched, limit = self._begin(lane, what, groups, members)
+        watched, limit = self._begin(what, groups, members, on_device)
         try:
-            if not self._is_queued(watched):
+            if not watched.is_queued:
                 for group in groups:
                     limit_waits(group, limit)
             with self.lane.waiting(what):
                 yield limit
         except RuntimeError as error:
             raise self._explain(watched, error) from error
-        if self._is_queued(watched):
+        if watched.is_queued:
             watched.mark = mark_here(self._device)  # in it until the GPU is
         else:
             self._end(watched)
 
     def _begin(
-        self, lane: str, what: str, groups: tuple[dist.ProcessGroup, ...], members: tuple[int, ...]
-    ) -> tuple[_Watched, timedelta]:
+        self, what: str, groups: tuple[dist.ProcessGroup, ...], members: tuple[int, ...],
+        on_device: bool,
+    ) -> tuple[_Watched, timedelta]:  # fmt: skip
         now = time.monotonic()
         found = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
         members = tuple(sorted(found or members or (self._rank, *self._others)))
+        is_queued = on_device and accelerator.is_accelerator(self._device)
+        watched = _Watched(what, members, now, groups, is_queued)
         with self._lock:
             if self._failure is not None:
                 text = f"rank {self._rank}: {what} is not begun, for an earlier one failed: "
                 raise RankError(f"{text}{self._failure}", ranks=self._failure.ranks)
-            number = self._numbers[lane] = self._numbers.get(lane, 0) + 1
-            activity = Activity(lane, number, what, time.time())
-            watched = _Watched(activity, members, now, groups)
             waiting = [each.began for each in self._doing if each.mark is None]
             left = self.timeout_s - (now - min(waiting, default=now))
             self._doing.append(watched)
@@ -135,29 +146,23 @@ class RankWatch:
     def _end(self, watched: _Watched) -> None:
         with self._lock:
             self._doing.remove(watched)
-            self._last = replace(watched.activity, since=time.time())
 
     # ---------------------------------------------------------------- failures
     def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
         """Return the error for a collective that failed. This rank's record stays in it, for the
         others to read."""
-        what, took = watched.activity.what, time.monotonic() - watched.began
-        among = f" among ranks {', '.join(map(str, watched.members))}"
-        with self._lock:
-            others = [each.activity.what for each in self._doing if each is not watched]
-        beside = f" (beside {' and '.join(others)})" if others else ""
-        head = f"rank {self._rank}: {what}{among}{beside} failed after {took:.1f} s"
+        took = time.monotonic() - watched.began
+        among = f"among ranks {', '.join(map(str, watched.members))}"
+        head = f"rank {self._rank}: {watched.what} {among} failed after {took:.1f} s"
         # a launcher may end this process before the others have been asked
         _log.error("%s; asking who is missing (%s)", head, _first_line(error))
         with self._asking:
             if self._findings is None:
                 self._findings = self._ask_in_time(watched)
             found = self._findings
-        end = f"; zero.timeout_s ({self.timeout_s:g}) is the longest wait for a rank"
-        if found.remedy:
-            end += f". {found.remedy}"
         explained = RankError(
-            f"{head}: {found.text}. Start all ranks again, from the last checkpoint{end}",
+            f"{head}: {found.text}. Start all ranks again, from the last checkpoint; "
+            f"zero.timeout_s ({self.timeout_s:g}) is the longest wait for a rank",
             ranks=found.ranks,
         )
         with self._lock:
@@ -177,15 +182,18 @@ class RankWatch:
         found: list[Findings] = []
 
         def ask() -> None:
-            try:
+            with suppress(RuntimeError):  # the store is gone
                 found.append(self._ask(watched))
-            except RuntimeError as error:
-                found.append(self._store_is_gone(f"is gone ({_first_line(error)})"))
 
         asking = threading.Thread(target=ask, name="offload-asks", daemon=True)
         asking.start()
         asking.join(_ASKING_S)
-        return found[0] if found else self._store_is_gone("does not answer")
+        if found:
+            return found[0]
+        self._unheard = True
+        self._told_all.set()  # no thread has to wait for that any more
+        text = "the store of the process group does not answer, so the others could not be asked; "
+        return Findings((), f"{text}of what hosts it (the launcher, or rank 0) holds: {_GONE}")
 
     def _ask(self, watched: _Watched) -> Findings:
         before = {rank: self._records.read(rank) for rank in self._others}
@@ -199,29 +207,13 @@ class RankWatch:
                 spoke = now is not None and (first is None or now.beat > first.beat)
                 if spoke or (now is not None and now.left is not None):
                     unsure.discard(rank)
-        return find_missing(watched.activity, watched.members, before, after)
-
-    def _store_is_gone(self, how: str) -> Findings:
-        """Return findings without the store: no rank can be asked, but it is known which one hosted
-        it."""
-        self._unheard = True
-        self._told_all.set()  # no thread has to wait for that any more
-        text = f"the store of the process group {how}, so the others could not be asked; "
-        host = self._records.host()
-        if host is None:
-            return Findings((), f"{text}what hosts it was killed, stopped or cut off")
-        reason = f"rank {host}, which hosts it, has ended, or was killed, stopped or cut off"
-        return Findings((host,), text + reason)
+        return _find_missing(watched, before, after)
 
     # ---------------------------------------------------------------- telling the others
     def _record(self) -> RankRecord:
         with self._lock:
             self._beat += 1
-            blames = () if self._failure is None else self._failure.ranks
-            return RankRecord(
-                self._beat, time.time(), tuple(each.activity for each in self._doing),
-                dict(self._numbers), self._last, self._left, blames,
-            )  # fmt: skip
+            return RankRecord(self._beat, [each.what for each in self._doing], self._left)
 
     def _tell(self) -> None:
         """Publish this rank's record, on the telling thread."""
@@ -263,14 +255,9 @@ class RankWatch:
         """Whether this rank takes part in nothing any more: it has left, or a collective failed."""
         return self._left is not None or self._failure is not None
 
-    def _leave_at_exit(self) -> None:
-        if os.getpid() == self._process:  # and not one that was forked
-            self.leave(getattr(sys, "last_value", None))  # what has ended the program, if anything
-
     def close(self) -> None:
         """Leave, and stop telling. Calling it again does nothing."""
         self.leave()
-        atexit.unregister(self._leave_at_exit)
         self._closing = True
         self._wake.set()
         self._thread.join(0.1 if self._unheard else 1.0)
@@ -280,13 +267,6 @@ class RankWatch:
     # have not ended in time, and aborts their communicators, so that streams go on and threads
     # that wait for them are free. What they computed is not used: the next collective raises.
     # (Written for several GPUs and not yet run on any.)
-    def _is_queued(self, watched: _Watched) -> bool:
-        return (
-            accelerator.is_accelerator(self._device)
-            and bool(watched.groups)
-            and watched.activity.lane != "control"
-        )
-
     def _look_at_device(self) -> None:
         with self._lock:
             queued = [each for each in self._doing if each.mark is not None]
@@ -304,6 +284,42 @@ class RankWatch:
         _log.error("%s", self._explain(watched, None))
         for group in watched.groups:
             group.abort()
+
+
+def _find_missing(
+    mine: _Watched, before: Mapping[int, RankRecord | None],
+    after: Mapping[int, RankRecord | None],
+) -> Findings:  # fmt: skip
+    """Return the ranks that keep `mine` from its end. `before` and `after` are the records of all
+    other ranks, read at two times between which every living rank has spoken.
+
+    A silent rank is the reason why others are late or have left, and one that left with an error
+    of its own comes before those that left because of it: the first that is found is the answer.
+    """
+    silent, left, late = {}, {}, {}
+    for rank, record in after.items():
+        if record is None:
+            silent[rank] = "has never come to offload.initialize, or was killed there"
+        elif record.left is not None:
+            left[rank] = f"has left: {record.left}" if record.left else "has closed its engine"
+        elif _is_silent(before.get(rank), record):
+            silent[rank] = f"is silent, and was in {_place_of(record)}: {_GONE}"
+        elif rank in mine.members and mine.what not in record.doing:
+            late[rank] = f"lives and has not come to it, but is in {_place_of(record)}"
+    own = {rank: why for rank, why in left.items() if RankError.__name__ not in why}
+    for found, remedy in (silent, ""), (own, _REMEDY), (late, _REMEDY), (left, ""):
+        if found:
+            texts = [f"rank {rank} {text}" for rank, text in found.items()]
+            return Findings(tuple(found), "; ".join(texts) + remedy)
+    return Findings((), "no rank is missing")
+
+
+def _is_silent(before: RankRecord | None, after: RankRecord) -> bool:
+    return before is not None and after.beat <= before.beat
+
+
+def _place_of(record: RankRecord) -> str:
+    return " and ".join(record.doing) or "none of the engine's collectives"
 
 
 def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:

@@ -39,7 +39,6 @@ class Ranks:
     owns_world: bool  # the process group was made here
     is_world: bool = True  # all of its ranks
     notes: list[str] = field(default_factory=list)  # since the last exchange
-    of: str = ""  # the part of the model that they have together, if not all of it
 
     @classmethod
     def join(
@@ -74,7 +73,7 @@ class Ranks:
         store = dist.group.WORLD.get_group_store()
         watch = RankWatch(store, mine, ranks, timeout_s, device)
         try:
-            with watch.during("control", "the meeting in offload.initialize") as limit:
+            with watch.during("the meeting in offload.initialize") as limit:
                 if members is None:
                     control = dist.new_group(timeout=limit, backend="gloo")
                 else:
@@ -83,7 +82,7 @@ class Ranks:
                 _check_alike(alike or {}, control, device)
             _destroy_left(ranks)
             sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
-            with watch.during("control", "the making of a mesh of ranks") as limit:
+            with watch.during("the making of a mesh of ranks") as limit:
                 if members is None:
                     mesh = _make_mesh(sharding, device, limit)
                 else:
@@ -113,12 +112,12 @@ class Ranks:
         if sharding.world_size == 1:
             return None
         ranks = self.in_world[self.rank % ep_size :: ep_size]
-        with self.watch.during("control", "the making of process groups") as limit:
+        with self.watch.during("the making of process groups") as limit:
             control = _group_of(ranks, limit, "gloo")
         mesh = _mesh_of(ranks, sharding, self.device)
         return replace(
             self, sharding=sharding, mesh=mesh, control=control, owns_world=False, is_world=False,
-            notes=[], of="experts ",
+            notes=[],
         )  # fmt: skip
 
     def collectives(self) -> Collectives:
@@ -130,13 +129,13 @@ class Ranks:
         limit = timedelta(seconds=self.watch.timeout_s)
         if accelerator.is_accelerator(self.device):
             limit += _AFTER_OURS
-        with self.watch.during("control", "the making of process groups"):
+        with self.watch.during("the making of process groups"):
             gather, reduce, across = (
                 dist.new_subgroups_by_enumeration(ranks, timeout=limit)[0] if self.is_world
                 else _group_of(next(row for row in ranks if dist.get_rank() in row), limit)
                 for ranks in (shards, shards, replicas)
             )  # fmt: skip
-        return Collectives(gather, reduce, across, self.watch, of=self.of)
+        return Collectives(gather, reduce, across, self.watch)
 
     # ---------------------------------------------------------------- small things
     @property
@@ -269,13 +268,12 @@ class Ranks:
         return next(f"rank {rank}: {words}" for rank, words in texts if words)
 
     def _during(self, what: str) -> AbstractContextManager[timedelta]:
-        return self.watch.during("control", what, self.control)
+        return self.watch.during(what, self.control)
 
     def _between(self, source: int, to: int) -> AbstractContextManager[timedelta]:
         source, to = (dist.get_global_rank(self.control, each) for each in (source, to))
         what = f"the sending of tensors from rank {source} to rank {to}"
-        lane = f"{source} to {to}"
-        return self.watch.during(lane, what, members=(source, to))
+        return self.watch.during(what, members=(source, to))
 
     def give_up(self, collectives: Collectives) -> None:
         """Give up the process groups of an engine that is closed. They are destroyed where ranks
