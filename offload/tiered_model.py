@@ -43,7 +43,6 @@ from offload.process import machine
 from offload.report import ProcessReport, tier_reports
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
-from offload.tiers.units import format_bytes
 from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import make_real
@@ -93,7 +92,6 @@ class TieredModel(abc.ABC):
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._why_dropped = "close(keep='drop')"  # the parameters, where they were
         self._back: GivenBack | None = None  # while the model gets its parameters back
-        self._half_given: GivenBack | None = None  # an error ended it, and the next close goes on
         self._given = {id(param): param.dtype for param in model.parameters()}
         _check_model(model)
         self.spread = SpreadExperts(model)
@@ -292,9 +290,9 @@ class TieredModel(abc.ABC):
         to the tiers and into what is free, else, and on several ranks, "drop".
 
         Raises BudgetError if "host" has no room, and the error of a pending update: it stays open
-        then. An error amid "host" loses nothing on one rank: call it again, and it goes on; the
-        model cannot be used in between. On several ranks all pass the same `keep`, and gradients
-        are not given back. Calling it again after that does nothing.
+        then. After an error while parameters come back it is closed, and the model has no values.
+        On several ranks all pass the same `keep`, and gradients are not given back. Calling it
+        again does nothing.
         """
         check_keep(keep)
         if self._closed:
@@ -303,23 +301,17 @@ class TieredModel(abc.ABC):
             self._closed = True
             self._forget_finalizer()
             return
-        taking = self._prepared(keep)
+        back = self._prepared(keep)
         with ExitStack() as last_first:  # each one also where another fails
-            if taking is not None:
-                last_first.callback(self._install)
-            last_first.callback(self._close_unless_half_given)
-            if taking is not None:
-                last_first.callback(taking)
+            last_first.callback(self._install)
+            last_first.callback(self._close)
+            if back is not None:
+                last_first.callback(self._take, back)
             for call in self._to_be_called():
                 last_first.callback(call)
 
-    def _close_unless_half_given(self) -> None:
-        if self._half_given is None:
-            self._close()
-
-    def _prepared(self, keep: Keep | None) -> Callable[[], None] | None:
-        """Return a function that moves parameters out of the tiers; None to drop them."""
-        half_given, self._half_given = self._half_given, None
+    def _prepared(self, keep: Keep | None) -> GivenBack | None:
+        """Return the parameters that the model gets back; None to drop them."""
         if keep == "drop" or self._store is None:
             return None
         if keep is None and self._ranks is not None:
@@ -328,62 +320,40 @@ class TieredModel(abc.ABC):
                 "on several ranks all have to ask for the parameters: engine.close(keep='host')"
             )
             return None
-        back = half_given or self._given_back(self._store)
+        back = self._given_back(self._store)
         try:
             with self._store.one_thread:
-                if half_given is None:
-                    self._store.check_usable()
-                    _refuse_amid_use(self._store)
-                    self._settle()
+                self._store.check_usable()
+                _refuse_amid_use(self._store)
+                self._settle()
                 self._check_room(back, keep)
         except Exception as error:
             if keep is not None:
-                self._half_given = half_given
                 raise
             self._why_dropped = str(error)
             if not isinstance(error, BudgetError | StateError):
                 # a pending update failed, with an error of any type: closing is no place to lose it
                 _log.warning("the parameters went with the tiers: %s", error)
             return None
-        return partial(self._take, back, is_wanted=keep is not None)
+        return back
 
     def _check_room(self, back: GivenBack, keep: Keep | None) -> None:
         """Raise BudgetError, on all ranks, if one has no room for the parameters."""
-        if keep is None and not back.fits and not back.missing_in_ram():
-            raise BudgetError(
-                f"{format_bytes(back.nbytes)} of parameters are more than budget.host "
-                f"({format_bytes(back.promised_nbytes)}); close(keep='host') brings them into RAM "
-                "all the same"
-            )
-        refusal: BudgetError | None = None
-        try:
-            back.check_room()
-        except BudgetError as error:
-            refusal = error
+        refusal = back.refusal(within_budget=keep is None)
         if self._ranks is not None:
             rows = self._ranks.exchange([refusal is None], "whether there is room for parameters")
             if refusal is None and not rows.all():
-                refusal = BudgetError("another rank has no room for the parameters")
+                refusal = "another rank has no room for the parameters"
         if refusal is not None:
-            raise refusal
+            raise BudgetError(refusal)
 
-    def _take(self, back: GivenBack, *, is_wanted: bool) -> None:
+    def _take(self, back: GivenBack) -> None:
         try:
             back.take()
         except BaseException as error:
-            self._why_dropped = f"giving them back failed: {error}"
-            if is_wanted and self._ranks is None:
-                self._half_given = back
-                self.store.unusable = (
-                    "close(keep='host') has failed amid giving the parameters back; call it again, "
-                    "and it goes on"
-                )
-                raise
-            if is_wanted or not isinstance(error, OffloadError):
-                raise
-            _log.warning("the parameters went with the tiers: %s", self._why_dropped)
-        else:
-            self._back = back
+            self._why_dropped = f"giving them back failed: {error!r}"
+            raise
+        self._back = back
 
     def _install(self) -> None:
         back, self._back = self._back, None

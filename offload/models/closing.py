@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.memory.tier_manager import TieredHomes
 from offload.process import machine
-from offload.tiers.errors import BudgetError, ConfigError
+from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import WeightStore
@@ -76,7 +76,6 @@ class GivenBack:
         self.gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None
         self.close_states: Callable[[ParamGroup], None] = close_weights
         self._given: dict[int, _Given] = {}
-        self._taken = 0  # groups whose values are there
         self.nbytes = 0  # of all of them
         for group in store.groups:
             for (param, kind), spec in zip(group.own_classes(), group.layout.params, strict=True):
@@ -95,50 +94,41 @@ class GivenBack:
         self.nbytes += found.nbytes
 
     # ---------------------------------------------------------------- is there room?
-    def __len__(self) -> int:
-        return len(self._given)
-
-    @property
-    def promised_nbytes(self) -> int:
-        """Bytes of RAM that the configuration has given to the tiers."""
-        return self._homes.ram_budget_nbytes
-
-    def missing_in_ram(self) -> int:
-        """Return the bytes that RAM lacks. The tiers free their RAM as the values are moved."""
+    def refusal(self, *, within_budget: bool) -> str | None:
+        """Return the reason why the values cannot come into RAM, which the tiers free as they are
+        moved; None if there is none. `within_budget`: they are to take no more than the
+        configuration has given to the tiers."""
         held = self._homes.pool.tier
         freed = held.touched_nbytes if held.gives_back else 0
-        return max(0, self.nbytes - machine.available_memory_nbytes() - freed)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the values take no more RAM than was promised to the tiers, and than is free."""
-        return self.nbytes <= self.promised_nbytes and not self.missing_in_ram()
-
-    def check_room(self) -> None:
-        """Raise BudgetError if RAM has no room; nothing is changed."""
-        missing = self.missing_in_ram()
-        if missing:
-            raise BudgetError(
+        missing = self.nbytes - machine.available_memory_nbytes() - freed
+        if missing > 0:
+            return (
                 f"close(keep='host'): {format_bytes(self.nbytes)} of parameters would come into "
                 f"RAM, and {format_bytes(missing)} are missing; close other programs, or save "
                 "them with engine.save_checkpoint and use close(keep='drop')"
             )
+        budget = self._homes.ram_budget_nbytes
+        if within_budget and self.nbytes > budget:
+            return (
+                f"{format_bytes(self.nbytes)} of parameters are more than budget.host "
+                f"({format_bytes(budget)}); close(keep='host') brings them into RAM all the same"
+            )
+        return None
 
     # ---------------------------------------------------------------- out of the tiers
     def take(self) -> None:
         """Copy every value to RAM, group by group; the tiers hold none of them afterwards.
 
         RAM holds no more than the tiers were given: states that remain in them give up their
-        copies. After an error it can be called again: what was moved is kept, the rest follows.
+        copies.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._take_gradients()
             self._homes.begin_emptying()
             copied = 0
             since = _GIVE_BACK_NBYTES  # the buffers of updates are free now
-            for group in self._store.groups[self._taken :]:
+            for group in self._store.groups:
                 nbytes = self._take_group(group)
-                self._taken += 1
                 self.close_states(group)
                 copied, since = copied + nbytes, since + nbytes
                 if since >= _GIVE_BACK_NBYTES:
