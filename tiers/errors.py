@@ -13,7 +13,6 @@
     ├── CheckpointError         a checkpoint that is missing, torn or of another model
     │   └── NoCheckpointError   ... or what was named is none at all; a PathError, too
     ├── UnsupportedError        a combination that does not work (yet)
-    │   └── DtypeError          ... tensors of two formats met; a RuntimeError, too
     ├── StateError              calls in an order that cannot work
     │   └── ModifiedError       ... what backward needs was changed in place; a RuntimeError, too
     ├── NonfiniteError          steps in a row were skipped for infinite or NaN gradients
@@ -124,10 +123,6 @@ class NoCheckpointError(CheckpointError, PathError):
 
 class UnsupportedError(OffloadError):
     """A combination that is not supported; the message names it and the way round."""
-
-
-class DtypeError(UnsupportedError, RuntimeError):
-    """A module was given tensors of another format than its parameters. Torch raises several."""
 
 
 class StateError(OffloadError):

@@ -29,7 +29,6 @@ from offload.zero.groups.discovery import Unit
 from offload.zero.groups.group import NO_COPIES, GroupState, ParamGroup
 from offload.zero.hooks import compilers
 from offload.zero.hooks.compilers import break_graph, uncompiled
-from offload.zero.hooks.dtype_errors import explain_dtypes
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import Session, in_backward, leave_checkpoints
@@ -402,8 +401,6 @@ class _Guard:
         except BaseException as error:
             leave_checkpoints(error)
             compilers.explain(error, self._name, self._module)
-            if isinstance(error, (RuntimeError, ValueError)):
-                explain_dtypes(error, self._name, self._module, (args, kwargs))
             raise
         finally:
             try:
