@@ -33,12 +33,10 @@ from offload.planning.plan.plan import spare_host_nbytes
 from offload.process import machine
 from offload.process.interrupts import noted_interrupts, why_not_noted
 from offload.report import Report
-from offload.runs.recording import Recording
 from offload.swap.threads.lanes import waits_s
-from offload.swap.threads.recorder import Recorder
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.errors import UnsupportedError
 from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.safetensors_weights import first_weights
@@ -346,32 +344,6 @@ class Engine(TieredModel):
         """The number of steps so far, skipped ones included."""
         stepper = self._open().stepper
         return stepper.taken + stepper.skipped
-
-    def record(self, steps: int = 3) -> Recording:
-        """Record what happens when, on every thread and link, until `stop()` or the end of a
-        `with`: the last `steps` steps are kept, for `write("trace.json")`.
-
-        Raises StateError while another recording of this engine is in progress.
-        """
-        runtime = self._open()
-        if self.own_run is not None:
-            self.own_run.stop_recording()  # a loop's own recording comes first
-        if self.is_recorded:
-            raise StateError("this engine is being recorded already; stop() that recording first")
-
-        homes = self._homes  # and not the engine: a recording that is kept does not keep it
-
-        def tell(recorder: Recorder | None) -> None:
-            runtime.record(recorder)
-            for lane in homes.lanes():
-                lane.recorder = recorder
-
-        return Recording(steps, homes.held_nbytes, tell)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a recording is under way."""
-        return self._open().store.recorder is not None
 
     def waits(self) -> dict[str, float]:
         """Return the seconds for which the model's thread has waited, as in `Report.waits`."""

@@ -321,11 +321,6 @@ class TieredHomes:
         self._update_buffers = buffers
         return [lease.tensor for lease in buffers]
 
-    def held_nbytes(self) -> dict[str, int]:
-        """Return the bytes that each tier holds now."""
-        with self.lock:
-            return {str(tier): each.used_nbytes for tier, each in self.ledger.accounts.items()}
-
     def bytes_moved(self) -> dict[str, int]:
         """Return the bytes over each link since the start."""
         io = self.store.backend.statistics() if self.store is not None else None

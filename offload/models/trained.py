@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from offload.models.state import StateDictHooks
     from offload.optimizers.optimizer import OffloadOptimizer
     from offload.report import Report
-    from offload.runs.recording import Recording
     from offload.weights.spread_experts import SpreadExperts
     from offload.zero.groups.values import ParameterValues
     from offload.zero.step.runtime import Runtime
@@ -58,10 +57,6 @@ class Trained(Protocol):
         """Whether `close` was called."""
 
     @property
-    def is_recorded(self) -> bool:
-        """Whether a recording is under way."""
-
-    @property
     def swap_folders(self) -> Sequence[str]:
         """The folders that hold swap files."""
 
@@ -72,7 +67,6 @@ class Trained(Protocol):
     ) -> AbstractContextManager[None]: ...
     def report(self) -> Report: ...
     def waits(self) -> dict[str, float]: ...
-    def record(self, steps: int = 3) -> Recording: ...
     def before_close(self, call: Callable[[], None]) -> None: ...
     def watch_ended(self, watch: Any) -> None:
         """Note that its watch was closed."""

@@ -6,7 +6,6 @@ tensorboard, wandb       the same, if train.loggers requests it
 plain.jsonl              the same for plain PyTorch, if train.compare_plain requests it
 prediction.json          the expected memory and step time
 measured.json            the measured memory and step time, once the run has ended
-trace.json               a timeline of a few of the steps, for ui.perfetto.dev
 run.html                 everything on one page
 checkpoints/step-000100          checkpoints of the engine, with the loop's state
 """
@@ -34,10 +33,8 @@ from offload.loggers import Logger, TensorBoardLogger, WandbLogger
 from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
 from offload.runs.metrics import MetricsFile, write_whole
 from offload.runs.page import PAGE, write_page
-from offload.runs.recording import Recording
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
 
-TRACE = "trace.json"
 _log = logging.getLogger("offload")
 
 # what a resumed run may not change: its data or its arithmetic would be another's
@@ -148,10 +145,6 @@ class RunFolder:
     def write_measured(self, measured: Measured) -> None:
         """Write measured.json."""
         self._write(MEASURED, measured.to_json())
-
-    def write_trace(self, recording: Recording) -> None:
-        """Write trace.json. StateError if no step was recorded."""
-        self._write(TRACE, recording.trace())
 
     def _write(self, name: str, text: str) -> None:
         if self._writes:

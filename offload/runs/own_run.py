@@ -31,47 +31,19 @@ from offload.zero.groups.discovery import discover
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
-    from offload.runs.recording import Recording
-
-_KEPT_STEPS = 3  # of the recording
-_SETTLING = 2  # recorded and dropped where more follow: their prefetches have just been learnt
 
 
 class RunRecord:
-    """A logger that measures a run: trace.json has a few of its steps, measured.json its peaks and
-    usual step.
-
-    Recorded are the third to fifth step after the first one, which learns the order of uses, or the
-    last ones if there are fewer. A recording that the engine's user has started takes precedence.
-    """
+    """A logger that measures a run, for measured.json: its peaks and its usual step."""
 
     def __init__(self, engine: Trained, folder: RunFolder) -> None:
         self.seconds = array("d")  # of each step
         self._engine = engine
         self._folder = folder
-        self._recording: Recording | None = None
-        self._may_record = True
 
     def log(self, values: Values, step: int) -> None:
-        """Note the seconds of a step; begin and end the recording."""
+        """Note the seconds of a step."""
         self.seconds.append(values["seconds"])
-        recording = self._recording
-        if recording is not None and recording.ended_steps >= _KEPT_STEPS + _SETTLING:
-            self.stop_recording()
-        if self._may_record:
-            self._may_record = False
-            if not self._engine.is_recorded:  # its user's recording is not to be disturbed
-                self._recording = self._engine.record(_KEPT_STEPS)
-
-    def stop_recording(self) -> None:
-        """Write the recording made so far, if it was not written already."""
-        self._may_record = False
-        recording, self._recording = self._recording, None
-        if recording is None:
-            return
-        recording.stop()
-        if recording.ended_steps:
-            self._folder.write_trace(recording)
 
     def measured(self) -> Measured:
         """Return the peaks and the usual step so far."""
@@ -80,8 +52,7 @@ class RunRecord:
         return Measured(peaks, peak_rss_nbytes(), usual_s, len(self.seconds))
 
     def write(self, measured: Measured) -> None:
-        """Write the recording, and measured.json unless there was no step."""
-        self.stop_recording()
+        """Write measured.json unless there was no step."""
         if measured.steps:
             self._folder.write_measured(measured)
 
@@ -106,7 +77,6 @@ class OwnRun:
         self._folder.write_config(engine.config, own_loop=True)
         self._folder.write_prediction(self._prediction)
         self._record = RunRecord(engine, self._folder)
-        self.stop_recording = self._record.stop_recording
         self.loggers: list[Logger] = [*self._folder.loggers(0), self._record]
         engine.before_close(self._end)
         self.watch()

@@ -262,8 +262,7 @@ def _waits(run: _Run) -> Section:
     ]
     note = (
         "the thread that trains waited for files (nvme), copies over the link, updates and other "
-        "ranks; between steps is the loop's own time. trace.json has a timeline of a few steps, "
-        "which ui.perfetto.dev shows"
+        "ranks; between steps is the loop's own time"
     )
     heads = ("waited for", "in all", "of the steps' time")
     return Section("Waiting", tables=[Table(heads, table)], lines=[note]) if table else Section("")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 
 from offload.swap.threads.lanes import Lane, WaitFor, be_worker, is_worker
-from offload.swap.threads.recorder import Recorder
 from offload.swap.threads.transfer import Transfer
 from offload.tiers import accelerator
 from offload.tiers.pinning import pieces
@@ -71,7 +69,7 @@ class StreamEvent:
         if self._lane is None or is_worker():
             self.event.synchronize()
             return
-        with self._lane.waiting("a copy"):
+        with self._lane.waiting():
             self.event.synchronize()
 
     def replacing(self, marks: Iterable[StreamEvent]) -> tuple[StreamEvent, ...]:
@@ -150,7 +148,6 @@ class CopyStream:
         self._watcher = _Watcher(self.lane)
         self._counting = threading.Lock()
         self._moved_nbytes = 0
-        self._ended_s = 0.0  # when the copy that was recorded last had ended
 
     @property
     def moved_nbytes(self) -> int:
@@ -169,9 +166,8 @@ class CopyStream:
         so far, which may still read what `destination` held, or be writing `source`. Both must
         stay what they are until the mark is done (see `transfer`).
         """
-        nbytes = source.numel()
         with self._counting:  # `+=` alone loses what another thread counts meanwhile
-            self._moved_nbytes += nbytes
+            self._moved_nbytes += source.numel()
         if self._stream is None:
             destination.copy_(source)
             return StreamEvent()
@@ -180,23 +176,7 @@ class CopyStream:
             mark.before(self._stream)
         with accelerator.of(self._device).entered(self._stream):
             _start(destination, source)
-        mark = _mark(self._stream, self._device, self.lane)
-        recorder = self.lane.recorder
-        if recorder is not None:
-            way = "host to device" if source.is_cpu else "device to host"
-            self._record(recorder, mark, way, nbytes)
-        return mark
-
-    def _record(self, recorder: Recorder, mark: StreamEvent, way: str, nbytes: int) -> None:
-        """Record a copy. Its beginning is not known: it is at the earliest when it was asked for,
-        or at the end of the copy before it."""
-        asked_s = time.perf_counter()
-
-        def ended() -> None:
-            start_s, self._ended_s = max(asked_s, self._ended_s), time.perf_counter()
-            recorder.add(way, "copy", start_s, self._ended_s, nbytes)
-
-        self._watcher.watch(mark, way, ended)
+        return _mark(self._stream, self._device, self.lane)
 
     def transfer(
         self, mark: StreamEvent, what: object, then: Callable[[], object] | None = None
@@ -297,7 +277,7 @@ class _Watcher:
         return True
 
     def _loop(self) -> None:
-        be_worker("copies")
+        be_worker()
         while True:
             self._told.get()
             with self._lock:

@@ -223,7 +223,7 @@ class BlockStore:
                     return False
                 self._waiting += 1
                 try:
-                    with self.backend.lane.waiting("room in the tier"):
+                    with self.backend.lane.waiting():
                         self._freed.wait()
                 finally:
                     self._waiting -= 1

@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -152,8 +151,6 @@ class IOBackend(ABC):
 
     def _begin(self, request: IORequest) -> None:
         """Begin `request`, whose first piece is about to move: run its `before`."""
-        if self.lane.recorder is not None:
-            request.began_s = time.perf_counter()
         if request.before is not None:
             request.before()
 
@@ -237,12 +234,6 @@ class IOBackend(ABC):
                 transfer.complete(value)
             else:
                 transfer.spread(request.failure)
-            recorder = self.lane.recorder
-            if recorder is not None and request.began_s:
-                recorder.add(
-                    f"nvme {request.operation}", request.owner, request.began_s,
-                    time.perf_counter(), request.buffer.nbytes,
-                )  # fmt: skip
         finally:
             with self._books:
                 del self._in_flight[request]

@@ -64,8 +64,7 @@ class IORequest:
     failure: Failure | None = None  # the first one; the pieces not yet moved are skipped
     pieces_left: int = 1
     finished: bool = False
-    owner: str = ""  # of the bytes, for recordings
-    began_s: float = 0.0  # by the clock of recordings, if there is one
+    owner: str = ""  # of the bytes, for messages
 
     def __str__(self) -> str:
         return (

@@ -6,8 +6,6 @@
 Each thing that a thread may have to wait for is of a lane. No clock is read for a transfer that is
 done. One thread waits for one thing at a time, so no second is counted twice; a wait for an update
 that itself waits for files is one for the update.
-
-While a `Recorder` is set, a lane also notes what happens when.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from offload.swap.threads.recorder import MODEL, Recorder
-
 
 class WaitFor(enum.StrEnum):
     """The kinds of work that the model's thread may wait for."""
@@ -33,18 +29,15 @@ class WaitFor(enum.StrEnum):
 
 
 class _ThisThread(threading.local):
-    name = MODEL
     is_worker = False
 
 
 _this_thread = _ThisThread()
 
 
-def be_worker(name: str) -> None:
-    """Mark this thread as a worker: its waits do not delay training, and are not counted. `name` is
-    shown in recordings."""
+def be_worker() -> None:
+    """Mark this thread as a worker: its waits do not delay training, and are not counted."""
     _this_thread.is_worker = True
-    _this_thread.name = name
 
 
 def is_worker() -> bool:
@@ -56,16 +49,15 @@ class Lane:
     """One lane. The waits of threads that are no workers are counted: those of the model's thread,
     one at a time."""
 
-    __slots__ = ("kind", "recorder", "waited_s")
+    __slots__ = ("kind", "waited_s")
 
     def __init__(self, kind: WaitFor) -> None:
         self.kind = kind
         self.waited_s = 0.0
-        self.recorder: Recorder | None = None  # of events here, while recording is on
 
     @contextmanager
-    def waiting(self, what: object) -> Iterator[None]:
-        """Count and record a wait for `what`, which is turned into text only for a recording."""
+    def waiting(self) -> Iterator[None]:
+        """Count a wait."""
         began = time.perf_counter()
         try:
             with profiled(f"wait for {self.kind}"):
@@ -74,19 +66,10 @@ class Lane:
             ended = time.perf_counter()
             if not is_worker():
                 self.waited_s += ended - began
-            recorder = self.recorder
-            if recorder is not None:
-                name = f"wait for {self.kind}"
-                recorder.add(_this_thread.name, name, began, ended, detail=str(what))
 
-    @contextmanager
-    def doing(self, name: str) -> Iterator[None]:
-        """Record the work of this thread under `name`."""
-        with profiled(f"{self.kind} of {name}"):
-            recorder, began = self.recorder, time.perf_counter()
-            yield
-            if recorder is not None:
-                recorder.add(_this_thread.name, name, began, time.perf_counter())
+    def doing(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context around work of this thread, which a profiler shows under `name`."""
+        return profiled(f"{self.kind} of {name}")
 
 
 def waits_s(lanes: Iterable[Lane]) -> dict[str, float]:

@@ -171,7 +171,7 @@ class Transfer(Generic[T]):
             if self.done() or self._completing_thread == threading.get_ident():
                 return True
             self._gates.append(gate)
-        with nullcontext() if self.lane is None else self.lane.waiting(self.what):
+        with nullcontext() if self.lane is None else self.lane.waiting():
             try:
                 begin_wait()
                 if self._passes(gate, timeout_s):

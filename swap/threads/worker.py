@@ -157,7 +157,6 @@ class Worker:
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # an event's are Python's, slow
         self._closing = False
         self.failure: BaseException | None = None
-        self._name = name.removeprefix("offload-")
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -165,7 +164,7 @@ class Worker:
         self._wakes.put(None)
 
     def _loop(self) -> None:
-        be_worker(f"{self._name} thread")
+        be_worker()
         try:
             while not self._closing:
                 self._wakes.get()

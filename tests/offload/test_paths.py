@@ -30,7 +30,6 @@ BESIDE_IT = (  # what the page on programming does not list
     *(f"offload.{name}" for name in offload.__all__),
     *(f"offload.checkpoint.{name}" for name in offload.checkpoint.__all__),
     *(f"offload.loggers.{name}" for name in vars(offload.loggers) if name.endswith("Logger")),
-    "offload.runs.recording.Recording",
 )  # fmt: skip
 NAMES = re.compile(r"(path|folder|file|directory|out|source|destination)|.*_(dir|path|folder|file)")
 THEIRS = {  # arguments of that name that are no path, or are the other library's to convert

@@ -242,18 +242,11 @@ def run_own(tmp_path: Path, steps: int) -> Path:
     return folder
 
 
-def test_a_loop_of_ones_own_leaves_a_page_and_a_trace_of_a_few_steps(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_leaves_a_page(tmp_path: Path) -> None:
     folder = run_own(tmp_path, 8)
-    trace = json.loads((folder / "trace.json").read_text())
-    assert trace["otherData"]["steps"] == [4, 5, 6]
     text, _ = check((folder / "run.html").read_text())
     assert "ended after 8 steps" in text
     assert "shakespeare" not in text  # what `offload train` would read by default
-    names = {
-        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
-    }
-    lanes = {names.get(e["tid"]) for e in trace["traceEvents"] if e["ph"] == "X"}
-    assert {"model's thread", "nvme write"} <= lanes
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(

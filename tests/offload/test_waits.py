@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from offload.memory import tier_manager as homes
 from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.threads.lanes import Lane, WaitFor
 from tests.offload.engine_cases import NVME, TinyLM, batches, seeded
 from tests.offload.plain_training import MakeEngine
 
@@ -50,3 +52,15 @@ def test_slow_files_are_waited_for_and_updates_apart(make: MakeEngine, slow_file
     assert waits["update"] > 0  # an update ends with its writes: a wait for it is not one for nvme
     assert waits["link"] == waits["ranks"] == 0.0
     assert sum(waits.values()) <= seconds
+
+
+def test_the_profiler_shows_phases_by_name(make: MakeEngine) -> None:
+    engine = make(seeded(TinyLM), NVME, budget={"host": "1MiB", "nvme": "64MiB"})
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(engine, 1)
+        with Lane(WaitFor.UPDATE).waiting():
+            pass
+    names = {event.key for event in profile.key_averages()}
+    assert {
+        "offload: gather blocks.0", "offload: reduce blocks.0", "offload: wait for update",
+    } <= names  # fmt: skip

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from offload.swap.states.state import State
-from offload.swap.threads.recorder import Recorder, shown
 from offload.swap.threads.shield import check_whole
 from offload.tiers.errors import StateError
 from offload.zero.experts.packed import ExpertTable, PackedParam
@@ -129,7 +128,6 @@ class WeightStore:
         self._values: Values | None = None
         self._repeats = 0  # further uses of the group used last
         self._hooks: UnitHooks | None = None  # once started
-        self.recorder: Recorder | None = None  # of this thread, while a timeline is recorded
 
     # ---------------------------------------------------------------- building
     def _add_group(self, plan: GroupPlan) -> None:
@@ -274,10 +272,6 @@ class WeightStore:
         if self._is_repeated(group, backward=backward):
             self.one_thread.check()
             return
-        recorder = self.recorder
-        if recorder is not None:
-            way = "backward" if backward else "forward"
-            recorder.turn_to(f"{way} {shown(group.name)}")
         with self.one_thread:
             self.check_usable()
             group.begin_missed()

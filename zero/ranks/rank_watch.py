@@ -116,7 +116,7 @@ class RankWatch:
             if not watched.is_queued:
                 for group in groups:
                     limit_waits(group, limit)
-            with self.lane.waiting(what):
+            with self.lane.waiting():
                 yield limit
         except RuntimeError as error:
             raise self._explain(watched, error) from error

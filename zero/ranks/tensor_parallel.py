@@ -107,7 +107,7 @@ class TensorParallel:
     def _together(self, what: str) -> Iterator[None]:
         """Inside, RankError is raised if another rank does not come."""
         try:
-            with self.lane.waiting(what):
+            with self.lane.waiting():
                 yield
         except RuntimeError as error:
             ranks = tuple(dist.get_process_group_ranks(self.group))

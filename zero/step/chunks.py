@@ -60,7 +60,6 @@ class GroupUpdate:
     has_gradients: bool = True  # False: it reads none, and there need not be any
     weight_writes: list[Transfer[None]] = field(default_factory=list)
     begun: bool = False
-    begun_s: float = 0.0  # by `time.perf_counter`
     chunks_left: int = 0  # once begun: those that are not on their way home
     after: StreamEvent = field(default_factory=StreamEvent)  # the model's stream at `submit`
 

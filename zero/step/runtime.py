@@ -24,7 +24,6 @@ from offload.kernels.variants import Master
 from offload.swap.states.state import State
 from offload.swap.states.trace import Trace
 from offload.swap.threads.lanes import Lane
-from offload.swap.threads.recorder import Recorder
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import StateError, UnsupportedError
@@ -398,9 +397,6 @@ class Runtime:
             return self._step(hyper_of)
 
     def _step(self, hyper_of: HyperOf) -> StepOutcome:
-        recorder = self.store.recorder
-        if recorder is not None:
-            recorder.turn_to("step")
         self.store.check_usable()
         self._check_params()
         self._refuse_amid_use()
@@ -410,9 +406,6 @@ class Runtime:
         outcome = self.stepper.step(hyper_of)
         self.gradients.complete()
         self.rank_work.refresh_updated()
-        if recorder is not None:
-            recorder.turn_to("between steps")
-            recorder.end_step(self.stepper.taken + self.stepper.skipped)
         return outcome
 
     @defer_signals
@@ -448,12 +441,6 @@ class Runtime:
         """Return the lanes that the model's thread waits for, beside its states."""
         meshed = [] if self.tensor_parallel is None else [self.tensor_parallel.lane]
         return [self.updates.lane, *self.rank_work.lanes(), *meshed]
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Note in `recorder` what this thread and the lanes do from here on; None: no more."""
-        self.store.recorder = recorder
-        for lane in self.lanes():
-            lane.recorder = recorder
 
     @interrupted_in_waits
     def settle(self) -> None:

@@ -15,7 +15,6 @@ worked on.
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -236,7 +235,6 @@ class UpdateQueue(PendingUpdates):
             del self._waiting[update.group.index]
             update.begun = True
         update.chunks_left = len(update.state.chunks)
-        update.begun_s = time.perf_counter()
         update.after.before_compute()
         return update
 
@@ -353,9 +351,6 @@ class UpdateQueue(PendingUpdates):
     def _announce(self, update: GroupUpdate, written: Transfer[list[None]]) -> None:
         with self._lock:
             self._unfinished.pop(update.group.index, None)
-        recorder = self.lane.recorder
-        if recorder is not None:
-            recorder.add("updates", update.group.name, update.begun_s, time.perf_counter())
         if written.failure is not None:
             update.ready.spread(written.failure)
         else:

@@ -160,7 +160,7 @@ class BackgroundSave:
 
     # ---------------------------------------------------------------- on its thread
     def _run(self, work: _Work) -> None:
-        be_worker("checkpoint thread")
+        be_worker()
         try:
             with work.held:
                 self._write(work)
