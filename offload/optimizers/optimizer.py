@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.config.optimizer import KINDS
 from offload.memory.watched_stores import WatchedStores
-from offload.optimizers.entries import OptimizerEntries, copied
+from offload.optimizers.entries import OptimizerEntries, refuse_writing
 from offload.optimizers.state_dict import Kept, check_kind, check_sizes, check_state
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
@@ -56,7 +56,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._type = config.type
         self._kind = KINDS[config.type]
         self._states = config.state_names
-        self._entries = self._new_entries()
+        self._entries = OptimizerEntries(values, self._managed, self._kept_or_none)
         self.last_step: StepOutcome | None = None
         self.engine: Any = None  # kept alive with this optimizer
         super().__init__(params, config.numbers)
@@ -67,9 +67,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         this = weakref.ref(self)  # the runtime must not keep the engine alive
         self._runtime.stepper.hyper_source = lambda: _alive(this).hyper_of()
 
-    def _new_entries(self) -> OptimizerEntries:
-        return OptimizerEntries(self._values, self._managed, self._kept_or_none)
-
     @property
     def state(self) -> Any:
         """The states of each parameter, read when asked for: see `OptimizerEntries`."""
@@ -77,13 +74,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, entries: Mapping[Any, Any]) -> None:
-        before = self._entries
-        if entries is before or not hasattr(self, "param_groups"):  # torch.optim is making it
-            return
-        given = {param: copied(state) for param, state in entries.items()}
-        before.end()
-        self._entries = self._new_entries()
-        self._entries.update(given)
+        if hasattr(self, "param_groups"):  # else torch.optim is making it
+            refuse_writing()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -221,9 +213,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for param, number in zip(group["params"], saved["params"], strict=True):
                 state = state_dict["state"].get(number, {})
                 states.append((param, check_state(self._kept(param), param, state)))
+        self._entries.loads += 1
         try:
             for param, state in states:
-                self._entries.forget(param)
                 self._values.write_state(param, state)
         except BaseException:
             self._runtime.store.unusable = self._runtime.store.unusable or (
