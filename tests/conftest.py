@@ -44,7 +44,7 @@ LONG_FILES = (
     "offload/test_writes.py", "offload/test_frozen_weights.py", "offload/test_mixture_model.py",
     "offload/test_checkpoint_memory.py",
     "offload/test_checkpoint_crash.py", "offload/test_checkpoint_savers.py",
-    "offload/test_train_comparison.py", "planning/test_activation_trace.py",
+    "planning/test_activation_trace.py",
     "planning/test_activation_trace_transformers.py", "planning/test_memory_prediction.py",
     "outside/test_offload_trainer.py",
     "outside/test_distributed_checkpoint.py",

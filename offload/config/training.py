@@ -196,9 +196,6 @@ class TrainConfig(Section):
     )
     """Where figures of each step go beside the run folder's metrics.jsonl: tensorboard/ in that
     folder, or Weights & Biases."""
-    compare_plain: bool = key(False)
-    """Train the same in plain PyTorch afterwards, in a process of its own, and show both (one rank,
-    optimizer.type: adamw, fp32 or bf16)."""
     sample: SampleConfig = section(SampleConfig)
     """The text to generate, to see what was learnt."""
 

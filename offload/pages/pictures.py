@@ -69,7 +69,6 @@ class Line:
     name: str
     xs: npt.ArrayLike  # ascending
     ys: npt.ArrayLike
-    dotted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +87,8 @@ def line_picture(
     with _figure(2.3) as (axes, picture):
         for colour, line in zip(_LINE_COLOURS * len(lines), lines, strict=False):
             xs, ys = line.xs, np.clip(np.asarray(line.ys, float), -_MAX_VALUE, _MAX_VALUE)
-            style = ":" if line.dotted else "-"
             # markers show a value without neighbours
-            axes.plot(xs, ys, style, color=colour, linewidth=1.4, label=_name(line.name),
+            axes.plot(xs, ys, color=colour, linewidth=1.4, label=_name(line.name),
                       marker="." if np.isfinite(ys).sum() < 30 else None)  # fmt: skip
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("step")

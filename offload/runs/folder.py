@@ -3,7 +3,6 @@
 config.resolved.yaml     the configuration, with every default filled in
 metrics.jsonl            one line per step
 tensorboard, wandb       the same, if train.loggers requests it
-plain.jsonl              the same for plain PyTorch, if train.compare_plain requests it
 prediction.json          the expected memory and step time
 measured.json            the measured memory and step time, once the run has ended
 run.html                 everything on one page
@@ -66,7 +65,6 @@ class RunFolder:
         self._writes = writes
         self.checkpoints = path / "checkpoints"
         self.metrics = MetricsFile(path / "metrics.jsonl")
-        self.plain_metrics = MetricsFile(path / "plain.jsonl")
         self.page = path / PAGE
         self._lock: OpenFolder | None = None
         self._config: dict[str, Any] = {}
@@ -114,7 +112,6 @@ class RunFolder:
         """Write pending output, the page last, and release the lock."""
         try:
             self.metrics.close()
-            self.plain_metrics.close()
             if self._lock is not None:
                 self._write_page()
         finally:

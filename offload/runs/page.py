@@ -23,7 +23,7 @@ from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
 PAGE = "run.html"
-_METRICS, _PLAIN, _CONFIG = "metrics.jsonl", "plain.jsonl", "config.resolved.yaml"
+_METRICS, _CONFIG = "metrics.jsonl", "config.resolved.yaml"
 _LOOP = "loop"  # beside the waits: what the program did between a step and the next forward
 _MAX_VALUE = 1e300  # larger ones have no sum
 
@@ -64,7 +64,6 @@ def run_page(folder: Path) -> str:
 class _Run:
     folder: Path
     rows: Rows
-    plain: Rows
     config: Mapping[str, Any]
     config_text: str
     measured: Mapping[str, Any]
@@ -78,10 +77,8 @@ class _Run:
                 "folder of a run of `offload train`, or of offload.initialize(..., run_folder=...)"
             )
         config, text = _config(path)
-        return cls(
-            folder, Rows(folder / _METRICS), Rows(folder / _PLAIN), config, text,
-            _object(folder / MEASURED),
-        )  # fmt: skip
+        measured = _object(folder / MEASURED)
+        return cls(folder, Rows(folder / _METRICS), config, text, measured)
 
     def at(self, key: str) -> Any:
         """A value of the configuration; None if there is none."""
@@ -215,11 +212,10 @@ def _remarks(run: _Run) -> Iterator[str]:
 
 # ---------------------------------------------------------------- sections
 def _curves(run: _Run) -> Iterator[Picture]:
-    rows, plain = run.rows, run.plain
+    rows = run.rows
     losses = [
         Line("offload", rows.steps, rows.column("loss")),
         Line("validation", rows.steps, rows.column("validation_loss")),
-        Line("plain PyTorch", plain.steps, plain.column("loss"), dotted=True),
     ]
     shown = [line for line in losses if not np.isnan(line.ys).all()]
     if shown:
@@ -242,10 +238,9 @@ def _memory(run: _Run) -> Section:
         if _is_number(budget):
             lines.append(Line(tier, rows.steps, column / budget))
         table.append((tier, _bytes(np.nanmax(column)), _bytes(peak), _bytes(budget)))
-    for name, of in (("RAM of the process", rows), ("plain PyTorch", run.plain)):
-        if sizes := of.known("rss_nbytes"):
-            peak = run.measured.get("rss_nbytes") if of is rows else None
-            table.append((name, _bytes(max(sizes)), _bytes(peak), "-"))
+    if sizes := rows.known("rss_nbytes"):
+        peak = _bytes(run.measured.get("rss_nbytes"))
+        table.append(("RAM of the process", _bytes(max(sizes)), peak, "-"))
     heads = ("", "most at the end of a step", "peak", "budget")
     title = "share of each tier's budget"
     pictures = [line_picture(title, lines, "{:.0%}".format, from_zero=True)] if lines else ()

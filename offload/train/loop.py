@@ -28,7 +28,6 @@ from offload.runs.own_run import RunRecord
 from offload.runs.watch import Watch
 from offload.runs.world import World
 from offload.tiers.errors import CheckpointError, LowMemoryError, OffloadError
-from offload.train.comparison import Process, compare_with_plain
 from offload.train.start import announce, choose, last_checkpoint
 from offload.train.summary import (
     MemoryUse,
@@ -340,12 +339,6 @@ class Trainer:
         if report.skipped_steps:
             console.print(f"{report.skipped_steps} steps skipped: gradients not finite")
         console.print(loss_line(rows))
-        if self.settings.compare_plain:
-            compare_with_plain(
-                self.config,
-                Process(rows, memory.peak_nbytes, report.tiers["nvme"].peak_nbytes),
-                self.folder, console, ranks=self.world.size, resumed=self.resumed_step > 0,
-            )  # fmt: skip
         console.print(f"run folder: {self.folder.path}", soft_wrap=True)
         console.print(f"page: {self.folder.page}", soft_wrap=True)
 

@@ -1,15 +1,11 @@
-"""Plain PyTorch: the built-in model trained as usual without offload.
-
-    python -m offload.process.child offload.train.plain:train OPTIONS.json
-
-trains a whole run in a separate process, on the batches of `offload train` and from the same first
-weights. `train.compare_plain` and the benches compare with it.
+"""Plain PyTorch: the built-in model trained as usual without offload, from the same first weights.
+`make demo` and the benches compare with it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +13,11 @@ import torch
 from torch import nn
 
 from offload.gpt import LanguageModel, build_meta_model
-from offload.process.machine import peak_rss_nbytes, rss_nbytes
-from offload.runs.metrics import StepMetrics
-from offload.train.text import Batch, Batches
+from offload.train.text import Batch
 from offload.weights.materialise import MetaInitialiser
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.process.child import Parent
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -82,7 +75,6 @@ class Plain:
 
     def __init__(self, config: OffloadConfig, device: torch.device | None = None) -> None:
         self.model = self.wrapped(LossOnly(build_model(config).to(device)))
-        self.gradient_norm: float | None = None  # of the last step, before clipping
         self._clip = config.clip_grad_norm
         params = list(self.model.parameters())
         self._params = self._masters = params
@@ -106,7 +98,7 @@ class Plain:
             losses.append(loss.item())
         computed = time.perf_counter()
         if self._clip is not None:
-            self.gradient_norm = float(nn.utils.clip_grad_norm_(self._params, self._clip))
+            nn.utils.clip_grad_norm_(self._params, self._clip)
         self._update()
         ended = time.perf_counter()
         return StepTimes(sum(losses), ended - started, computed - started, computed)
@@ -123,37 +115,3 @@ class Plain:
             with torch.no_grad():
                 for master, param in zip(self._masters, self._params, strict=True):
                     param.copy_(master)
-
-
-# ---------------------------------------------------------------- a run, in a process of its own
-def train(options: Mapping[str, Any], parent: Parent) -> None:
-    """Train, and answer each step's `StepMetrics` values, then the peak RAM of the process."""
-    from offload.config import OffloadConfig
-
-    config = OffloadConfig.load(options["config"])
-    batches = Batches.of(config)
-    plain = Plain(config, batches.device)
-    began = time.perf_counter()
-    for step in range(config.train.steps):
-        metrics = _step(config, plain, batches, step, began)
-        parent.answer({"step": metrics.step, **metrics.values()})
-    parent.answer({"peak_nbytes": peak_rss_nbytes()})
-
-
-def _step(
-    config: OffloadConfig, plain: Plain, batches: Batches, step: int, run_began: float
-) -> StepMetrics:
-    began = time.perf_counter()
-    lr = config.optimizer.lr * config.train.schedule.factor(step, config.train.steps)
-    for group in plain.optimizer.param_groups:
-        group["lr"] = lr
-    passes = config.gradient_accumulation_steps
-    times = plain.step([batches.train_at(step, micro_step) for micro_step in range(passes)])
-    ended = time.perf_counter()
-    seconds = ended - began
-    tokens = config.train.batch * config.train.sequence * passes
-    return StepMetrics(
-        step=step + 1, loss=times.loss, lr=lr, seconds=seconds, tokens_per_second=tokens / seconds,
-        gradient_norm=plain.gradient_norm, skipped_steps=0, rss_nbytes=rss_nbytes(),
-        tiers={}, moved={}, elapsed_seconds=ended - run_began,
-    )  # fmt: skip

@@ -101,6 +101,16 @@ def test_the_loop_of_ones_own_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_demo_has_the_losses_of_plain_pytorch(tmp_path: Path) -> None:
+    options = ["train.steps=2", "train.sample.length=0", f"train.text={EXAMPLES / 'soliloquy.txt'}"]
+    done = run(tmp_path, str(EXAMPLES / "demo.py"), *[f"-o{each}" for each in options])
+    assert done.returncode == 0, done.stderr
+    apart = re.search(r"losses are at most (\S+) apart", done.stdout)
+    assert apart is not None
+    assert float(apart[1]) < 1e-5
+
+
+@pytest.mark.slow
 def test_two_ranks_learn_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(tmp_path, *launcher, str(EXAMPLES / "ranks.py"), "8")
