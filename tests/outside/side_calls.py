@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from offload.zero.hooks.unit_hooks import ASK_FOR_CLASSES
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_modules import module_db
@@ -64,18 +62,12 @@ def _functional(body: nn.Module, args: Any, kwargs: Any) -> Any:
     return torch.func.functional_call(body, params, args, kwargs)
 
 
-def _forward(body: nn.Module) -> Callable[..., Any]:
-    """Return the body's forward; of an encoder or attention its call: they compute padding in
-    another way where their parameters are released."""
-    return body if isinstance(body, ASK_FOR_CLASSES) else body.forward
-
-
 WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "the model": lambda model, args, kwargs: model(*args, **kwargs),
     "a unit": lambda model, args, kwargs: model.towers[1](*args, **kwargs),
     "a method": lambda model, args, kwargs: model.towers[1].encode(*args, **kwargs),
     "an inner module": lambda model, args, kwargs: model.towers[1].body(*args, **kwargs),
-    "its forward": lambda model, args, kwargs: _forward(model.towers[1].body)(*args, **kwargs),
+    "its forward": lambda model, args, kwargs: model.towers[1].body.forward(*args, **kwargs),
     "functional_call": lambda model, args, kwargs: _functional(model.towers[1].body, args, kwargs),
     "the whole": lambda model, args, kwargs: model(*args, **kwargs),
 }

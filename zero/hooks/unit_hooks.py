@@ -12,6 +12,7 @@ only, so a guard around the call handles KeyboardInterrupt.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -39,9 +40,10 @@ _GLOBAL_HOOKS = (
     _of_all._global_backward_pre_hooks, _of_all._global_backward_hooks,
 )  # fmt: skip
 
+_log = logging.getLogger("offload")
 
 # Modules that compute in another way where one of their parameters is no plain tensor.
-ASK_FOR_CLASSES = nn.TransformerEncoder | nn.TransformerEncoderLayer | nn.MultiheadAttention
+_ASK_FOR_CLASSES = nn.TransformerEncoder | nn.TransformerEncoderLayer | nn.MultiheadAttention
 
 
 class UnitHooks:
@@ -68,13 +70,8 @@ class UnitHooks:
         self._guards: list[_Guard] = []
         self._after = _Hook(lambda module, args, output: self._return(module), owner)
         self._names = {id(module): name for name, module in model.named_modules()}
-        # An encoder's layer asks whether there are hooks, and computes in another way where there
-        # are: its modules have theirs in guards alone.
-        self._asked = {
-            id(each) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)
-            for each in layer.modules()
-        }  # fmt: skip
         self._where = {id(param): group for group in groups for param in group.params}
+        _leave_the_fast_path(model)
         hooked = {id(unit.module) for unit in units}
         if id(model) not in hooked:
             self._install(model, [])  # the whole model's forward is one session
@@ -86,9 +83,6 @@ class UnitHooks:
             of_unit = [groups[index] for index in unit.groups]
             needed = [group for group in self._groups_in(inner) if group in of_unit]
             self._install(inner, needed, is_expert=bool(unit.table), is_inner=True)
-        for name, module in model.named_modules():
-            if name and id(module) not in hooked and self._read_ahead_by(module):
-                self._install(module, [])
 
     @staticmethod
     def has_an_engine(module: nn.Module) -> bool:
@@ -107,32 +101,18 @@ class UnitHooks:
         """Install hooks on a module, which needs `groups` while it is called. A module within a
         unit (`is_inner`) may be called by a method of the unit, by the user, or in a backward pass,
         to be computed again; while the unit is called its hooks have nothing to do."""
-        ahead = self._read_ahead_by(module)
-        for group in ahead:
-            group.is_lazy = False  # released, its parameters are of the wrong class
-        if is_inner and not groups and not ahead:
+        if is_inner and not groups:
             return  # the units in it have hooks of their own
-        before = _Before(self._begin, module, groups, ahead, is_expert, is_inner)
+        before = _Before(self._begin, groups, is_expert, is_inner)
         hooks = _Hook(before.call, self._owner), self._after
-        registered = []
-        if id(module) not in self._asked:
-            registered = [
-                module.register_forward_pre_hook(hooks[0], prepend=True),
-                module.register_forward_hook(hooks[1], always_call=True),
-            ]
+        registered = [
+            module.register_forward_pre_hook(hooks[0], prepend=True),
+            module.register_forward_hook(hooks[1], always_call=True),
+        ]
         name = self._names[id(module)]
         self._guards.append(
             _Guard(module, name, self._calls, self._end, hooks, registered, before.needs_nothing)
         )
-
-    def _read_ahead_by(self, module: nn.Module) -> list[ParamGroup]:
-        """Return the groups of an encoder's first layer, or of a layer or an attention: before
-        these call a module they ask of what class its parameters are, and where they are released
-        compute in another way (padding is not zero, or not NaN then)."""
-        if not isinstance(module, ASK_FOR_CLASSES):
-            return []
-        asked = module.layers[:1] if isinstance(module, nn.TransformerEncoder) else module
-        return self._groups_in(asked)
 
     def _groups_in(self, module: nn.Module) -> list[ParamGroup]:
         """Return the groups with a parameter of a module."""
@@ -283,11 +263,16 @@ class UnitHooks:
             guard.remove()
 
 
-def _may_take_the_fast_path(encoder: nn.Module) -> bool:
-    """Return whether `nn.TransformerEncoder` would take its fast path, apart from its input."""
-    if encoder.training:
-        return False
-    return not (torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters()))
+def _leave_the_fast_path(model: nn.Module) -> None:
+    """Let PyTorch's encoders and attention compute as they do while they train, in the whole
+    process: their fast path asks for parameters before anything fetches them."""
+    asks = any(isinstance(module, _ASK_FOR_CLASSES) for module in model.modules())
+    if asks and torch.backends.mha.get_fastpath_enabled():
+        torch.backends.mha.set_fastpath_enabled(False)
+        _log.info(
+            "nn.TransformerEncoder and nn.MultiheadAttention no longer take their fast path in "
+            "eval(), in this process: torch.backends.mha.set_fastpath_enabled(False)"
+        )
 
 
 def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
@@ -301,11 +286,8 @@ def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
 
 
 def _hooks_of(module: nn.Module) -> Iterator[_Hook]:
-    """Yield the hooks of this library that are called before a module."""
-    guard: Any = module._compiled_call_impl
-    if isinstance(guard, _Guard):
-        yield guard.before
-    yield from (each for each in module._forward_pre_hooks.values() if isinstance(each, _Hook))
+    """Return the hooks of this library that are called before a module."""
+    return (each for each in module._forward_pre_hooks.values() if isinstance(each, _Hook))
 
 
 class _Hook:
@@ -330,27 +312,20 @@ class _Before:
     """The hook before a module is called."""
 
     begin: Callable[..., None]  # of the hooks
-    module: nn.Module
     groups: list[ParamGroup]
-    ahead: list[ParamGroup]  # groups that it may need, too
     is_expert: bool
     is_inner: bool
 
     def call(self, module: nn.Module, args: Any) -> None:
         if not self.needs_nothing():
-            self.begin(module, self._needed(), is_expert=self.is_expert)
+            self.begin(module, self.groups, is_expert=self.is_expert)
 
     def needs_nothing(self) -> bool:
-        return self.is_inner and all(group.is_entered for group in self._needed())
-
-    def _needed(self) -> list[ParamGroup]:
-        more = self.ahead if self.ahead and _may_take_the_fast_path(self.module) else []
-        return [*dict.fromkeys([*self.groups, *more])] if more else self.groups
+        return self.is_inner and all(group.is_entered for group in self.groups)
 
 
 class _Guard:
-    """Around a module's call: ends the calls that began inside, also after an interrupt. Calls the
-    hooks of a module on which they are not registered.
+    """Around a module's call: ends the calls that began inside, also after an interrupt.
 
     Installed in the attribute that `Module.compile` uses for the compiled call, which copies and
     pickles leave out. A module that is compiled later has only its hooks (or none, and fetches each
@@ -359,8 +334,8 @@ class _Guard:
     """
 
     __slots__ = (
-        "_after", "_call", "_calls", "_end", "_installed", "_module", "_name",
-        "_needs_no_hooks", "_registered", "before",
+        "_after", "_before", "_call", "_calls", "_end", "_installed", "_module", "_name",
+        "_needs_no_hooks", "_registered",
     )  # fmt: skip
 
     def __init__(
@@ -369,13 +344,13 @@ class _Guard:
         needs_no_hooks: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`end` gets the number of `calls` that were under way before this one. `hooks` are those
-        before and after the module's forward, `registered` with it or not, with nothing to do in
-        the call that begins where `needs_no_hooks` is true."""
+        before and after the module's forward, `registered` with it, with nothing to do in the call
+        that begins where `needs_no_hooks` is true."""
         self._module = module
         self._name = name
         self._calls = calls
         self._end = end
-        self.before, self._after = hooks
+        self._before, self._after = hooks
         self._registered = registered
         self._needs_no_hooks = needs_no_hooks
         self._installed = module._compiled_call_impl
@@ -385,13 +360,10 @@ class _Guard:
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_bare():
-            forward = self._module.forward
             if self._needs_no_hooks():
-                return self._ending_calls(forward, args, kwargs)
-            return self._ending_calls(self._between_hooks, (forward, args, kwargs), {})
-        if self._registered:
-            return self._ending_calls(self._call, args, kwargs)
-        return self._ending_calls(self._between_hooks, (self._call, args, kwargs), {})
+                return self._ending_calls(self._module.forward, args, kwargs)
+            return self._ending_calls(self._between_hooks, (args, kwargs), {})
+        return self._ending_calls(self._call, args, kwargs)
 
     @break_graph
     def _ending_calls(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -411,12 +383,12 @@ class _Guard:
                 raise
 
     @break_graph
-    def _between_hooks(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a module between its hooks as torch does, which takes longer than a small layer."""
+    def _between_hooks(self, args: Any, kwargs: Any) -> Any:
+        """Call a forward between its hooks as torch does, which takes longer than a small layer."""
         result = None
         try:
-            self.before(self._module, args)
-            result = call(*args, **kwargs)
+            self._before(self._module, args)
+            result = self._module.forward(*args, **kwargs)
         except Exception:
             self._after(self._module, args, result)
             raise
@@ -427,10 +399,10 @@ class _Guard:
     def _is_bare(self) -> bool:
         """Return whether a call is its forward between these two hooks, without hooks of others, a
         compiler or a tracer."""
-        module, own = self._module, 1 if self._registered else 0
+        module = self._module
         return self._installed is None and not (
-            len(module._forward_pre_hooks) > own
-            or len(module._forward_hooks) > own
+            len(module._forward_pre_hooks) > 1
+            or len(module._forward_hooks) > 1
             or module._backward_hooks
             or module._backward_pre_hooks
             or any(_GLOBAL_HOOKS)
