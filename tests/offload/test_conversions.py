@@ -22,27 +22,15 @@ def build() -> Any:
 
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
-    "half": (lambda m: m.half(), r"\.half\(\) .*float16 on cpu, .*float32 on cpu; set precision"),
-    "bfloat16": (lambda m: m.bfloat16(), r"\.bfloat16\(\) .*torch\.bfloat16"),
-    "double": (lambda m: m.double(), r"\.double\(\) .*\(fp32, bf16 or fp16\)"),
+    "half": (lambda m: m.half(), r"float16 on cpu, .*float32 on cpu; set precision"),
     "float": (lambda m: m.float(), None),
     "to fp32": (lambda m: m.to(torch.float32), None),
-    "to fp16": (lambda m: m.to(torch.float16), r"\.to\(\) .*torch\.float16"),
-    "to meta": (lambda m: m.to("meta"), r"\.to\(\) .*on meta.*close the engine"),
-    "cpu": (lambda m: m.cpu(), None),
+    "to meta": (lambda m: m.to("meta"), r"on meta.*close the engine"),
     "to_empty": (lambda m: m.to_empty(device="cpu"), None),
-    "to_empty meta": (lambda m: m.to_empty(device="meta"), r"\.to_empty\(\) .*on meta"),
     "share_memory": (lambda m: m.share_memory(), r"\.share_memory\(\)"),
-    "type": (lambda m: m.type(torch.float64), r"\.type\(\) "),
     "_apply the same": (lambda m: m._apply(lambda t: t.detach().clone()), None),
-    "_apply half": (lambda m: m._apply(lambda t: t.half()), r"\._apply\(\) "),
-    "_apply meta": (lambda m: m._apply(lambda t: t.to("meta")), r"\._apply\(\) .*on meta"),
-    "_apply flat": (lambda m: m._apply(lambda t: t.reshape(-1)), r"\._apply\(\) .*shape"),
+    "_apply flat": (lambda m: m._apply(lambda t: t.reshape(-1)), "would make .*shape"),
 }
-FLAGS: list[Callable[[bool], None]] = [
-    torch.__future__.set_overwrite_module_params_on_conversion,
-    torch.__future__.set_swap_module_params_on_conversion,
-]
 
 
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
@@ -69,13 +57,6 @@ def test_a_conversion_changes_nothing_or_is_refused_at_the_call(
                         call(part)
             assert all(param is same[name] for name, param in model.named_parameters())
             assert torch.equal(model(x)[0], expected)
-        for flag in FLAGS:
-            flag(True)
-            try:
-                with pytest.raises(UnsupportedError, match=r"on_conversion .* set it to False"):
-                    model.float()
-            finally:
-                flag(False)
 
 
 def test_a_closed_dispatched_model_is_called_that(tmp_path: Path) -> None:
