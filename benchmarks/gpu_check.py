@@ -32,13 +32,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_kernels import COLUMNS as KERNEL_COLUMNS
 from benchmarks.gpu_machine import GpuMachine
-from benchmarks.gpu_page import render
 from benchmarks.gpu_parts import Outcome, Status, run_part
 from benchmarks.gpu_sizes import DEEPSPEED, LARGE, SHAPES, STEPS, Case, Peer, choose
+from benchmarks.gpu_step import COLUMNS as STEP_COLUMNS
 from benchmarks.gpu_step import row_of
 from offload.bench.contenders import INSTALL_BENCH
+from offload.bench.copy import COLUMNS as COPY_COLUMNS
 from offload.bench.record import Kind, Record, this_machine
+from offload.bench.table import print_record
 from offload.process.child import repository
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, PathError
@@ -61,6 +64,7 @@ _LABELS = {
     _SPILL: "ours, half of the optimizer's states on nvme",
 }  # fmt: skip
 _PROGRAMS = {True: "benchmarks.trained:DeepSpeedZero3", False: "benchmarks.gpu_step:QuickOurs"}
+_COLUMNS = {"kernels": KERNEL_COLUMNS, "copies": COPY_COLUMNS}
 _NAMED = {shape.name: shape for shape in (LARGE, *SHAPES)}
 
 
@@ -79,7 +83,7 @@ class Check:
 
     folder: Path  # for swap files and the parts' own
     record: Record
-    out: Path  # without suffix
+    out: Path
     deadline: float
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
@@ -106,12 +110,8 @@ class Check:
         return outcome
 
     def write(self) -> None:
-        """Write the record as JSON and Markdown. PathError if they cannot be written."""
-        self.record.write(self.out.with_name(self.out.name + ".json"), "--out")
-        try:
-            self.out.with_name(self.out.name + ".md").write_text(render(self.record))
-        except OSError as error:
-            raise PathError(f"--out: {self.out} cannot be written: {error.strerror}") from error
+        """Write the record as JSON. PathError if it cannot be written."""
+        self.record.write(self.out, "--out")
 
 
 def say(text: str) -> None:
@@ -135,7 +135,9 @@ def run_all(check: Check, wanted: Wanted) -> None:
             check.add(compiled.result())
     for name in ("kernels", "copies"):
         if name in wanted.parts:
-            check.run(name, {}, LIMITS_S[name])
+            found = check.run(name, {}, LIMITS_S[name])
+            if found.result:
+                print_record(Record.from_dict(found.result), _COLUMNS[name])
     if "step" not in wanted.parts:
         return
     if probed.ok:
@@ -151,7 +153,8 @@ def _run_tests(check: Check) -> None:
     if tests.ok and not tests.result["ok"]:  # it ran to its end, with failures in it
         found = tests.result
         note = f"{found['failed']} failed, {found['passed']} passed, {len(found['broken'])} broken"
-        check.add(replace(tests, status=Status.FAILED, note=note))
+        lines = [note, *found["failures"], *found["broken"]]
+        check.add(replace(tests, status=Status.FAILED, note="\n".join(lines)))
 
 
 def run_steps(check: Check, machine: GpuMachine, model: str | None) -> None:
@@ -260,8 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OffloadError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
-    print(render(check.record))
-    say(f"record: {check.out}.json and .md")
+    if check.record.rows:
+        print_record(check.record, STEP_COLUMNS)
+    say(f"record: {check.out}")
     return 0 if succeeded(check.outcomes.values()) else 1
 
 
@@ -283,20 +287,16 @@ def begin(out: Path | None, folder: Path) -> Check:
         "date": now.strftime("%Y-%m-%d %H:%M UTC"), "machine": {}, "parts": [], "cases": {},
     }  # fmt: skip
     record = Record("gpu", {}, details=details, machine=machine)
-    check = Check(folder, record, _stem(out, name, now), time.monotonic() + TOTAL_S)
+    check = Check(folder, record, _record_file(out, name, now), time.monotonic() + TOTAL_S)
     check.write()
     return check
 
 
-def _stem(out: Path | None, gpu: str, now: datetime.datetime) -> Path:
-    """The path of the record without its suffix; a folder gets the name that it has by default."""
+def _record_file(out: Path | None, gpu: str, now: datetime.datetime) -> Path:
+    """The path of the record; in a folder it has the name that it has by default."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    name = f"gpu-{slug}-{now:%Y-%m-%d}"
-    if out is None:
-        return repository() / "benchmarks" / "records" / name
-    if out.is_dir():
-        return out / name
-    return out.with_suffix("") if out.suffix in (".json", ".md") else out
+    folder = repository() / "benchmarks" / "records" if out is None else out
+    return folder / f"gpu-{slug}-{now:%Y-%m-%d}.json" if folder.is_dir() else folder
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -318,7 +318,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu-check", description="Check the GPU that is there.")
     parser.add_argument(
         "--out", type=Path, metavar="PATH",
-        help="the record, without suffix, or a folder for it (default: benchmarks/records)",
+        help="the record, or a folder for it (default: benchmarks/records)",
     )  # fmt: skip
     parser.add_argument(
         "--parts", type=_parts, default=PARTS, metavar="NAMES",

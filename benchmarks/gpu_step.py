@@ -39,6 +39,7 @@ from benchmarks.gpu_sizes import Case
 from offload.bench.limits import roofline
 from offload.bench.record import Kind, Row
 from offload.bench.systems import Ours, batch_of, between, made
+from offload.bench.table import Column, number, span
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.process.child import Parent
@@ -47,6 +48,17 @@ from offload.tiers import accelerator
 from offload.tiers.errors import IntegrityError
 
 TO_DEVICE, TO_HOST = "host to device", "device to host"
+COLUMNS = (
+    Column("s/step", number("seconds")),
+    Column("predicted", number("predicted_s")),
+    Column("range", lambda row: span(row.measures.get("seconds", ()))),
+    Column("tokens/s", number("tokens_per_s", digits=0)),
+    Column("model TFLOP/s", number("model_flops_per_s", 1e12, 0)),
+    Column("% of the roofline", number("share_of_roofline", 0.01, 0)),
+    Column("% of all bounds", number("share_of_all_bounds", 0.01, 0)),
+    Column("peak host GiB", number("peak_rss_nbytes", 2**30, 1)),
+    Column("peak device GiB", number("peak_device_nbytes", 2**30, 1)),
+)
 
 
 class QuickOurs(Ours):
@@ -68,8 +80,8 @@ def train(options: Mapping[str, Any], parent: Parent) -> None:
     device = torch.device("cuda" if config.device == "cuda" else "cpu")
     built_s = time.perf_counter() - started
     losses, ends, moved = [], [], []
-    for number in range(options["steps"]):
-        times = system.step([batch_of(config, number, device)])
+    for step in range(options["steps"]):
+        times = system.step([batch_of(config, step, device)])
         losses.append(times.loss)
         ends.append(times.known_at)
         moved.append(system.moved())

@@ -2,7 +2,7 @@
 
     record      what a bench found: rows of measurements per round, and ratios within rounds
     rounds      who is measured when
-    table       a record on a terminal, or as Markdown
+    table       a record on a terminal
     stream      the memory bus: a loop with given traffic and no arithmetic
     adam        optimizer steps on flat arrays
     io          files                                    io_raw

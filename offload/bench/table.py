@@ -99,15 +99,3 @@ def _drawn(grid: Grid, styles: Sequence[str]) -> Table:
     for row, style in zip(grid.rows, styles, strict=True):
         shown.add_row(*row, style=style)
     return shown
-
-
-def markdown(grid: Grid) -> str:
-    """The grid in Markdown; a `|` in a cell is escaped."""
-    marks = ["---" if at < grid.texts else "---:" for at in range(len(grid.headings))]
-    lines = [grid.headings, marks, *([plain(cell) for cell in row] for row in grid.rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def plain(text: str) -> str:
-    """The text in one line of Markdown."""
-    return " ".join(text.split()).replace("|", "\\|")
