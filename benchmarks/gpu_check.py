@@ -1,15 +1,14 @@
 """`make gpu-check`: tests, kernels, copies and training steps on the GPU that is there; one record.
 
-    python -m benchmarks.gpu_check [--out FILE or FOLDER] [--parts NAMES] [--model NAME]
-                                   [--memory SIZE] [--folder DIR]
+    python -m benchmarks.gpu_check [--out FILE or FOLDER] [--parts NAMES]
+                                   [--folder DIR]
 
-    probe     what the machine has: sizes of the steps are chosen by it
+    probe     what the machine has: what it cannot hold is left out
     tests     pytest -m gpu
     kernels   each Triton kernel against a copy of as many bytes
     copies    offload bench copy
-    step      the largest Llama that fits, ours; where DeepSpeed is installed, the largest that both
-              can hold, ours and DeepSpeed's; one with half of the optimizer's states on nvme, as
-              far as the time that is left allows
+    step      Llamas of 0.15, 3.6, 8 and 13 B parameters, as far as memory and time allow; where
+              DeepSpeed is installed, it trains 3.6 B, too
 
 Each part is a process of its own with a time limit. The record is written anew after each, so that
 whatever ends the check leaves what was found until then. Exit status 1 if a test or our own part
@@ -21,7 +20,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
-import math
 import re
 import sys
 import tempfile
@@ -35,7 +33,7 @@ from typing import Any
 from benchmarks.gpu_kernels import COLUMNS as KERNEL_COLUMNS
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_parts import Outcome, Status, run_part
-from benchmarks.gpu_sizes import DEEPSPEED, LARGE, SHAPES, STEPS, Case, Peer, choose
+from benchmarks.gpu_sizes import SHAPES, STEPS, Case, case_of, deepspeed_short
 from benchmarks.gpu_step import COLUMNS as STEP_COLUMNS
 from benchmarks.gpu_step import row_of
 from offload.bench.contenders import INSTALL_BENCH
@@ -45,36 +43,42 @@ from offload.bench.table import print_record
 from offload.process.child import repository
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, PathError
-from offload.tiers.units import parse_bytes
 
 TOTAL_S = 535.0  # all parts together; with what is between them, nine minutes
-LIMITS_S = {"probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0, "step": 320.0}
+LIMITS_S = {"probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0}
 PARTS = ("tests", "kernels", "copies", "step")
 LEAST_S = 20.0  # a part that has less is not begun
 _TESTS_WRAP_UP_S = 10.0  # for a part to say which of its processes hang
 _COMPILE = "deepspeed"  # its CPU Adam, while the tests run
 _COMPILE_S = 150.0
-_PEER_SHARE = 0.5  # of the time for steps, kept for the case that DeepSpeed can hold
-_SPILL_SHARE = 0.5  # of the time that is left: a disk may give less than the probe's short passes
-_SPILLED = 50  # per cent of the optimizer's states
-_OURS, _BESIDE, _THEIRS = "step", "step:beside", "step:deepspeed"
-_SPILL = "step:spill"
-_LABELS = {
-    _OURS: "ours", _BESIDE: "ours, as large as DeepSpeed", _THEIRS: "DeepSpeed ZeRO-3, all on cpu",
-    _SPILL: "ours, half of the optimizer's states on nvme",
-}  # fmt: skip
-_PROGRAMS = {True: "benchmarks.trained:DeepSpeedZero3", False: "benchmarks.gpu_step:QuickOurs"}
-_COLUMNS = {"kernels": KERNEL_COLUMNS, "copies": COPY_COLUMNS}
-_NAMED = {shape.name: shape for shape in (LARGE, *SHAPES)}
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The selected parts of the check, and their options."""
+class Training:
+    """A system that trains a shape, with `spilled` per cent of the optimizer's states on nvme."""
 
-    parts: tuple[str, ...] = PARTS
-    model: str | None = None  # a shape's name; None takes the largest that has the time
-    memory_nbytes: int | None = None  # None takes what the system says is available
+    label: str
+    shape: str
+    spilled: int = 0
+
+    @property
+    def name(self) -> str:
+        """The label of its row."""
+        return f"{self.label}, {self.shape}"
+
+
+_OURS, _THEIRS = "step:3.6 B", "step:deepspeed"
+_HALF = "ours, half of the optimizer's states on nvme"
+TRAININGS = {
+    "step:0.15 B": Training("ours", "0.15 B"),  # small enough for a GPU that computes nothing
+    _OURS: Training("ours", "3.6 B"),
+    _THEIRS: Training("DeepSpeed ZeRO-3, all on cpu", "3.6 B"),
+    "step:8 B": Training("ours", "8 B"),
+    "step:spill": Training(_HALF, "3.6 B", 50),
+    "step:13 B": Training(_HALF, "13 B", 50),
+}
+_PROGRAMS = {True: "benchmarks.trained:DeepSpeedZero3", False: "benchmarks.gpu_step:QuickOurs"}
+_COLUMNS = {"kernels": KERNEL_COLUMNS, "copies": COPY_COLUMNS}
 
 
 @dataclass
@@ -119,31 +123,30 @@ def say(text: str) -> None:
 
 
 # ---------------------------------------------------------------- the parts in their order
-def run_all(check: Check, wanted: Wanted) -> None:
-    """Run all parts, in an order in which each finds what earlier ones measured or compiled."""
-    here = {"folder": str(check.folder)}
-    probed = check.run("probe", {**here, "memory_nbytes": wanted.memory_nbytes}, LIMITS_S["probe"])
+def run_all(check: Check, parts: Sequence[str] = PARTS) -> None:
+    """Run the parts, in an order in which each finds what earlier ones measured or compiled."""
+    probed = check.run("probe", {"folder": str(check.folder)}, LIMITS_S["probe"])
     if probed.ok:
         check.record.machine = probed.result["hardware"]
         check.record.details["machine"] = probed.result["machine"]
-    peer = "step" in wanted.parts and importlib.util.find_spec("deepspeed") is not None
+    peer = "step" in parts and importlib.util.find_spec("deepspeed") is not None
     with ThreadPoolExecutor(1) as beside:
         compiled = beside.submit(run_part, _COMPILE, {}, _COMPILE_S, check.folder) if peer else None
-        if "tests" in wanted.parts:
+        if "tests" in parts:
             _run_tests(check)
         if compiled is not None:
             check.add(compiled.result())
     for name in ("kernels", "copies"):
-        if name in wanted.parts:
+        if name in parts:
             found = check.run(name, {}, LIMITS_S[name])
             if found.result:
                 print_record(Record.from_dict(found.result), _COLUMNS[name])
-    if "step" not in wanted.parts:
+    if "step" not in parts:
         return
     if probed.ok:
-        run_steps(check, GpuMachine.from_dict(probed.result["machine"]), wanted.model)
+        run_steps(check, GpuMachine.from_dict(probed.result["machine"]))
     else:
-        check.leave_out("step", "without the probe there is nothing to choose sizes by")
+        check.leave_out("step", "without the probe nothing says what the machine can hold")
 
 
 def _run_tests(check: Check) -> None:
@@ -157,73 +160,37 @@ def _run_tests(check: Check) -> None:
         check.add(replace(tests, status=Status.FAILED, note="\n".join(lines)))
 
 
-def run_steps(check: Check, machine: GpuMachine, model: str | None) -> None:
-    """Train ours at the largest size; then DeepSpeed, if installed, and ours at DeepSpeed's size;
-    in the time left, what needs nvme. A named model may take all of it."""
-    limit_s = check.left_s() if model else min(LIMITS_S["step"], check.left_s())
-    ends = time.monotonic() + limit_s
-    peer = check.outcomes.get(_COMPILE)
-    case, refused = _choose(machine, ends, 0.0 if peer is None else _PEER_SHARE, (), model)
-    if case is None:
-        check.leave_out(_OURS, "; ".join(refused))
-        return
-    _run_step(check, machine, _OURS, case, ends)
-    _run_peer(check, machine, case, model, ends)
-    _run_spill(check, machine, model, ends)
-
-
-def _run_peer(
-    check: Check, machine: GpuMachine, case: Case, model: str | None, ends: float
-) -> None:
-    """Train DeepSpeed, if installed, beside `case` or ours at the size that DeepSpeed can hold."""
-    peer = check.outcomes.get(_COMPILE)
-    if peer is None or not peer.ok:
-        check.leave_out(_THEIRS, INSTALL_BENCH if peer is None else peer.note)
-        return
-    both, refused = _choose(machine, ends, 0.5, (DEEPSPEED,), model)
-    if both is None:
-        check.leave_out(_THEIRS, "; ".join(refused))
-        return
-    beside = _OURS
-    if (both.shape, both.batch) != (case.shape, case.batch):
-        beside = _BESIDE
-        _run_step(check, machine, beside, both, ends)
-    _run_step(check, machine, _THEIRS, both, ends)
-    check.record.compare(_label(beside, both), _label(_THEIRS, both), "tokens_per_s")
+def run_steps(check: Check, machine: GpuMachine) -> None:
+    """Train what the machine can hold, in the order of the list, as far as there is time."""
+    for name, training in TRAININGS.items():
+        case = case_of(SHAPES[training.shape], machine, training.spilled)
+        if isinstance(case, str):
+            check.leave_out(name, case)
+        elif why := _missing(check, machine, name, case):
+            check.leave_out(name, why)
+        else:
+            _run_step(check, machine, name, case)
+    check.record.compare(TRAININGS[_OURS].name, TRAININGS[_THEIRS].name, "tokens_per_s")
     check.write()
 
 
-def _run_spill(check: Check, machine: GpuMachine, model: str | None, ends: float) -> None:
-    case, refused = _choose(machine, ends, 1 - _SPILL_SHARE, (), model, _SPILLED)
-    if case is None:
-        check.leave_out(_SPILL, refused[-1])
-    else:
-        _run_step(check, machine, _SPILL, case, ends)
+def _missing(check: Check, machine: GpuMachine, name: str, case: Case) -> str:
+    """Why the case is not trained; empty if nothing is missing."""
+    if name == _THEIRS:
+        peer = check.outcomes.get(_COMPILE)
+        if peer is None or not peer.ok:
+            return INSTALL_BENCH if peer is None else peer.note
+        if short := deepspeed_short(case, machine):
+            return short
+    left_s = check.left_s()
+    if case.estimated_s > left_s:
+        return f"would take about {case.estimated_s:.0f} s, {left_s:.0f} s were left"
+    return ""
 
 
-def _choose(
-    machine: GpuMachine,
-    ends: float,
-    kept: float,
-    peers: Sequence[Peer],
-    model: str | None,
-    spilled: int = 0,
-) -> tuple[Case | None, tuple[str, ...]]:
-    """The case to train within the time until `ends`, of which a share `kept` is for others; a
-    named model, whatever the estimate of its time."""
-    if model is not None:
-        return choose(machine, math.inf, peers, [_NAMED[model]], spilled)
-    return choose(machine, (ends - time.monotonic()) * (1 - kept), peers, spilled=spilled)
-
-
-def _label(name: str, case: Case) -> str:
-    return f"{_LABELS[name]}, {case.shape.name}"
-
-
-def _run_step(check: Check, machine: GpuMachine, name: str, case: Case, ends: float) -> None:
-    label = _label(name, case)
+def _run_step(check: Check, machine: GpuMachine, name: str, case: Case) -> None:
+    label = TRAININGS[name].name
     check.record.details["cases"][name] = {**asdict(case), "label": label}
-    check.record.notes += [f"{name}: {text}" for text in case.why]
     theirs = name == _THEIRS
     config = {**case.config, "nvme": {"paths": [str(check.folder)]}}
     options = {
@@ -231,7 +198,7 @@ def _run_step(check: Check, machine: GpuMachine, name: str, case: Case, ends: fl
         "settings": {"device": "cpu"} if theirs else {}, "config": config, "steps": STEPS,
         "folder": str(check.folder),
     }  # fmt: skip
-    outcome = check.run(name, options, ends - time.monotonic())
+    outcome = check.run(name, options, check.left_s())
     if outcome.result and outcome.status is not Status.FAILED:
         kind = Kind.PEER if theirs else Kind.OURS
         check.record.rows.append(row_of(label, kind, case, outcome.result, machine))
@@ -259,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise PathError(f"--folder: {options.folder} is not a folder; name one on the disk")
         with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=options.folder) as private:
             check = begin(options.out, Path(private))
-            run_all(check, Wanted(options.parts, options.model, options.memory))
+            run_all(check, options.parts)
     except OffloadError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
@@ -307,13 +274,6 @@ def _parts(text: str) -> tuple[str, ...]:
     return names
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu-check", description="Check the GPU that is there.")
     parser.add_argument(
@@ -323,15 +283,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts", type=_parts, default=PARTS, metavar="NAMES",
         help=f"of {', '.join(PARTS)}, separated by commas (default: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--model", choices=list(_NAMED),
-        help="train this one, however long it may take (default: the largest that has the time)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory", type=_size, metavar="SIZE",
-        help="RAM to count on, where the system says less or shall have less: 64GiB makes the "
-        "optimizer of a large model spill to nvme",
     )  # fmt: skip
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="for swap files (default: the temporary folder)"

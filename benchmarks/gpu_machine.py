@@ -1,11 +1,9 @@
-"""The measurements of a machine with a GPU: sizes, and the speeds that sizes are chosen by."""
+"""The measurements of a machine with a GPU: sizes, and speeds."""
 
 from __future__ import annotations
 
-import mmap
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -22,11 +20,7 @@ from offload.process import machine
 from offload.process.child import Parent
 from offload.swap.io.swap_file import free_space
 from offload.tiers import accelerator
-from offload.tiers.memory import HostMemory
 
-_TOUCH_NBYTES = 8 << 30
-_TOUCH_PIECE_NBYTES = 64 << 20
-_TOUCH_S = 2.0
 _BUS_NUMEL = 1 << 26  # 1.2 GB of states: beyond any cache
 _ROUNDS = 7
 
@@ -38,7 +32,6 @@ class GpuMachine:
     device_nbytes: int
     host_nbytes: int
     disk_nbytes: int
-    touch_bytes_per_s: float  # first use of memory: a virtual machine may have to get it
     bus_bytes_per_s: float  # of the optimizer's traffic on all cores, without arithmetic
     speeds: Speeds  # as the planner measures them
 
@@ -53,17 +46,14 @@ class GpuMachine:
 
 
 def probe(options: Mapping[str, Any], parent: Parent) -> None:
-    """A child's program: `machine` for `GpuMachine`, `hardware` to be named in the record.
-
-    `memory_nbytes` stands in for what the system says is available. Takes about 20 seconds.
-    """
+    """A child's program: `machine` for `GpuMachine`, `hardware` to be named in the record. Takes
+    about 20 seconds."""
     device = accelerator.default_device()
     folder = Path(options["folder"])
     found = GpuMachine(
         device_nbytes=accelerator.free_nbytes(device),
-        host_nbytes=options["memory_nbytes"] or machine.available_memory_nbytes(),
+        host_nbytes=machine.available_memory_nbytes(),
         disk_nbytes=free_space(folder),
-        touch_bytes_per_s=_touch_speed(),  # first: what others touched and left is quick to get
         bus_bytes_per_s=_bus_speed(),
         speeds=machine_speeds([folder], remeasure=True),
     )
@@ -86,25 +76,6 @@ def describe(device: torch.device) -> dict[str, Any]:
     except ImportError:
         return described
     return described | {"triton": triton.__version__}
-
-
-def _touch_speed() -> float:
-    """Bytes per second of the first write to fresh memory, in huge pages if possible.
-
-    Pinning and loading write to every byte of the host tier in this way.
-    """
-    room = min(_TOUCH_NBYTES, machine.available_memory_nbytes() // 4)
-    size = max(mmap.PAGESIZE, room // _TOUCH_PIECE_NBYTES * _TOUCH_PIECE_NBYTES)
-    memory = HostMemory(size)
-    array = memory.tensor(0, size).numpy()
-    started, done = time.perf_counter(), 0
-    while done < size and time.perf_counter() - started < _TOUCH_S:
-        array[done : done + _TOUCH_PIECE_NBYTES] = 1
-        done += _TOUCH_PIECE_NBYTES
-    speed = min(done, size) / (time.perf_counter() - started)
-    del array
-    memory.close()
-    return speed
 
 
 def _bus_speed() -> float:

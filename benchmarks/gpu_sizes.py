@@ -1,15 +1,14 @@
-"""The step benchmark's case: the largest of a few Llama shapes that a machine can hold and finish.
+"""The cases of the step benchmark: a few Llama shapes, and whether a machine can hold them.
 
 The planner says what each takes: bf16 with a split master and fp32 moments, all of them in the host
-tier as long as they fit. What does not fit of the optimizer's records goes to nvme; what takes
-longer than there is time gives way to a smaller shape.
+tier but for the share of the optimizer's records that a case has on nvme.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.gpu_machine import GpuMachine
@@ -30,8 +29,7 @@ from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
 
 GIB = 1 << 30
-SEQUENCE = 1024
-BATCHES = (32, 16, 8, 4, 2, 1)
+BATCH, SEQUENCE = 16, 1024
 STEPS = 4  # one to warm up, then three that count
 
 _PRECISION, _ITEMSIZE = "bf16", 2
@@ -39,9 +37,7 @@ _WINDOW_NBYTES = 1 * GIB  # beside what a tier needs at least
 _SPARE_NBYTES = 2 * GIB  # of RAM: what CUDA's libraries take of it is a round figure
 _DEVICE_BUDGET_NBYTES = 24 * GIB
 _DISK_SHARE = 0.9  # of what is free
-_STARTED_S = 10.0  # imports, CUDA, kernels compiled
-_LOAD_PASSES = 6  # times that loading and pinning go over a group's fp32 values
-_LOAD_BYTES_PER_S = 4e9  # one thread
+_BUILD_S_PER_PARAMETER = 12e-9  # from start to end beside the steps, as measured beside an H100
 
 
 @dataclass(frozen=True)
@@ -62,35 +58,25 @@ class Shape:
         return {"max_sequence": SEQUENCE, "tied": False, **sizes}
 
 
-LARGE = Shape("30 B", 50, 7168, 56, 8, 20480, 128256)  # never chosen by itself
-SHAPES = (
-    Shape("8 B", 32, 4096, 32, 8, 14336, 128256),
-    Shape("3.6 B", 28, 3072, 24, 8, 8192, 128256),
-    Shape("1.5 B", 16, 2048, 32, 8, 8192, 128256),
-    Shape("0.5 B", 16, 1280, 20, 5, 3456, 32000),
-    Shape("0.15 B", 8, 1024, 16, 16, 4096, 8192),
-    Shape("0.01 B", 4, 256, 4, 4, 1024, 8192),
-)
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("0.15 B", 8, 1024, 16, 16, 4096, 8192),
+        Shape("3.6 B", 28, 3072, 24, 8, 8192, 128256),
+        Shape("8 B", 32, 4096, 32, 8, 14336, 128256),
+        Shape("13 B", 40, 5120, 40, 40, 13824, 32000),
+    )
+}
 
-
-@dataclass(frozen=True)
-class Peer:
-    """The host memory per parameter that another system needs."""
-
-    label: str
-    host_per_parameter: float
-
-
-# By its formula 18; 22 were measured on a smaller model.
-DEEPSPEED = Peer("DeepSpeed ZeRO-3", 22.0)
+# Of host memory. By its formula 18; 22 were measured on a smaller model.
+DEEPSPEED_NBYTES_PER_PARAMETER = 22
 
 
 @dataclass(frozen=True)
 class Case:
-    """The model and configuration to train, the work of a step, and why it is not larger."""
+    """The model and configuration to train, and the work of a step."""
 
     shape: Shape
-    batch: int
     numel: int
     config: dict[str, Any]  # all but the folder for files
     device_budget_nbytes: int
@@ -98,14 +84,18 @@ class Case:
     adam_nbytes: int  # of a step, over the memory bus
     flops: float  # of a step, each block's second forward included
     model_flops: float  # without it
-    predicted_s: float  # of a step, by the planner; 0 where it was not asked
-    estimated_s: float  # of the whole process
-    why: tuple[str, ...] = ()
+    predicted_s: float  # of a step, by the planner
 
     @property
     def tokens(self) -> int:
         """The number of tokens per step."""
-        return self.batch * SEQUENCE
+        return BATCH * SEQUENCE
+
+    @property
+    def estimated_s(self) -> float:
+        """The seconds from the start of the process to its end: a rough estimate."""
+        steps = STEPS + 1  # closing does the last one's update
+        return _BUILD_S_PER_PARAMETER * self.numel + steps * self.predicted_s
 
     @property
     def least_to_device_nbytes(self) -> int:
@@ -119,114 +109,60 @@ class Case:
         return _ITEMSIZE * self.numel
 
 
-def choose(
-    machine: GpuMachine,
-    time_s: float,
-    peers: Sequence[Peer] = (),
-    shapes: Iterable[Shape] = SHAPES,
-    spilled: int = 0,
-) -> tuple[Case | None, tuple[str, ...]]:
-    """The first of `shapes` that ours and `peers` can train, with the largest batch that fits and
-    ends in `time_s` by estimate; None if there is none. And why each larger shape was not taken. At
-    least `spilled` per cent of the optimizer's records are on nvme, also if RAM could hold them."""
-    refused: list[str] = []
-    for shape in shapes:
-        found = _case(shape, machine, time_s, peers, spilled)
-        if isinstance(found, Case):
-            return replace(found, why=(*refused, *found.why)), tuple(refused)
-        refused.append(f"{shape.name}: {found}")
-    return None, tuple(refused)
+def case_of(shape: Shape, machine: GpuMachine, spilled: int = 0) -> Case | str:
+    """The case of a shape with `spilled` per cent of the optimizer's records on nvme, or why the
+    machine cannot hold it."""
+    best = _solved(shape, machine, {}, spilled)
+    if not best.fits:
+        return best.shortfalls[0].message.split(";")[0]
+    if best.plan.room_nbytes(Tier.DEVICE) < _device_budget(machine):
+        return f"{BATCH} sequences of {SEQUENCE} tokens leave too little of the device"
+    return _laid_out(shape, best, spilled, machine)
 
 
-def _case(
-    shape: Shape, machine: GpuMachine, time_s: float, peers: Sequence[Peer], least_spilled: int
-) -> Case | str:
-    """The case of one shape, or why it cannot be."""
-    numel, reason = _shape_of(shape).numel, ""
-    for peer in peers:
-        short = peer.host_per_parameter * numel + _SPARE_NBYTES - machine.host_nbytes
-        if short > 0:
-            return f"{peer.label} needs {format_bytes(int(short))} more RAM than there is"
-    for batch in BATCHES:
-        best, spilled = _planned(shape, batch, machine, least_spilled)
-        if not best.fits:
-            reason = best.shortfalls[0].message.split(";")[0]
-            if best.shortfalls[0].tier is not Tier.DEVICE:
-                return reason  # whatever the batch
-            continue
-        if best.plan.room_nbytes(Tier.DEVICE) < _device_budget(machine):
-            reason = f"one sequence of {SEQUENCE} tokens leaves too little of the device"
-            continue
-        case = _laid_out(shape, batch, best, spilled, machine)
-        if spilled > least_spilled:
-            why = f"{spilled}% of the optimizer's records on nvme: RAM holds no more"
-            case = replace(case, why=(why,))
-        if case.estimated_s <= time_s:
-            return case
-        reason = f"would take about {case.estimated_s:.0f} s, there are {time_s:.0f}"
-    return reason
+def deepspeed_short(case: Case, machine: GpuMachine) -> str:
+    """Why DeepSpeed cannot train the case; empty if there is enough RAM for it."""
+    needed = DEEPSPEED_NBYTES_PER_PARAMETER * case.numel + _SPARE_NBYTES
+    short = needed - machine.host_nbytes
+    return f"DeepSpeed needs {format_bytes(short)} more RAM than there is" if short > 0 else ""
 
 
 def _device_budget(machine: GpuMachine) -> int:
     return min(_DEVICE_BUDGET_NBYTES, machine.device_nbytes // 2)
 
 
-def _planned(shape: Shape, batch: int, machine: GpuMachine, spilled: int) -> tuple[Candidate, int]:
-    """The best candidate, with as much of the optimizer's records on nvme as needed, at least
-    `spilled` per cent; and that percentage."""
-    while True:
-        best = _solved(shape, batch, machine, {}, spilled)
-        short = [s for s in best.shortfalls if s.tier is Tier.HOST]
-        if not short or spilled == 100:
-            return best, spilled
-        over = max(each.needed_nbytes - each.capacity_nbytes for each in short)
-        records = sum(held.get(StateClass.OPTIMIZER, 0) for held in best.plan.expected.values())
-        spilled = min(100, spilled - (-100 * over // records))
-
-
 def _solved(
-    shape: Shape, batch: int, machine: GpuMachine, budgets: Mapping[Tier, int], spilled: int
+    shape: Shape, machine: GpuMachine, budgets: Mapping[Tier, int], spilled: int
 ) -> Candidate:
     """The planner's best candidate; without `budgets`, with all memory that the machine has."""
-    model, facts = _shape_of(shape), _facts_of(shape, batch)
+    facts = _facts_of(shape)
     base = known_baseline(_PRECISION, gpu=True)
-    known = RunFacts(Workload(batch, SEQUENCE), machine.speeds, lambda _: facts, base)
+    known = RunFacts(Workload(BATCH, SEQUENCE), machine.speeds, lambda _: facts, base)
     ram, disk = machine.host_nbytes - _SPARE_NBYTES, int(_DISK_SHARE * machine.disk_nbytes)
     hardware = Hardware(machine.device_nbytes, ram, ram, disk, cores=cpu_count())
     config = OffloadConfig.load(_settings(shape, budgets, spilled))
-    return solve(config, model, hardware, known).best
+    return solve(config, _shape_of(shape), hardware, known).best
 
 
-def _laid_out(shape: Shape, batch: int, best: Candidate, spilled: int, machine: GpuMachine) -> Case:
+def _laid_out(shape: Shape, best: Candidate, spilled: int, machine: GpuMachine) -> Case:
     """The case with budgets that hold what is needed, and a window."""
-    plan, numel, facts = best.plan, _shape_of(shape).numel, _facts_of(shape, batch)
+    plan, numel, facts = best.plan, _shape_of(shape).numel, _facts_of(shape)
     budgets = {Tier.DEVICE: _device_budget(machine)}
     for tier in (Tier.HOST, Tier.NVME):
         needed = needed_nbytes(plan, tier)
         budgets[tier] = needed + _WINDOW_NBYTES if needed else 0
     if spilled:  # with all of RAM they would be read from the disk once
-        best = _solved(shape, batch, machine, budgets, spilled)
+        best = _solved(shape, machine, budgets, spilled)
     traffic = update_traffic(plan.record_formats[Tier.HOST], _ITEMSIZE, _ITEMSIZE)
-    train = {"model": shape.model(), "batch": batch, "sequence": SEQUENCE}
+    train = {"model": shape.model(), "batch": BATCH, "sequence": SEQUENCE}
     return Case(
-        shape=shape, batch=batch, numel=numel,
+        shape=shape, numel=numel,
         config={**_settings(shape, budgets, spilled), "train": train},
         device_budget_nbytes=budgets[Tier.DEVICE],
         record_nbytes_on_nvme=plan.expected[Tier.NVME].get(StateClass.OPTIMIZER, 0),
         adam_nbytes=int(traffic * numel), flops=facts.forward.flops + facts.backward.flops,
-        model_flops=3 * facts.forward.flops,
-        predicted_s=best.seconds, estimated_s=_estimate_s(best, budgets, numel, machine),
+        model_flops=3 * facts.forward.flops, predicted_s=best.seconds,
     )  # fmt: skip
-
-
-def _estimate_s(
-    best: Candidate, budgets: Mapping[Tier, int], numel: int, machine: GpuMachine
-) -> float:
-    """The seconds from the start of the process to its end: a rough estimate, on the high side."""
-    build = budgets[Tier.HOST] / machine.touch_bytes_per_s
-    build += 4 * numel * _LOAD_PASSES / _LOAD_BYTES_PER_S
-    build += best.plan.total(Tier.NVME) / machine.speeds.nvme_write_bytes_per_s
-    return _STARTED_S + build + (STEPS + 1) * best.seconds  # closing does the last one's update
 
 
 def _settings(shape: Shape, budgets: Mapping[Tier, int], spilled: int) -> dict[str, Any]:
@@ -252,9 +188,9 @@ def _shape_of(shape: Shape) -> ModelShape:
 
 
 @functools.cache
-def _facts_of(shape: Shape, batch: int) -> ActivationFacts:
+def _facts_of(shape: Shape) -> ActivationFacts:
     config = _config_of(shape)
-    workload = Workload(batch, SEQUENCE)
+    workload = Workload(BATCH, SEQUENCE)
     return trace_activations(build_meta_model(config), config, workload, device="cuda")
 
 

@@ -132,7 +132,7 @@ def row_of(
         "share_of_all_bounds": max(limits.values()) / seconds,
         "peak_rss_nbytes": float(step["peak_rss_nbytes"]),
         "peak_device_nbytes": float(step["peak_device_nbytes"]),
-        **({"predicted_s": case.predicted_s} if case.predicted_s and kind is Kind.OURS else {}),
+        **({"predicted_s": case.predicted_s} if kind is Kind.OURS else {}),
         **{f"bound by {name}, s": value for name, value in sorted(limits.items())},
     }
     for link, least in ((TO_DEVICE, case.least_to_device_nbytes), (TO_HOST, case.weights_nbytes)):

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import gpu_sizes
 from benchmarks.gpu_machine import GpuMachine
-from benchmarks.gpu_sizes import GIB, Case, Peer, choose
+from benchmarks.gpu_sizes import GIB, SHAPES, Case, case_of
 from offload.planning.machine.speeds import Speeds
 
 
@@ -23,17 +23,14 @@ def speeds(matmul: float, bus: float, disk: tuple[float, float], link: float) ->
 
 
 H200 = GpuMachine(
-    device_nbytes=138 * GIB, host_nbytes=122 * GIB, disk_nbytes=58 * GIB, touch_bytes_per_s=4e9,
+    device_nbytes=138 * GIB, host_nbytes=122 * GIB, disk_nbytes=58 * GIB,
     bus_bytes_per_s=150e9, speeds=speeds(780e12, 150e9, (2e9, 2e9), 50e9),
 )  # fmt: skip
 MACHINES = {
     "one H200": H200,
     "less RAM": dataclasses.replace(H200, host_nbytes=100 * GIB),
-    "a desktop": GpuMachine(
-        23 * GIB, 60 * GIB, 500 * GIB, 4e9, 60e9, speeds(150e12, 60e9, (5e9, 4e9), 25e9)
-    ),
     "a laptop": GpuMachine(
-        7 * GIB, 14 * GIB, 20 * GIB, 4e9, 30e9, speeds(20e12, 30e9, (2e9, 1e9), 12e9)
+        7 * GIB, 14 * GIB, 20 * GIB, 30e9, speeds(20e12, 30e9, (2e9, 1e9), 12e9)
     ),
 }
 
@@ -54,7 +51,7 @@ def solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sizes, "_solved", solved)
 
 
-def chosen(machine: GpuMachine, peers: tuple[Peer, ...] = (), time_s: float = 240.0) -> Case:
-    case, refused = choose(machine, time_s, peers)
-    assert case is not None, refused
+def planned(machine: GpuMachine, shape: str, spilled: int = 0) -> Case:
+    case = case_of(SHAPES[shape], machine, spilled)
+    assert isinstance(case, Case), case
     return case

@@ -10,14 +10,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import Check, Wanted, run_all, succeeded
+from benchmarks.gpu_check import PARTS, Check, run_all, succeeded
 from benchmarks.gpu_parts import Outcome, Status
 from benchmarks.gpu_sizes import GIB, STEPS
 from offload.config import OffloadConfig
@@ -59,9 +59,7 @@ def test_make_uses_a_named_interpreter_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["--memory", "3 parsecs"], "'parsecs' is not a unit"),
         (["--parts", "tests,lunch"], "'lunch' is unknown; choose from tests, kernels"),
-        (["--model", "900 B"], "invalid choice"),
     ],
 )
 def test_options_that_cannot_be_are_refused(
@@ -129,7 +127,7 @@ def run(
     it printed."""
 
     def run_with(
-        wanted: Wanted | None = None, *, peer: bool = False, **ends: Outcome
+        parts: Sequence[str] = PARTS, *, peer: bool = False, **ends: Outcome
     ) -> tuple[Check, dict[str, Any], str]:
         def part(name: str, options: Mapping[str, Any], limit_s: float, folder: Path) -> Outcome:
             assert 0 < limit_s <= gpu_check.TOTAL_S
@@ -147,7 +145,7 @@ def run(
             lambda name: (object() if peer else None) if name == "deepspeed" else found(name),
         )  # fmt: skip
         check = gpu_check.begin(tmp_path / "record.json", tmp_path)
-        run_all(check, wanted or Wanted())
+        run_all(check, parts)
         record = json.loads((tmp_path / "record.json").read_text())
         return check, record, capsys.readouterr().out
 
@@ -158,17 +156,19 @@ def run(
 def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
     check, record, printed = run()
     assert [part["name"] for part in record["details"]["parts"]] == [
-        "probe", "tests", "kernels", "copies", "step", "step:deepspeed", "step:spill",
+        "probe", "tests", "kernels", "copies", "step:0.15 B", "step:3.6 B", "step:deepspeed",
+        "step:8 B", "step:spill", "step:13 B",
     ]  # fmt: skip
     assert succeeded(check.outcomes.values())
     assert record["machine"]["gpu"] == "NVIDIA H200"
-    assert record["details"]["cases"]["step"]["shape"]["name"] == "8 B"
+    assert record["details"]["cases"]["step:8 B"]["shape"]["name"] == "8 B"
     assert [row["name"] for row in record["rows"]] == [
-        "ours, 8 B", "ours, half of the optimizer's states on nvme, 3.6 B",
+        "ours, 0.15 B", "ours, 3.6 B", "ours, 8 B",
+        "ours, half of the optimizer's states on nvme, 3.6 B",
     ]  # fmt: skip
-    given = next(part for part in record["details"]["parts"] if part["name"] == "step")["result"][
-        "given"
-    ]
+    given = next(part for part in record["details"]["parts"] if part["name"] == "step:8 B")[
+        "result"
+    ]["given"]
     assert (given["program"], given["steps"]) == ("benchmarks.gpu_step:QuickOurs", STEPS)
     assert OffloadConfig.load(given["config"]).precision == "bf16"
     assert "offload bench part: NVIDIA H200" in printed
@@ -176,10 +176,10 @@ def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.TIMED_OUT])
-@pytest.mark.parametrize("name", ["probe", "tests", "kernels", "copies", "step"])
+@pytest.mark.parametrize("name", ["probe", "tests", "kernels", "copies", "step:8 B"])
 def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, status: Any) -> None:
     broken = Outcome(name, status, 3.0, 60.0, "the end of its output: CUDA error 999")
-    check, record, printed = run(**{name: broken})
+    check, record, printed = run(**{name.replace(":", "_"): broken})
     assert not succeeded(check.outcomes.values())
     ended = {part["name"]: part["status"] for part in record["details"]["parts"]}
     assert ended.pop(name) == status
@@ -198,16 +198,12 @@ def test_failed_tests_fail_the_check(run: Any) -> None:
     assert "1 failed, 40 passed, 0 broken\ntest_x: not equal" in printed
 
 
-def test_a_peer_runs_the_case_that_both_can_hold_beside_ours(run: Any) -> None:
+def test_a_peer_trains_the_case_of_ours_beside_it(run: Any) -> None:
     check, record, _ = run(peer=True)
-    names = {name: case["shape"]["name"] for name, case in record["details"]["cases"].items()}
-    assert names["step"] == "8 B"
-    assert names["step:beside"] == names["step:deepspeed"] != "8 B"
+    assert record["details"]["cases"]["step:deepspeed"]["shape"]["name"] == "3.6 B"
     (ratio,) = record["ratios"]
     assert (ratio["measure"], ratio["median"]) == ("tokens_per_s", 1.0)
-    assert (ratio["of"], ratio["to"]) == (
-        "ours, as large as DeepSpeed, 3.6 B", "DeepSpeed ZeRO-3, all on cpu, 3.6 B",
-    )  # fmt: skip
+    assert (ratio["of"], ratio["to"]) == ("ours, 3.6 B", "DeepSpeed ZeRO-3, all on cpu, 3.6 B")
     assert succeeded(check.outcomes.values())
 
 
@@ -219,12 +215,13 @@ def test_a_peer_that_fails_does_not_fail_the_check(run: Any) -> None:
     assert "out of memory" in printed
 
 
-def test_only_the_parts_and_the_model_that_were_asked_for(run: Any) -> None:
-    _, record, _ = run(Wanted(parts=("step",), model="1.5 B"))
-    assert [part["name"] for part in record["details"]["parts"]] == [
-        "probe",
-        "step",
-        "step:deepspeed",
-        "step:spill",
-    ]
-    assert record["details"]["cases"]["step"]["shape"]["name"] == "1.5 B"
+def test_a_step_that_would_take_longer_than_there_is_time_is_left_out(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "TOTAL_S", 60.0)
+    check, record, printed = run(parts=("step",))
+    parts = {part["name"]: part["status"] for part in record["details"]["parts"]}
+    assert parts.keys() == {"probe", *gpu_check.TRAININGS}
+    assert parts["step:8 B"] == "left out"
+    assert "step:8 B: left out, 0 s: would take about " in printed
+    assert succeeded(check.outcomes.values())
