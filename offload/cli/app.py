@@ -155,18 +155,11 @@ def doctor(
         typer.Argument(metavar="PATH", help="Folders for swap files to look at."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    remove: Annotated[
-        bool, typer.Option("--clean", help="Remove files left in PATHs by runs that were killed.")
-    ] = False,
 ) -> None:
     """Report what this machine offers, what is missing, and how to fix it. The exit code is 1 if
     nothing can be trained."""
-    from offload.cli.doctor import clean_up, print_checks
+    from offload.cli.doctor import print_checks
 
-    if remove and not paths:
-        raise typer.BadParameter("name the folders to clean", param_hint="--clean")
-    if remove:
-        clean_up(paths or [])
     print_checks(paths or [], as_json)
 
 

@@ -19,18 +19,15 @@ from rich.text import Text
 
 from offload.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED
 from offload.display.console import PlainConsole, table
-from offload.display.plain_text import echo
-from offload.memory.leftovers import Leftover, clean, leftovers
 from offload.process import machine
 from offload.tiers import accelerator
-from offload.tiers.errors import OffloadError, PathError
+from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
 Status = Literal["ok", "warn", "off", "fail"]  # fail: nothing can be trained before it is mended
 
 _LOW_MEMORY_NBYTES = 2 << 30
 _LOW_DISK_NBYTES = 10 << 30
-_SHOWN = 4
 _STYLES = {"ok": "green", "warn": "yellow", "off": "dim", "fail": "red"}
 
 
@@ -92,7 +89,7 @@ def check_path(path: Path) -> list[Check]:
         return [Check(shown, "fail", "does not exist", f"mkdir -p {path}, or correct nvme.paths")]
     if not os.access(path, os.W_OK | os.X_OK):
         return [Check(shown, "fail", "not writable by this user", f"chown or chmod {path}")]
-    checks = [_file_system(path), _free_space(path), *_leftovers(path)]
+    checks = [_file_system(path), _free_space(path)]
     if _is_open_to_all(path):
         advice = f"chmod o-w {path}: others could replace its files"
         checks.append(Check(f"{shown} access", "warn", "world-writable, no sticky bit", advice))
@@ -182,31 +179,6 @@ def _free_space(path: Path) -> Check:
     return _warned_if(low, f"{path} free", found, advice)
 
 
-def _leftovers(path: Path) -> list[Check]:
-    """Check for files that dead runs left in `path`; empty if there are none."""
-    try:
-        found = leftovers(path)
-    except OSError as error:
-        return [Check(f"{path} leftovers", "off", f"cannot be looked for: {error.strerror}")]
-    dead = [each for each in found if each.is_dead]
-    others = [each for each in found if not each.is_dead]
-    name, checks = f"{path} leftovers", []
-    if dead:
-        advice = f"offload doctor --clean {path} removes {'it' if len(dead) == 1 else 'them'}"
-        checks.append(Check(name, "warn", f"of dead runs: {_listed(dead, path)}", advice))
-    if others:
-        said = "of runs on other machines, in other containers, or before a restart"
-        advice = "look there whether they live; else remove what is named"
-        checks.append(Check(name, "warn", f"{said}: {_listed(others, path)}", advice))
-    return checks
-
-
-def _listed(found: Sequence[Leftover], folder: Path) -> str:
-    names = ", ".join(str(each.path.relative_to(folder)) for each in found[:_SHOWN])
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"{names}{more} ({format_bytes(sum(each.nbytes for each in found))})"
-
-
 def _is_open_to_all(path: Path) -> bool:
     mode = path.stat().st_mode
     return bool(mode & 0o002) and not mode & 0o1000
@@ -232,20 +204,6 @@ def _backends(path: Path) -> list[Check]:
 
 
 # ---------------------------------------------------------------- the command
-def clean_up(paths: Sequence[Path]) -> None:
-    """Remove what dead runs left in `paths`, and print a line for each removal."""
-    for path in paths:
-        try:
-            removed = clean(path)
-        except (OSError, OffloadError) as error:
-            raise PathError(f"cannot clean {path}: {error}") from None
-        for each in removed:
-            kept = " or made the checkpoint that it was to be" if each.pid is None else ""
-            echo(f"removed{kept}: {each.path} ({format_bytes(each.nbytes)})", err=True)
-        if not removed:
-            echo(f"nothing of dead runs in {path}", err=True)
-
-
 def print_checks(paths: Sequence[Path], as_json: bool) -> None:
     """Check the machine (and `paths`), and print the findings and the verdict. The exit code is 1
     if nothing can be trained, 2 if a path is no folder."""

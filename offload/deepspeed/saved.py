@@ -18,14 +18,20 @@ import torch
 
 from offload.checkpoint.engine.shards import on_all
 from offload.checkpoint.foreign.exporting import export
-from offload.checkpoint.format.disk import entries, is_folder, is_there, make_call, storage_errors
+from offload.checkpoint.format.disk import (
+    entries,
+    is_folder,
+    is_there,
+    make_call,
+    pending_path,
+    storage_errors,
+)
 from offload.checkpoint.format.folder import adopt, discard
 from offload.checkpoint.format.manifest import RunRecord
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.user_state import packed, run_of, state_in
 from offload.engine import Engine
 from offload.runs.metrics import write_whole
-from offload.swap.io.process_marks import marked
 from offload.tiers.errors import CheckpointError, PathError
 
 _log = logging.getLogger("offload")
@@ -116,7 +122,7 @@ def save_weights(engine: Engine, folder: Path, name: str) -> None:
         _log.warning(
             "save_16bit_model: %s holds the weights; nothing is pickled into %s", out, name
         )
-    pending = folder / marked(".weights")
+    pending = pending_path(folder / "weights")
     kept = engine.last_checkpoint
     engine.save_checkpoint(pending, state={})  # of which the weights alone are kept
     engine.last_checkpoint = kept  # it is none to go on from

@@ -2,7 +2,7 @@
 
 The file has no name: it is made with O_TMPFILE, or (on NFS, FUSE) unlinked as soon as it is made.
 Runs cannot collide, and no other user can open it. A process that is killed between the two leaves
-an empty file whose name is `marked`: `offload doctor` finds it.
+an empty file.
 
 Whatever is asked of the folder or the file, a timeout thread asks: a StuckError where it is not
 answered for `timeout_s`. What comes back later is closed then.
@@ -16,6 +16,7 @@ import fcntl
 import logging
 import mmap
 import os
+import secrets
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from typing import Self
 
 from offload.swap.io.io_watch import TIMEOUT_S
 from offload.swap.io.pinned_folder import PinnedFolder, close, free_nbytes, pinned
-from offload.swap.io.process_marks import marked
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.tiers.errors import NoSpaceError, PathError, StateError, StorageError, StuckError
 from offload.tiers.tier import PAGE_NBYTES
@@ -289,7 +289,7 @@ def _open_unnamed(folder: PinnedFolder) -> int:
 def _unlinked_file(folder: PinnedFolder) -> int:
     """Open a new file and unlink it at once, where the file system has no O_TMPFILE: the file has a
     name for an instant."""
-    name = marked("offload-swap")
+    name = f"offload-swap.tmp-{secrets.token_hex(6)}"
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC
     fd = os.open(name, flags, 0o600, dir_fd=folder.fd)
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.memory.leftovers import clean
+from offload.checkpoint.format.folder import recover
 from tests.faults.train_victim import Request, write_inputs
 from tests.offload.checkpoint_crash import bits_of
 
@@ -104,9 +104,10 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
 def check_run(run: Path, whole: Path, expected: int) -> None:
     assert final_bits(run) == expected
     assert losses(run) == losses(whole)
+    recover(run / "checkpoints")  # as the next save does
     for folder, other in ((run / "checkpoints", whole / "checkpoints"), (run, whole)):
-        clean(folder)  # `offload doctor --clean`
         left = {*os.listdir(folder)} - {*os.listdir(other)}
+        left = {name for name in left if ".tmp-" not in name}  # a text on its way
         # killed amid the removal behind its last step, it has nothing left to do
         most = 1 if folder.name == "checkpoints" else 0
         assert len({name.partition(".")[0] for name in left}) <= most, left

@@ -83,7 +83,7 @@ TAKES_A_FILE = (
     "memest compare NAMED", "memest --params 1e6 --config NAMED", "bench step --config NAMED",
 )  # fmt: skip
 TAKES_A_FOLDER = (
-    "report NAMED", "doctor NAMED", "doctor --clean NAMED", "memest check NAMED",
+    "report NAMED", "doctor NAMED", "memest check NAMED",
     "checkpoint inspect NAMED", "checkpoint verify NAMED", "checkpoint export NAMED out",
     "checkpoint import-deepspeed NAMED out --trust",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 from offload.checkpoint.format.disk import (
     is_folder,
     is_there,
+    pending_path,
     rename,
     storage_errors,
     sync_folder,
@@ -22,7 +23,6 @@ from offload.checkpoint.format.disk import (
     write_text,
 )
 from offload.process import bounded_json
-from offload.swap.io.process_marks import marked
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -167,7 +167,7 @@ def check_new(out: Path) -> None:
 def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
     """A name for the file or folder that becomes `out` at the end, durably, or is removed.
     `replaces`: an existing file is replaced."""
-    pending = out.with_name(marked(f".{out.name}"))
+    pending = pending_path(out)
     try:
         yield pending
         if not replaces:

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import logging
 import os
+import secrets
 import threading
 import time
 import weakref
@@ -16,7 +17,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload.swap.io.process_marks import marked
 from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError
 from offload.tiers.units import format_bytes, in_one_unit
 
@@ -243,9 +243,14 @@ def write_text(path: Path, text: str) -> None:
         file.sync()
 
 
+def pending_path(path: Path) -> Path:
+    """Return a new name beside `path`, for what is to become it."""
+    return path.with_name(f".{path.name}.tmp-{secrets.token_hex(6)}")
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file with a text, durably: a reader finds what was there before, or the text."""
-    pending = path.with_name(marked(f".{path.name}"))
+    pending = pending_path(path)
     try:
         write_text(pending, text)
         with storage_errors("writing", path):
