@@ -22,7 +22,6 @@ from offload.config.paths import StrPath, local_path_of, path_of
 from offload.memory.tier_manager import TieredHomes
 from offload.models.activations import Activations
 from offload.models.closing import GivenBack, Keep, close_weights
-from offload.models.structure import ModelStructure
 from offload.models.trained import SavedCheckpoint
 from offload.optimizers.optimizer import (
     OffloadOptimizer,
@@ -206,17 +205,13 @@ class Engine(TieredModel):
         self.optimizer = self._make_optimizer(trained, self.config.optimizer)
         self._give_out_values()
         self._attach_experts()
-        self._watch_structure(self._runtime)
+        module, store = self.module, self.store
+        self.optimizer.register_step_pre_hook(lambda *_: _refuse_unseen(module, store))
         self.optimizer.serve(self)
         self._keep_activations(config, discovery, self._runtime)
         self._runtime.start(self.module, self.values, self)  # which the model keeps
         self._refuse(refuse_foreign_optimizers)
         self._refuse_wrappers()
-
-    def _watch_structure(self, runtime: Runtime) -> None:
-        """Check before each step that the model still has the parameters that it began with."""
-        structure = ModelStructure(self.module, runtime.store.spec_of)
-        self.optimizer.register_step_pre_hook(lambda *_: structure.check())
 
     def _keep_activations(
         self, config: OffloadConfig, discovery: Discovery, runtime: Runtime
@@ -665,6 +660,18 @@ def _check_trainable(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"{name} ({param.dtype}, {param.layout}) is trainable but no dense real floating "
                 "point tensor; freeze it, or train this model without offload"
+            )
+
+
+def _refuse_unseen(model: nn.Module, store: WeightStore) -> None:
+    """Raise UnsupportedError, before a step, for trainable parameters that no update would see."""
+    for name, param in model.named_parameters():
+        if not store.places_of(param) and param.requires_grad:
+            raise UnsupportedError(
+                f"{name}: no update would see what was put into the model after "
+                "offload.initialize; add modules, adapters and tokens before offload.initialize, "
+                "write values into the parameters that are there (engine.gathered), or freeze what "
+                "is new with requires_grad_(False)"
             )
 
 

@@ -61,10 +61,6 @@ def add_module(model: Any) -> None:
     model.extra["new"] = nn.Linear(WIDTH, WIDTH, device=ON)
 
 
-def replace_head(model: Any) -> None:
-    model.head = nn.Linear(WIDTH, 8, device=ON)
-
-
 def replace_parameter(model: Any) -> None:
     model.head.weight = nn.Parameter(torch.randn(4, WIDTH, device=ON))
 
@@ -74,10 +70,9 @@ def replace_layer(model: Any) -> None:
 
 
 ADDED: dict[str, Callable[[Any], None]] = {
-    r"extra\.new\.weight, extra\.new\.bias": add_module,
-    r"head\.weight, head\.bias": replace_head,
+    r"extra\.new\.weight": add_module,
     r"head\.weight": replace_parameter,
-    r"body\.1\.weight, body\.1\.bias": replace_layer,
+    r"body\.1\.weight": replace_layer,
 }
 
 
