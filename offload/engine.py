@@ -18,7 +18,7 @@ from torch import nn
 from offload.checkpoint.engine.background import BackgroundSaves
 from offload.config import OffloadConfig
 from offload.config.fields import shared_settings
-from offload.config.paths import StrPath, local_path_of, path_of
+from offload.config.paths import StrPath, local_path_of
 from offload.memory.tier_manager import TieredHomes
 from offload.models.activations import Activations
 from offload.models.closing import GivenBack, Keep, close_weights
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from offload.checkpoint.engine.run_state import Carried
     from offload.config.optimizer import OptimizerConfig
     from offload.loggers import AnyLogger
-    from offload.runs.own_run import OwnRun
     from offload.runs.watch import Watch
 
 _log = logging.getLogger("offload")
@@ -74,7 +73,6 @@ def initialize(
     parameters: ParamGroups | None = None,
     weights: StrPath | None = None,
     mesh: DeviceMesh | None = None,
-    run_folder: StrPath | None = None,
 ) -> Engine:
     """Spread the model's states over tiers and make it train from there.
 
@@ -95,9 +93,6 @@ def initialize(
     of the world. A model that is parallel in other ways as well needs it: one that
     `parallelize_module` made (`mesh=mesh["dp"]`), or a stage of a pipeline.
 
-    `run_folder`: a new folder for predictions and measurements, for `memest check`; each step
-    adds a row to its metrics.jsonl (see `Engine.watch`).
-
     On several ranks all call it, with the same model and configuration; the first one's values
     count.
 
@@ -108,20 +103,7 @@ def initialize(
     loaded = OffloadConfig.load({} if config is None else config)
     refuse_shared(model)
     with first_weights(model, weights) as lazy:
-        run = None
-        if run_folder is not None:
-            from offload.runs.own_run import OwnRun
-
-            run = OwnRun(path_of(run_folder, "run_folder"), model, loaded)
-        engine = Engine(model, loaded, lazy, parameters=parameters, mesh=mesh)
-        try:
-            if run is not None:
-                engine.own_run = run
-                run.begin(engine)
-        except BaseException:
-            engine.close()
-            raise
-    return engine
+        return Engine(model, loaded, lazy, parameters=parameters, mesh=mesh)
 
 
 # What other engines have, and what to use instead.
@@ -155,7 +137,6 @@ class Engine(TieredModel):
         config = config.settled()
         self.made_at = time.perf_counter()
         self.watching: Watch | None = None
-        self.own_run: OwnRun | None = None
         self.last_checkpoint: SavedCheckpoint | None = None
         self.carried: dict[str, Carried] = {}
         self._run: ParallelRunner | None = None
@@ -360,17 +341,11 @@ class Engine(TieredModel):
 
         self._open()
         before, self.watching = self.watching, None
-        of_folder = () if self.own_run is None else self.own_run.loggers
-        try:
-            if before is not None:
-                before.close()
-            self.watching = Watch(
-                self, steps=steps, tokens=tokens, loggers=loggers, show=show, every=every,
-                of_folder=of_folder,
-            )  # fmt: skip
-        finally:
-            if self.watching is None and self.own_run is not None:
-                self.own_run.watch()
+        if before is not None:
+            before.close()
+        self.watching = Watch(
+            self, steps=steps, tokens=tokens, loggers=loggers, show=show, every=every
+        )
         return self.watching
 
     def note_pass(self, loss: torch.Tensor) -> None:
@@ -379,11 +354,9 @@ class Engine(TieredModel):
             self.watching.passed(loss)
 
     def watch_ended(self, watch: Watch) -> None:
-        """Note that the watch was closed: a run's folder continues to get its rows."""
+        """Note that the watch was closed."""
         if self.watching is watch:
             self.watching = None
-            if self.own_run is not None:
-                self.own_run.watch()
 
     def settle(self) -> None:
         """Wait for every pending update and every byte in transit. Raises their errors."""
@@ -606,10 +579,6 @@ class Engine(TieredModel):
     ) -> None:  # fmt: skip
         if kind is KeyboardInterrupt and self.watching is not None:
             self.watching.interrupted()
-        if kind is not None and self.own_run is not None and not self.is_closed:
-            saved = self.last_checkpoint
-            all_saved = saved is not None and saved.step == self.steps_done
-            self.own_run.ended_by(kind, all_saved=all_saved)
         super().__exit__(kind, error, trace)
 
 

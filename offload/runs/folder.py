@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint import latest, prune, step_path
 from offload.checkpoint.engine.run_state import saved_run
@@ -28,11 +29,21 @@ from offload.checkpoint.format.steps import has_steps
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml
-from offload.loggers import Logger, TensorBoardLogger, WandbLogger
-from offload.planning.choice.run_check import MEASURED, PREDICTION, Measured, Prediction
+from offload.loggers import Logger, TensorBoardLogger, Values, WandbLogger
+from offload.planning.choice.run_check import (
+    MEASURED,
+    PREDICTION,
+    Measured,
+    Prediction,
+    usual_step_s,
+)
+from offload.process.machine import peak_rss_nbytes
 from offload.runs.metrics import MetricsFile, write_whole
 from offload.runs.page import PAGE, write_page
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
+
+if TYPE_CHECKING:
+    from offload.models.trained import Trained
 
 _log = logging.getLogger("offload")
 
@@ -124,14 +135,10 @@ class RunFolder:
         except OffloadError as error:  # the run has ended well all the same
             _log.warning("no %s: %s", PAGE, error)
 
-    def write_config(self, config: OffloadConfig, *, own_loop: bool = False) -> None:
-        """Write config.resolved.yaml. For a user's `own_loop` it is without `train`, which that
-        loop does not read."""
+    def write_config(self, config: OffloadConfig) -> None:
+        """Write config.resolved.yaml."""
         self._config = config.to_dict()
-        values = config.resolved().to_dict()
-        if own_loop:
-            del values["train"]
-        self._write("config.resolved.yaml", dump_yaml(values))
+        self._write("config.resolved.yaml", dump_yaml(config.resolved().to_dict()))
 
     def write_prediction(self, prediction: Prediction) -> None:
         """Write prediction.json, and remove the measurement of the run before it was resumed."""
@@ -192,6 +199,30 @@ class RunFolder:
         if not isinstance(state.get("step"), int):
             raise CheckpointError(f"{path} is none of `offload train`; name its run folder")
         return SavedRun(path, state["step"], config)
+
+
+class RunRecord:
+    """A logger that measures a run, for measured.json: its peaks and its usual step."""
+
+    def __init__(self, engine: Trained, folder: RunFolder) -> None:
+        self.seconds = array("d")  # of each step
+        self._engine = engine
+        self._folder = folder
+
+    def log(self, values: Values, step: int) -> None:
+        """Note the seconds of a step."""
+        self.seconds.append(values["seconds"])
+
+    def measured(self) -> Measured:
+        """Return the peaks and the usual step so far."""
+        peaks = {name: tier.peak_nbytes for name, tier in self._engine.report().tiers.items()}
+        usual_s = usual_step_s(self.seconds)
+        return Measured(peaks, peak_rss_nbytes(), usual_s, len(self.seconds))
+
+    def write(self, measured: Measured) -> None:
+        """Write measured.json unless there was no step."""
+        if measured.steps:
+            self._folder.write_measured(measured)
 
 
 def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:

@@ -74,7 +74,7 @@ class _Run:
         if not (folder / _METRICS).is_file() and not path.is_file():
             raise ConfigError(
                 f"{folder} holds no run: neither {_METRICS} nor {_CONFIG} is there; name the "
-                "folder of a run of `offload train`, or of offload.initialize(..., run_folder=...)"
+                "folder of a run of `offload train`"
             )
         config, text = _config(path)
         measured = _object(folder / MEASURED)

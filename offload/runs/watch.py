@@ -41,10 +41,9 @@ class Watch:
         self, engine: Trained, *, steps: int | None = None, tokens: int | None = None,
         loggers: Iterable[AnyLogger] = (), show: bool = True, every: int | None = None,
         display: Lines | None = None, of_folder: Sequence[Logger] = (),
-        waits_for_log: bool = True,
     ) -> None:  # fmt: skip
         """See `Engine.watch`; `display` is shown in place of the usual one. `of_folder` is loggers
-        that stay open afterwards. If `waits_for_log` is false, `log` will not be called."""
+        that stay open afterwards."""
         own = loggers_of(loggers)
         for name, value in (("steps", steps), ("tokens", tokens), ("every", every)):
             if value is not None and (not isinstance(value, int) or value < 1):
@@ -53,7 +52,6 @@ class Watch:
         self._is_first = rank_here() == 0  # of several ranks, the others show and log nothing
         self._engine = weakref.ref(engine)
         self._tokens = tokens
-        self._waits_for_log = waits_for_log
         self._given = _Given()  # of the step that is under way
         self._passes: torch.Tensor | None = None  # the sum of what `engine.backward` was given
         self._last = time.perf_counter()  # the end of the last step, or of the making of this
@@ -176,8 +174,6 @@ class Watch:
         self._given, self._passes = _Given(), None
         self._last = self._ended = now
         self._before, self._loop_s = waited, 0.0
-        if not self._waits_for_log:
-            self._outlet.flush()
 
     def _row(self, engine: Trained, now: float, waited: dict[str, float]) -> StepMetrics:
         report = engine.report()

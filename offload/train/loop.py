@@ -22,9 +22,8 @@ from offload.memory.tier_manager import compute_device
 from offload.planning.choice.run_check import SETTLING_STEPS, compare
 from offload.process.interrupts import Interrupts, noted_interrupts
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
-from offload.runs.folder import RunFolder, SavedRun
+from offload.runs.folder import RunFolder, RunRecord, SavedRun
 from offload.runs.forecast import Forecast
-from offload.runs.own_run import RunRecord
 from offload.runs.watch import Watch
 from offload.runs.world import World
 from offload.tiers.errors import CheckpointError, LowMemoryError, OffloadError

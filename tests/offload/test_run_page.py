@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-import offload
 from offload.cli import main
 from offload.errors import ConfigError
 from offload.runs.folder import RunFolder
 from offload.runs.page import Rows, run_page, write_page
-from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
 LINKS = ("nvme read", "nvme write", "host to device", "device to host")
 
@@ -228,25 +226,6 @@ def test_the_command_makes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr()
     assert said.out.strip() == str(folder / "run.html")
     assert "holds no run" in said.err
-
-
-# ---------------------------------------------------------------- of an engine
-def run_own(tmp_path: Path, steps: int) -> Path:
-    keys = config(tmp_path, NVME, budget={"host": "1MiB", "nvme": "64MiB"})
-    folder = tmp_path / "run"
-    with offload.initialize(seeded(TinyLM), keys, run_folder=folder) as engine:
-        for tokens in batches(steps):
-            engine.module.loss(tokens).backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-    return folder
-
-
-def test_a_loop_of_ones_own_leaves_a_page(tmp_path: Path) -> None:
-    folder = run_own(tmp_path, 8)
-    text, _ = check((folder / "run.html").read_text())
-    assert "ended after 8 steps" in text
-    assert "shakespeare" not in text  # what `offload train` would read by default
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,8 @@ def make(tmp_path: Path) -> Any:
     """An engine of the tiny model."""
 
     def made(**keys: Any) -> offload.Engine:
-        run_folder = keys.pop("run_folder", None)
-        return offload.initialize(
-            seeded(TinyLM),
-            config(tmp_path, keys.pop("placement", HOST), **keys),
-            run_folder=run_folder,
-        )
+        placement = keys.pop("placement", HOST)
+        return offload.initialize(seeded(TinyLM), config(tmp_path, placement, **keys))
 
     return made
 
@@ -167,24 +163,6 @@ def test_a_loss_that_is_not_finite_is_said_once(make: Any, caplog: Any) -> None:
     assert all(map(math.isnan, kept.of("loss")))
 
 
-# ---------------------------------------------------------------- the run's folder
-def test_a_run_folder_gets_each_step_once_whoever_watches(make: Any, tmp_path: Path) -> None:
-    kept, folder = Kept(), tmp_path / "run"
-    with make(run_folder=folder) as engine:
-        data = batches(5)
-        step(engine, data[0])
-        with engine.watch(loggers=[kept], show=False) as watch:
-            for tokens in data[1:3]:
-                watch.log(loss=step(engine, tokens))
-        step(engine, data[3])
-        engine.watch(show=False).log(loss=step(engine, data[4]))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert ["loss" not in line for line in lines] == [True, False, False, True, False]
-    assert kept.steps == [2, 3]
-    assert json.loads((folder / "measured.json").read_text())["steps"] == 5
-
-
 def test_rows_go_on_from_the_step_of_a_checkpoint(make: Any, tmp_path: Path) -> None:
     kept = Kept()
     with make() as engine:
@@ -207,44 +185,6 @@ def test_the_bits_are_the_same_when_watched(make: Any, tmp_path: Path) -> None:
             found.append((losses, states_of(engine)))
     assert found[0][0] == found[1][0]
     assert_same_bits(found[0][1], found[1][1])
-
-
-def test_a_run_folder_goes_on_where_a_watch_fails(make: Any, tmp_path: Path) -> None:
-    class Failing(Kept):
-        def close(self) -> None:
-            raise OSError("no room")
-
-    with make(run_folder=tmp_path / "run") as engine:
-        step(engine, batches(1)[0])
-        with (
-            pytest.raises(OSError, match="no room"),
-            engine.watch(loggers=[Failing()], show=False),
-        ):
-            step(engine, batches(1)[0])
-        step(engine, batches(1)[0])
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
-
-
-def test_a_run_that_ends_by_an_error_is_cut_short(make: Any, tmp_path: Path) -> None:
-    with suppress(RuntimeError), make(run_folder=tmp_path / "run") as engine:
-        step(engine, batches(1)[0])
-        raise RuntimeError
-    assert json.loads((tmp_path / "run/measured.json").read_text())["cut_short"] is True
-    assert "ended by an error" in (tmp_path / "run/run.html").read_text()
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_run_that_is_interrupted_is_cut_short_where_steps_are_lost(
-    saves: bool, make: Any, tmp_path: Path
-) -> None:
-    with suppress(KeyboardInterrupt), make(run_folder=tmp_path / "run") as engine:
-        step(engine, batches(1)[0])
-        if saves:
-            engine.save_checkpoint(tmp_path / "saved")
-        raise KeyboardInterrupt
-    measured = json.loads((tmp_path / "run/measured.json").read_text())
-    assert (measured["stopped"], measured["cut_short"]) == (saves, not saves)
 
 
 # ---------------------------------------------------------------- the end

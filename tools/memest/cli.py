@@ -161,9 +161,7 @@ def profiles() -> None:
 
 @app.command("check")
 def check(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Of `offload train`, or a run_folder.")
-    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Of `offload train`.")],
 ) -> None:
     """Compare the predicted and measured bytes per tier, and time, of a run."""
     from offload.tools.memest.commands.run_machine import print_check

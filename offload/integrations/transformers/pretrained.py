@@ -78,13 +78,12 @@ def from_pretrained(
     model_class: Any = None,
     parameters: ParamGroups | None = None,
     mesh: DeviceMesh | None = None,
-    run_folder: StrPath | None = None,
     **kwargs: Any,
 ) -> Engine:
     """Return an engine whose `module` is the transformers model in `folder`: config.json and
     safetensors files. The model is never whole in RAM.
 
-    `config`, `parameters`, `mesh` and `run_folder` are those of `offload.initialize`, all else is
+    `config`, `parameters` and `mesh` are those of `offload.initialize`, all else is
     that of `open_pretrained`. Call these two where the model is to be changed before it trains:
     adapters, frozen weights, groups of parameters. Raises what the two raise.
     """
@@ -98,7 +97,7 @@ def from_pretrained(
         folder, model_class=model_class, dtype=DTYPES[loaded.precision], **kwargs
     )
     _say_rounded(model, loaded.precision)
-    return initialize(model, loaded, parameters=parameters, mesh=mesh, run_folder=run_folder)
+    return initialize(model, loaded, parameters=parameters, mesh=mesh)
 
 
 def _say_rounded(model: nn.Module, precision: str) -> None:

@@ -45,10 +45,9 @@ class Prediction(_Kept):
     """The predicted peaks in bytes, and one step of a long run."""
 
     tiers: Mapping[str, Nbytes]  # the ledgers' peaks
-    rss_nbytes: Nbytes | None  # None: what a pass takes is not known
+    rss_nbytes: Nbytes
     seconds: Positive | None  # None: the speeds of the machine are not known
     bounds: tuple[str, ...] = ()  # tiers of which the most is predicted that can come
-    missing: tuple[str, ...] = ()  # what is not predicted, and why
 
 
 @dataclass(frozen=True)
@@ -103,16 +102,14 @@ def compare(prediction: Prediction, measured: Measured) -> RunCheck:
         for name, held in measured.tiers.items()
         if held and name in prediction.tiers
     ]
-    if prediction.rss_nbytes is not None:
-        rows.append(Row("RSS", prediction.rss_nbytes, measured.rss_nbytes, "bytes"))
+    rows.append(Row("RSS", prediction.rss_nbytes, measured.rss_nbytes, "bytes"))
     if prediction.seconds is not None and measured.seconds is not None:
         rows.append(Row("step", prediction.seconds, measured.seconds, "seconds"))
     return RunCheck(tuple(rows), measured.steps, tuple(_missing(prediction, measured)))
 
 
 def _missing(prediction: Prediction, measured: Measured) -> Iterator[str]:
-    yield from prediction.missing
-    if prediction.seconds is None and not prediction.missing:
+    if prediction.seconds is None:
         yield "step: not predicted: this machine's speed was not known when the run began"
     if prediction.seconds is not None and measured.seconds is None:
         yield f"step: not measured: the first {SETTLING_STEPS} steps do not count"
@@ -145,6 +142,5 @@ def _read(folder: Path, name: str, parse: Callable[[str], Any]) -> Any:
         if name == MEASURED and isinstance(error, FileNotFoundError):
             why = f"{name} is written when a run ends, and this one was killed or still trains"
     raise ConfigError(
-        f"{folder} cannot be checked: {why}; name the folder of a run of `offload train`, or of "
-        "offload.initialize(..., run_folder=...)"
+        f"{folder} cannot be checked: {why}; name the folder of a run of `offload train`"
     )
