@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -572,14 +571,6 @@ class Engine(TieredModel):
             if self._ranks is not None:
                 self._ranks.watch.close()
                 self._ranks.leave()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        if kind is KeyboardInterrupt and self.watching is not None:
-            self.watching.interrupted()
-        super().__exit__(kind, error, trace)
 
 
 def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -29,7 +28,7 @@ from offload.runs.metrics import StepMetrics, grown
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
-    from offload.models.trained import SavedCheckpoint, Trained
+    from offload.models.trained import Trained
 
 _log = logging.getLogger("offload")
 
@@ -110,16 +109,6 @@ class Watch:
             loss = loss.detach().reshape(()).clone()  # the loop may change it in place
             self._passes = loss if self._passes is None else self._passes + loss
 
-    def interrupted(self) -> None:
-        """Print once, when a Ctrl-C ends the loop, which steps are saved."""
-        engine = self._engine()
-        if engine is None or not self._is_first or self._outlet.interrupted:
-            return
-        self._outlet.interrupted = True
-        self._outlet.flush()
-        self._outlet.stop_showing()
-        _say(_what_is_kept(engine.steps_done, engine.last_checkpoint))
-
     def close(self) -> None:
         """Show and log the last step, and close loggers, except a run folder's. Idempotent."""
         engine = self._engine()
@@ -137,12 +126,7 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
-        if kind is KeyboardInterrupt:
-            self.interrupted()
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---------------------------------------------------------------- from step to step
@@ -209,7 +193,6 @@ class _Outlet:
     display: Lines | None
     held: _Held | None = None
     warning: LossWarning = field(default_factory=lambda: LossWarning(_log.warning))
-    interrupted: bool = False
 
     def flush(self) -> None:
         """Show and log the step that has ended, if there is one."""
@@ -232,20 +215,6 @@ class _Outlet:
                 self.flush()
             finally:
                 self.stop_showing()
-
-
-def _what_is_kept(done: int, saved: SavedCheckpoint | None) -> str:
-    if saved is not None and saved.step == done:
-        kept = f'all is in {saved.path}, and engine.load_checkpoint("{saved.path}") goes on from it'
-    else:
-        kept = "no checkpoint was saved, and all of it" if saved is None else (
-            f"the last checkpoint, {saved.path}, is of step {saved.step}, and what came after"
-        )  # fmt: skip
-        kept += (
-            " is lost with the engine, unless the program catches KeyboardInterrupt and calls "
-            "engine.save_checkpoint"
-        )
-    return f"interrupted after step {done}: {kept}"
 
 
 def _completed(held: _Held) -> tuple[StepMetrics, dict[str, Any]]:

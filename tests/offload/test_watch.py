@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +228,6 @@ def test_ranks_but_the_first_neither_show_nor_log(
         capfd.readouterr()  # what took long on a busy machine
         with engine.watch(loggers=[kept], every=1) as watch:
             watch.log(loss=step(engine, batches(1)[0]))
-            watch.interrupted()
     assert (kept.rows, kept.closed) == ([], 0)
     assert capfd.readouterr() == ("", "")
 
@@ -243,38 +241,6 @@ def test_a_watch_that_is_refused_leaves_the_engine_as_it_was(make: Any) -> None:
             with pytest.raises(ConfigError, match=r": a whole number above 0, or None"):
                 engine.watch(**keys)
         step(engine, batches(1)[0])
-
-
-# ---------------------------------------------------------------- what is said
-
-
-@pytest.mark.parametrize("with_watch", [True, False])
-def test_an_interrupt_says_what_is_kept(
-    make: Any, tmp_path: Path, capfd: Any, with_watch: bool
-) -> None:
-    def loop(saves: int | None) -> None:
-        with make() as engine:
-            watch = engine.watch(show=False)
-            for number, tokens in enumerate(batches(2), start=1):
-                step(engine, tokens)
-                if number == saves:
-                    engine.save_checkpoint(tmp_path / "saved")
-            with watch if with_watch else nullcontext():
-                raise KeyboardInterrupt
-
-    def interrupted(saves: int | None) -> str:
-        with pytest.raises(KeyboardInterrupt):
-            loop(saves)
-        said: str = capfd.readouterr().err
-        assert said.count("interrupted after step 2: ") == 1
-        return said
-
-    assert "no checkpoint was saved, and all of it is lost with the engine" in interrupted(None)
-    saved = tmp_path / "saved"
-    assert (
-        f"the last checkpoint, {saved}, is of step 1, and what came after is lost" in interrupted(1)
-    )
-    assert f'engine.load_checkpoint("{saved}") goes on from it' in interrupted(2)
 
 
 def test_a_forked_child_leaves_the_watch_to_its_parent(make: Any, tmp_path: Path) -> None:
