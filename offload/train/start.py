@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-from pathlib import Path
 
 import yaml
 from rich.console import Console
 from torch import nn
 
-from offload.checkpoint.format.disk import free_nbytes
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model, parameter_count
-from offload.memory.tier_manager import nvme_paths, ranks_here
 from offload.planning.machine.preflight import activations_beyond
-from offload.planning.plan.plan import needed_nbytes
 from offload.runs.folder import RunFolder, SavedRun, check_same_run, with_micro_batches_of
 from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.world import World
-from offload.tiers.errors import CheckpointError, NoSpaceError
-from offload.tiers.tier import Tier
-from offload.tiers.units import format_bytes, in_one_unit
+from offload.tiers.errors import CheckpointError
+from offload.tiers.units import format_bytes
 from offload.train.summary import plain_state_nbytes
 from offload.train.text import Batches
 
@@ -44,12 +37,9 @@ def last_checkpoint(folder: RunFolder, config: OffloadConfig, console: Console) 
 
 
 def choose(
-    config: OffloadConfig, saved: SavedRun | None, folder: RunFolder, world: World
+    config: OffloadConfig, saved: SavedRun | None, world: World
 ) -> tuple[OffloadConfig, Forecast | None]:
-    """Resolve open settings as the first rank does: every rank has to take the same steps.
-
-    Raises NoSpaceError if the disk has no room for a checkpoint.
-    """
+    """Resolve open settings as the first rank does: every rank has to take the same steps."""
     if saved is not None:
         config = with_micro_batches_of(config, saved.config)
     found = None
@@ -63,31 +53,7 @@ def choose(
     chosen = config.settled() if found is None else found.config
     if world.size > 1:
         chosen = OffloadConfig.load(yaml.safe_load(world.tell(chosen.to_yaml())))
-    if found is not None and config.train.checkpoint_every:
-        check_room(found, config, folder.checkpoints)
     return chosen, found
-
-
-def check_room(found: Forecast, config: OffloadConfig, folder: Path) -> None:
-    """Raise NoSpaceError if the disk of `folder` has no room for a checkpoint beside the swap
-    files, which are still to be made."""
-    plan, nbytes = found.solution.best.plan, found.planned.memory.checkpoint_nbytes
-    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    free, files = free_nbytes(there), 0
-    if plan.opens_files and _on_one_disk(there, nvme_paths(config.nvme)):
-        files = ranks_here() * needed_nbytes(plan, Tier.NVME)
-    if files + nbytes > free:
-        one, has, swap, lacks = in_one_unit(nbytes, free, files, files + nbytes - free)
-        beside = f" beside swap files of {swap}" if files else ""
-        raise NoSpaceError(
-            f"train.checkpoint_every: there is no room for a checkpoint of {one}: {has} are free "
-            f"in {there}{beside}; free {lacks} there, or name another --run-dir",
-            path=str(folder), nbytes=nbytes, errno=errno.ENOSPC,
-        )  # fmt: skip
-
-
-def _on_one_disk(folder: Path, paths: list[str]) -> bool:
-    return os.stat(folder).st_dev in {os.stat(path).st_dev for path in paths}
 
 
 def announce(

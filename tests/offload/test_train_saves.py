@@ -22,7 +22,6 @@ from offload.checkpoint.format import folder as checkpoint_folder
 from offload.config import OffloadConfig
 from offload.errors import NoSpaceError
 from offload.runs.folder import RunFolder
-from offload.train import start
 from offload.train.loop import run
 from tests.offload.checkpoint_crash import bits_of
 from tests.offload.engine_cases import HOST, NVME, ON
@@ -232,35 +231,3 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_checkpoint_before_stays(
 
     ended_by(NoSpaceError, config, tmp_path / "cut", fill)
     assert checkpoints_in(tmp_path / "cut") == ["step-000002"]
-
-
-# ------------------------------------------------------------------------- before the first step
-
-
-def free(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    patch.setattr(start, "free_nbytes", lambda path: nbytes)
-
-
-def test_a_disk_without_room_for_one_checkpoint_is_refused_before_anything_is_made(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free(monkeypatch, 1 << 10)
-    with pytest.raises(NoSpaceError, match=r"train\.checkpoint_every: there is no room .* free "):
-        run_quietly(make(), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_swap_files_that_are_still_to_be_made_take_room_from_checkpoints(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = checkpoint_nbytes(make(HOST), tmp_path / "first")
-    free(monkeypatch, int(1.1 * one))
-    run_quietly(make(HOST), tmp_path / "host")
-    with pytest.raises(NoSpaceError, match="beside swap files of"):
-        run_quietly(make(NVME), tmp_path / "nvme")
-
-
-def checkpoint_nbytes(config: OffloadConfig, path: Path) -> int:
-    run_quietly(config, path)
-    files = (path / "checkpoints/step-000006").rglob("*")
-    return sum(file.stat().st_size for file in files if file.is_file())
