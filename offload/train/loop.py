@@ -26,7 +26,7 @@ from offload.runs.folder import RunFolder, RunRecord, SavedRun
 from offload.runs.forecast import Forecast
 from offload.runs.watch import Watch
 from offload.runs.world import World
-from offload.tiers.errors import CheckpointError, LowMemoryError, OffloadError
+from offload.tiers.errors import CheckpointError, OffloadError
 from offload.train.start import announce, choose, last_checkpoint
 from offload.train.summary import (
     MemoryUse,
@@ -177,7 +177,7 @@ class Trainer:
         put_off = self.interrupts.put_off(_PUT_OFF if self.world.is_first else "")
         with closing(self._watch([*loggers, self.record], start)) as watch, put_off:
             for step in range(start, self.settings.steps):
-                self._step_or_save(step)
+                self._step(step)
                 watch.flush()
                 last = step + 1 == self.settings.steps and len(self.record.seconds) < _COMPARED
                 if len(self.record.seconds) == _COMPARED or last:
@@ -230,20 +230,6 @@ class Trainer:
 
     def _warn(self, text: str) -> None:
         self.console.print(f"warning: {text}", style="yellow", soft_wrap=True)
-
-    def _step_or_save(self, step: int) -> None:
-        """Take a step. If memory is too low, save the steps before it (on one rank) and raise
-        LowMemoryError."""
-        try:
-            self._step(step)  # which draws no random numbers
-        except LowMemoryError:
-            if self.world.size > 1:  # which go on, and a checkpoint takes all of them
-                raise
-            if self.steps_done == step:  # else it was refused in the validation after it
-                self.engine.optimizer.zero_grad()  # of passes before the one that was refused
-            self._checkpoint_if_due(now=True)
-            self._say_interrupted()
-            raise
 
     def _step(self, step: int) -> None:
         lr = self.config.optimizer.lr * self.settings.schedule.factor(step, self.settings.steps)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 import offload
 from offload.cli.train import resuming_command
 from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
-from offload.errors import CheckpointError, ConfigError, LowMemoryError, PathError
+from offload.errors import CheckpointError, ConfigError, PathError
 from offload.process.interrupts import Terminated
 from offload.runs.folder import RunFolder, check_same_run
 from offload.train.loop import run
@@ -170,36 +170,6 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
     assert capfd.readouterr().err.count(f"{said}: finishing and saving this step") == 1
     assert signal.getsignal(number) is before
     assert checkpoints_in(tmp_path / "cut") == ["step-000003"]
-
-
-def starving(model: nn.Module, config: OffloadConfig) -> offload.Engine:
-    """Before a pass of the third step too little memory is left."""
-    engine = offload.initialize(model, config)
-    own, passes = engine.backward, 0
-
-    def backward(loss: Tensor) -> None:
-        nonlocal passes
-        own(loss)
-        passes += 1
-        if passes == 5:
-            raise LowMemoryError("RAM: nothing is left", free_nbytes=0)
-
-    engine.backward = backward  # type: ignore[method-assign]
-    return engine
-
-
-def test_too_little_memory_ends_a_run_with_a_checkpoint_of_the_steps_before(
-    make_config: Any, tmp_path: Path
-) -> None:
-    config = make_config(gradient_accumulation_steps=2)
-    run_quietly(config, tmp_path / "whole")
-    console = Console(file=io.StringIO(), width=120)
-    with pytest.raises(LowMemoryError):
-        run(config, RunFolder.new(tmp_path / "cut"), console=console, initialize=starving)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "interrupted after step 2 of 6; the checkpoint of step 2 is in\n" in said
-    run_quietly(config, tmp_path / "cut", resume=True)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
 def test_a_second_interrupt_stops_at_once_and_saves_nothing(
