@@ -93,9 +93,9 @@ class NvmeConfig(Section):
     """O_DIRECT, which keeps swapped bytes out of the page cache. true: required; false: never;
     auto: where the file system has it."""
     timeout_s: float = key(30.0, example=120.0, gt=0, le=1e6, unit="seconds")
-    """How long a folder's disk may be asked to read and write without ending any of it, or for
-    anything else (to make or to reserve a file); then a StuckError names what is stuck. A disk that
-    is only slow ends something. Calls on checkpoints are waited for, and named after 30 s."""
+    """How long disks may be asked to read and write without ending any of it, or for anything else
+    (to make or to reserve a file); then a StuckError names what is stuck. A disk that is only slow
+    ends something. Calls on checkpoints are waited for, and named after 30 s."""
 
 
 class ActivationConfig(Section):

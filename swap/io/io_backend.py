@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -48,7 +48,8 @@ class IOBackend(ABC):
     transfers completed, EINTR and EAGAIN retried within bounds, a dead worker); requests are begun
     in the order of `(priority, sequence)`; `before` has returned before the first byte is written,
     `after` is called once all bytes are there; no piece of a request moves after its `_finish`,
-    but one that was given up; `_stop` ends and joins all threads, but those in such a call.
+    but one that was given up; `_stop` ends all threads, and joins them unless one is in such a
+    call.
     """
 
     name = "abstract"
@@ -56,7 +57,7 @@ class IOBackend(ABC):
     def __init__(
         self, *, io_block_nbytes: int = IO_BLOCK_NBYTES, timeout_s: float = TIMEOUT_S
     ) -> None:  # fmt: skip
-        """A path on which calls are under way and none has ended for `timeout_s` is given up."""
+        """If calls are under way and none has ended for `timeout_s`, all are given up."""
         if io_block_nbytes <= 0 or io_block_nbytes % PAGE_NBYTES:
             raise ValueError(f"io_block_nbytes {io_block_nbytes} is no multiple of {PAGE_NBYTES}")
         self.io_block_nbytes = io_block_nbytes
@@ -66,7 +67,7 @@ class IOBackend(ABC):
         self._statistics = IOStatistics()
         self._closed = False
         self._in_flight: dict[IORequest, Transfer[Any]] = {}  # the oldest first
-        self._given_up: dict[str, Failure] = {}  # by path
+        self._given_up: Failure | None = None
         self._lost: set[IOPiece] = set()  # calls that were given up and have not returned
         self.lane = Lane(WaitFor.FILES)
         self._pid = os.getpid()
@@ -142,12 +143,7 @@ class IOBackend(ABC):
 
     @abstractmethod
     def _stop(self) -> None:
-        """End and join all threads. Nothing is in flight."""
-
-    @abstractmethod
-    def _let_go(self, pieces: Collection[IOPiece]) -> None:
-        """Calls that move these pieces may never return: serve what else comes without the threads
-        that are in them, and keep the pieces until they do."""
+        """End all threads, and join them unless `_lost` has calls. Nothing is in flight."""
 
     def _begin(self, request: IORequest) -> None:
         """Begin `request`, whose first piece is about to move: run its `before`."""
@@ -185,7 +181,7 @@ class IOBackend(ABC):
     def _goes_on(self, piece: IOPiece) -> bool:
         """Record that the call has ended and another moves the rest. False where it must not."""
         with self._books:
-            self.watch.moved(piece)
+            self.watch.moved()
             return not piece.given_up
 
     def _returned(self, piece: IOPiece) -> None:
@@ -242,29 +238,25 @@ class IOBackend(ABC):
 
     # ---- inside
 
-    def _give_up(self, path: str) -> None:
-        """Fail all requests, present and future, on a path whose calls do not return."""
+    def _give_up(self) -> None:
+        """Fail all requests, present and future: the calls under way do not return."""
         with self._books:
-            moving = self.watch.take(path)
+            moving = self.watch.take()
             if not moving:  # they have just returned
                 return
-            requests = [request for request in self._in_flight if request.path == path]
             calling = {piece.request for piece in moving}
-            waiting = len(requests) - len(calling)
+            waiting = len(self._in_flight) - len(calling)
             error = stuck_error(moving, waiting, self.watch.timeout_s, self.name)
-            failure = self._given_up[path] = Failure(error)
+            failure = self._given_up = Failure(error)
             for piece in moving:
                 piece.given_up, piece.moving = True, False
             self._lost.update(moving)
-            ending = [request for request in requests if not request.finished]
+            ending = [request for request in self._in_flight if not request.finished]
             for request in ending:
                 request.finished, request.failure = True, failure
         _log.error("%s", error)
-        try:
-            self._let_go(moving)
-        finally:  # also where no thread can be started to serve what else comes
-            for request in ending:
-                self._end(request)
+        for request in ending:
+            self._end(request)
 
     @defer_signals
     def is_lost(self, fd: int) -> bool:
@@ -308,7 +300,7 @@ class IOBackend(ABC):
         with self._books:
             self._check_open(request)
             self._in_flight[request] = transfer
-            request.failure = self._given_up.get(request.path)
+            request.failure = self._given_up
 
     def _check_open(self, request: IORequest) -> None:
         if self._closed:

@@ -1,7 +1,8 @@
 """Gives up a device that does not answer, with an error that names it, instead of waiting forever.
 
 A call into the kernel cannot be cancelled. So its waiters get an error, the call keeps its thread,
-its memory and its descriptor until it returns, if ever, and no other call uses that path any more:
+its memory and its descriptor until it returns, if ever, and the backend makes no other call any
+more. Of several paths a stuck one soon keeps all of them waiting:
 
     moving    ├── call of some seconds ─────┤ ├─────────── call ─────────── ...
     looks        │      │      │      │      │      │  0  │  1  │  2  │ ... │ given up
@@ -17,7 +18,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from offload.swap.io.io_request import IOPiece
 from offload.tiers.errors import StuckError
@@ -26,34 +26,27 @@ from offload.tiers.units import format_bytes
 _log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0
-LOOKS = 20  # in a row at which nothing had ended on a path, before it is given up
+LOOKS = 20  # in a row at which nothing had ended, before the backend is given up
 WARN_AT = LOOKS // 3
-
-
-@dataclass(slots=True)
-class _Path:
-    """The calls under way on one path."""
-
-    moving: dict[IOPiece, float] = field(default_factory=dict)  # and since when, the oldest first
-    ended: int = 0
-    seen: int = 0  # of `ended`, at the last look
-    looks: int = 0  # since then
 
 
 class IOWatch:
     """Looks at the calls of one backend, whose lock guards it."""
 
     def __init__(
-        self, timeout_s: float, books: threading.RLock, give_up: Callable[[str], None]
+        self, timeout_s: float, books: threading.RLock, give_up: Callable[[], None]
     ) -> None:  # fmt: skip
-        """`give_up(path)` is called without the lock when none of the calls on a path, of which
-        there are some, has ended for `timeout_s`."""
+        """`give_up()` is called without the lock when none of the calls, of which there are some,
+        has ended for `timeout_s`."""
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}; it has to be positive")
         self.timeout_s = timeout_s
         self._books = books
         self._give_up = give_up
-        self._paths: dict[str, _Path] = {}
+        self._moving: dict[IOPiece, float] = {}  # and since when, the oldest first
+        self._ended = 0  # calls
+        self._seen = 0  # of them, at the last look
+        self._looks = 0  # since then
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offload-io-watch", daemon=True)
         self._thread.start()
@@ -62,63 +55,48 @@ class IOWatch:
 
     def began(self, piece: IOPiece) -> None:
         """Record that a call is about to move the piece."""
-        path = self._paths.setdefault(piece.request.path, _Path())
-        if not path.moving:
-            path.looks = 0
-        path.moving[piece] = time.monotonic()
+        if not self._moving:
+            self._looks = 0
+        self._moving[piece] = time.monotonic()
 
     def ended(self, piece: IOPiece) -> None:
         """Record that the call has returned; one that was given up is no longer known here."""
-        path = self._paths[piece.request.path]
-        if path.moving.pop(piece, None) is not None:
-            path.ended += 1
+        if self._moving.pop(piece, None) is not None:
+            self._ended += 1
 
-    def moved(self, piece: IOPiece) -> None:
-        """Record that the call has moved a part, and that another call moves the rest."""
-        self._paths[piece.request.path].ended += 1
+    def moved(self) -> None:
+        """Record that a call has moved a part, and that another call moves the rest."""
+        self._ended += 1
 
-    def take(self, name: str) -> dict[IOPiece, float]:
-        """The calls under way on a path, and since when (monotonic); they are no longer watched."""
-        path = self._paths[name]
-        moving, path.moving = path.moving, {}
+    def take(self) -> dict[IOPiece, float]:
+        """The calls under way, and since when (monotonic); they are no longer watched."""
+        moving, self._moving = self._moving, {}
         return moving
 
     # ---- the thread
 
     def look(self) -> None:
-        """Find the paths without progress since the last look, log them, and give up stuck ones."""
-        slow: list[tuple[str, float]] = []
-        stuck: list[str] = []
+        """See whether there was progress since the last look; if not, log or give up."""
         with self._books:
-            for name, path in self._paths.items():
-                if not path.moving or path.ended != path.seen:
-                    path.seen, path.looks = path.ended, 0
-                    continue
-                path.looks += 1
-                if path.looks == WARN_AT:
-                    slow.append(self._slow(path))
-                if path.looks >= LOOKS:
-                    stuck.append(name)
-        for what, seconds in slow:
+            if not self._moving or self._ended != self._seen:
+                self._seen, self._looks = self._ended, 0
+                return
+            self._looks += 1
+            looks, (what, seconds) = self._looks, self._slowest()
+        if looks == WARN_AT:
             warn_slow(what, seconds, self.timeout_s)
-        for name in stuck:
-            self._give_up(name)
+        if looks >= LOOKS:
+            self._give_up()
 
-    def _slow(self, path: _Path) -> tuple[str, float]:
+    def _slowest(self) -> tuple[str, float]:
         """The call under way the longest, described, and its duration in seconds."""
-        piece, since_s = next(iter(path.moving.items()))
-        others = f" and {len(path.moving) - 1} more calls" if len(path.moving) > 1 else ""
+        piece, since_s = next(iter(self._moving.items()))
+        others = f" and {len(self._moving) - 1} more calls" if len(self._moving) > 1 else ""
         return f"{piece.request.described}{others}", time.monotonic() - since_s
 
     def _run(self) -> None:
         while not self._closing.wait(self.timeout_s / LOOKS):
-            try:
-                self.look()
-            except (
-                RuntimeError,
-                OSError,
-            ):  # no new thread: the other paths still are
-                _log.exception("the watch over files goes on")
+            self.look()
 
     def close(self) -> None:
         self._closing.set()
@@ -141,10 +119,10 @@ def stuck_error(
     request, seconds = piece.request, time.monotonic() - since_s
     nbytes = sum(each.nbytes for each in moving)
     return StuckError(
-        f"{request.described} has not ended for {seconds:.3g} s, and nothing else there has for "
+        f"{request.described} has not ended for {seconds:.3g} s, and nothing else has for "
         f"{timeout_s:.3g} s (calls of the {backend} backend: {len(moving)}, of "
         f"{format_bytes(nbytes)}; requests behind them: {waiting}): the device or its server does "
-        "not answer, see `dmesg`; this path is not used any more: go on from the last checkpoint "
+        "not answer, see `dmesg`; no swap file is used any more: go on from the last checkpoint "
         "with a new engine, once the device answers or with another folder in nvme.paths; where it "
         "is only slow, raise nvme.timeout_s",
         path=request.path, offset_bytes=request.offset_bytes, nbytes=request.buffer.nbytes,

@@ -73,10 +73,7 @@ class LibaioBackend(ThreadsBackend):
         A context that does not return its block stays with the thread that waits for it: to destroy
         it would wait for the block, too.
         """
-        try:
-            context = self._contexts.pop()
-        except IndexError:  # in place of one that a lost call has kept
-            context = self._open_context()
+        context = self._contexts.pop()
         block = self._libaio.AIOBlock(mode, fd, [_writable(b) for b in buffers], offset_bytes)
         try:
             context.submit([block])

@@ -7,13 +7,12 @@ Linux, and works with buffered files as well.
 from __future__ import annotations
 
 import heapq
-import itertools
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from offload.swap.io.io_backend import IO_BLOCK_NBYTES, IOBackend, Priority
 from offload.swap.io.io_request import IOPiece, IORequest, Operation
@@ -58,17 +57,12 @@ class ThreadsBackend(IOBackend):
         # True for each piece that is queued, for whichever worker comes first; False ends a worker
         self._ready: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._workers = workers
-        self._names = itertools.count()
-        self._movers: dict[IOPiece, threading.Thread] = {}  # who is in a call
         self._threads: list[threading.Thread] = []
-        for _ in range(workers):
-            self._start_thread()
-
-    def _start_thread(self) -> None:
-        name = f"offload-io-{next(self._names)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        for number in range(workers):
+            name = f"offload-io-{number}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _start(self, request: IORequest) -> None:
         urgent = request.priority is Priority.URGENT and request.before is None
@@ -90,18 +84,9 @@ class ThreadsBackend(IOBackend):
     def _stop(self) -> None:
         for _ in self._threads:  # no piece is queued any more: nothing is in flight
             self._ready.put(False)
-        for thread in self._threads:
+        for thread in () if self._lost else self._threads:
             if thread.ident != threading.get_ident():
                 thread.join()
-
-    def _let_go(self, pieces: Collection[IOPiece]) -> None:
-        """Replace the threads that are in these calls with new ones; they end once their calls
-        return."""
-        with self._lock:
-            lost = {self._movers.pop(piece) for piece in pieces}
-            self._threads = [thread for thread in self._threads if thread not in lost]
-            for _ in lost:
-                self._start_thread()
 
     # ---- in the workers
 
@@ -109,8 +94,7 @@ class ThreadsBackend(IOBackend):
         while (taken := self._take()) is not None:
             index, piece = taken
             try:
-                if self._serve(index, piece):
-                    return
+                self._serve(index, piece)
             except BaseException as error:  # noqa: BLE001  our bug: logged, and waiters told
                 _log.exception("an I/O thread of the %s backend goes on", self.name)
                 if not piece.ended:
@@ -125,23 +109,17 @@ class ThreadsBackend(IOBackend):
             _, _, index, piece = heapq.heappop(self._queue)
         return index, piece
 
-    def _serve(self, index: int, piece: IOPiece) -> bool:
-        """Move one piece. Any error is the request's, never the thread's. Returns whether it took
-        so long that another thread has replaced this one."""
+    def _serve(self, index: int, piece: IOPiece) -> None:
+        """Move one piece. Any error is the request's, never the thread's."""
         try:
             if index == 0 and piece.request.failure is None:
                 piece = self._open(piece)
-            self._movers[piece] = threading.current_thread()
             if piece.request.failure is None and self._moves(piece):
                 with profiled(f"nvme {piece.request.operation} of {piece.request.owner}"):
                     self._move(piece)
         except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
             self._note_error(piece.request, error)
         self._piece_ended(piece)
-        if piece.given_up:  # `_let_go` looks this thread up, perhaps only now
-            return True
-        self._movers.pop(piece, None)
-        return False
 
     def _open(self, whole: IOPiece) -> IOPiece:
         """Run `before`, cut the request, queue all pieces but the first and return that."""

@@ -34,8 +34,7 @@ _PATIENCE_S = 5.0  # how long a Ctrl-C waits for the call under way
 
 
 class TimeoutThread(threading.Thread, Generic[R]):
-    """The thread of one call; `operation`, then `path`, name it in messages. Where no thread can be
-    had, the caller's own makes the call."""
+    """The thread of one call; `operation`, then `path`, name it in messages."""
 
     def __init__(
         self, operation: str, path: str | os.PathLike[str], function: Callable[..., R], *args: Any
@@ -75,11 +74,8 @@ class TimeoutThread(threading.Thread, Generic[R]):
         if sys.is_finalizing():  # when no other thread comes to run
             self.run()
             return
-        try:
-            with defer_signals:
-                self.start()
-        except RuntimeError:  # at a limit on threads, for example
-            self.run()
+        with defer_signals:
+            self.start()
 
     def run(self) -> None:
         """Make the call, in this thread."""
