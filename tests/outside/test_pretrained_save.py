@@ -130,6 +130,18 @@ def test_what_was_opened_is_saved_from_where_it_is(
         assert_same_bits(safetensors.load_file(found / path.name), safetensors.load_file(path))
 
 
+def test_a_model_of_whose_tensors_files_have_several_as_one_keeps_its_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = transformers.NomicBertConfig(**{**SMALL, "num_key_value_heads": 4})
+    model = transformers.NomicBertModel(settings)
+    model.save_pretrained(tmp_path / "expected", save_original_format=False)
+    with with_engine(model, tmp_path), caplog.at_level("WARNING", "offload"):
+        model.save_pretrained(tmp_path / "found")
+    assert "attn.Wqkv.weight of files is" in caplog.text
+    assert_same_files(tmp_path / "found", tmp_path / "expected")
+
+
 def test_an_opened_model_is_not_written_over_its_own_files(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "model", max_shard_size="20KB")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
