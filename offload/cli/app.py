@@ -104,10 +104,7 @@ def generate(
     folder: Annotated[
         Path, typer.Argument(metavar="MODEL_FOLDER", help="A model in transformers' format.")
     ],
-    prompt: Annotated[
-        list[str],
-        typer.Option(metavar="TEXT|@FILE", help="What to go on from. Repeatable: a batch."),
-    ],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to go on from.")],
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="The YAML configuration.")
     ] = None,
@@ -119,33 +116,15 @@ def generate(
             help="Tokens to generate, at most. Default: 128, less at the context's end.",
         ),
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="Sampling temperature; higher is more random.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="K", help="Sample among so many tokens.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Sample among this share of likelihood.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Random seed.")] = None,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Take the likeliest token each time.")
     ] = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's turn, by the chat template.")
-    ] = False,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Random seed.")] = None,
 ) -> None:
     """Generate text to standard output, with a model whose weights are in the tiers."""
     from offload.cli.generate import Asked, run_generation
-    from offload.integrations.transformers.text_generation import Sampling
 
-    sampling = Sampling(greedy, temperature, top_k, top_p)
-    run_generation(
-        Asked(
-            folder, prompt, config, option or [], max_new_tokens, sampling, seed, chat,
-        )
-    )  # fmt: skip
+    run_generation(Asked(folder, prompt, max_new_tokens, greedy, seed), config, option or [])
 
 
 @app.command()
