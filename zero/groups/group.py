@@ -367,26 +367,10 @@ class ParamGroup:
             check_format(spec.name, given, spec.shape, self.dtype, flat.device)
         for index, given in values.items():
             self.check_assigned(self.params[index], given)
-        own = flat.untyped_storage()._cdata
-        for index, given in values.items():
-            if given.untyped_storage()._cdata == own:  # its place, or what is there, is written to
-                values[index] = given.clone()
         for index, given in values.items():
             view = self.layout.params[index].of(flat)
             view.copy_(given)
             hold(self.params[index], view)
-
-    def index_at(self, value: torch.Tensor) -> int | None:
-        """Return the parameter (by index) in whose place in the buffer a view of it begins; None if
-        `value` is no view of the buffer that the group is gathered in."""
-        if self.residing is not GroupState.GATHERED:
-            return None
-        flat, memory = self.flat(), local_of(value)
-        if memory.untyped_storage()._cdata != flat.untyped_storage()._cdata:
-            return None
-        start = memory.storage_offset() - flat.storage_offset()
-        places = enumerate(self.layout.params)
-        return next((at for at, spec in places if spec.offset <= start < spec.stop), None)
 
     def _refuse_kept(self, flat: torch.Tensor, rebound: Sequence[int]) -> None:
         memory = flat.untyped_storage()._cdata

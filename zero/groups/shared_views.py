@@ -2,21 +2,17 @@
 
 Each parameter gets a place of its own in its group's buffer, so a write to one would not show in
 the other any more. One object in several places is a tied weight and needs nothing of this.
-
-`refuse_shared_views` looks at a model before its parameters go to tiers, `AssignedMemory` at what
-`.data` of a parameter in tiers is set to afterwards. Views share memory where the ranges from their
-first to behind their last byte overlap: columns of one matrix do, rows and chunks do not.
+Views share memory where the ranges from their first to behind their last byte overlap: columns of
+one matrix do, rows and chunks do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.tiers.errors import UnsupportedError
 from offload.zero.tensors.local_tensors import memory_of
@@ -91,32 +87,6 @@ def _views(model: nn.Module) -> Iterator[_View]:
             yield _View(name, tensor, memory)
 
 
-class AssignedMemory:
-    """What `.data` of parameters in tiers was set to.
-
-    `b.data = a.data` lets both share memory in plain PyTorch. In tiers each keeps values of its
-    own, so that is refused.
-    """
-
-    def __init__(self) -> None:
-        # by the parameter's name; the storage is held: no other one gets its address meanwhile
-        self._given: dict[str, tuple[StorageWeakRef, range]] = {}
-
-    def note(self, name: str, value: torch.Tensor) -> None:
-        """Note that `.data` of a parameter is set to a plain tensor. Raises UnsupportedError if
-        another one was given the same memory, or a part of it, and the tensor is still there."""
-        storage, taken = StorageWeakRef(value.untyped_storage()), _bytes_of(value, value.data_ptr())
-        self._given = {
-            other: given for other, given in self._given.items()
-            if other != name and not given[0].expired()
-        }  # fmt: skip
-        for other, (theirs, span) in self._given.items():
-            is_apart = span.stop <= taken.start or taken.stop <= span.start
-            if theirs.cdata == storage.cdata and not is_apart:
-                refuse_shared_data(name, other)
-        self._given[name] = storage, taken
-
-
 def check_format(
     name: str, given: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype,
     device: torch.device,
@@ -129,13 +99,3 @@ def check_format(
             f"{tuple(shape)}, {dtype} on {device} in its tiers; change the model before "
             "offload.initialize or offload.dispatch, or precision: and device: in the configuration"
         )
-
-
-def refuse_shared_data(name: str, other: str) -> NoReturn:
-    """Raise the error of `.data` of one parameter that was set to memory of another."""
-    raise UnsupportedError(
-        f"{name}.data was given memory of {other}, or a part of it; in tiers each has values of "
-        f"its own, and a write to one would not show in the other; give it a copy (.data = "
-        "other.data.clone()), or tie them before offload.initialize or offload.dispatch "
-        "(module.weight = other.weight)"
-    )

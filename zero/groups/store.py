@@ -27,7 +27,6 @@ from offload.zero.groups.fetching import REPEATS, Fetchable, Fetcher
 from offload.zero.groups.group import GroupState, ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
-from offload.zero.groups.shared_views import AssignedMemory, refuse_shared_data
 from offload.zero.hooks.handles import HandleTable, Keeper
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import in_backward
@@ -115,10 +114,7 @@ class WeightStore:
         self._packed = {id(packed.param): packed for packed in self.packed}
         # from the id of a row to the id of its packed parameter
         self.whole = {id(row): id(each.param) for each in self.packed for row in each.rows}
-        self._assigned = AssignedMemory()
-        self._released = ReleasedParameters(
-            self.group_of, self.packed_of, weakref.proxy(self)._check_assigned
-        )
+        self._released = ReleasedParameters(self.group_of, self.packed_of)
         self._where: dict[int, tuple[ParamGroup, int]] = {}
         for plan in discovery.groups:
             self._add_group(plan)
@@ -142,8 +138,7 @@ class WeightStore:
             self._released.classes_of, plan.shape.ep_size,
         )  # fmt: skip
         group.is_lazy = self._straight_from_codes and state.has_codes
-        this = weakref.proxy(self)
-        group.check_assigned = lambda param, value: this._check_assigned(param, value)
+        group.check_assigned = self._released.check_assigned
         self.groups.append(group)
         self.fetcher.add(group, plan.shape.table)
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
@@ -247,18 +242,6 @@ class WeightStore:
     def note_gathered(self, group: ParamGroup) -> None:
         """Note that `group` was gathered for code outside of the model's modules."""
         self._handles.note(group)
-
-    def _check_assigned(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Raise UnsupportedError if `param.data` cannot be set to a plain tensor, as another
-        parameter has its memory."""
-        spec = self.spec_of(param)
-        assert spec is not None, "it is managed"
-        group = self._handles.group_of(value)
-        index = None if group is None else group.index_at(value)
-        if group is None or index is None:
-            self._assigned.note(spec.name, value)
-        elif group.params[index] is not param:
-            refuse_shared_data(spec.name, group.layout.params[index].name)
 
     def adopt_changes(self) -> None:
         """Keep what was written to parameters since the last call."""

@@ -35,7 +35,7 @@ from torch import nn
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.group import Classes, ParamGroup
-from offload.zero.groups.shared_views import check_format, refuse_shared_data
+from offload.zero.groups.shared_views import check_format
 from offload.zero.groups.weight_codes import WeightCodes
 from offload.zero.hooks.coded_uses import StoredParam, compute
 from offload.zero.hooks.compilers import uncompiled
@@ -102,11 +102,8 @@ class ReleasedParameters:
     def __init__(
         self, find: Callable[[nn.Parameter], tuple[ParamGroup, int] | None],
         packed_of: Callable[[nn.Parameter], PackedParam | None],
-        check_assigned: Callable[[nn.Parameter, torch.Tensor], None],
     ) -> None:  # fmt: skip
-        """`check_assigned` refuses a plain tensor that `.data` of a parameter is set to."""
         self._find = find
-        self._check_assigned = check_assigned
         self._packed_of = packed_of
         self._classes: dict[type, Classes] = {}
         self._released: dict[type, type] = {}  # class of released ones -> their own
@@ -408,21 +405,29 @@ class ReleasedParameters:
         """Set `param.data = value`."""
         if value is param:
             return
-        name = self._name_of(param)
         self._check([param])
-        check_format(name, value, param.shape, param.dtype, param.device)
-        source = value.source if isinstance(value, PagedTensor) else None
-        if type(value) in self._released:
-            refuse_shared_data(name, self._name_of(value))
-        elif isinstance(source, ParameterSource):
-            if source.param is not param:
-                refuse_shared_data(name, source.name)
-        elif source is None and not is_dtensor(value):
-            self._check_assigned(param, value)
+        check_format(self._name_of(param), value, param.shape, param.dtype, param.device)
+        self.check_assigned(param, value)
         with torch.no_grad():
             for each in list(self._sources):
                 each.part_from(param)
             self._as_paged(param).copy_(value)
+
+    def check_assigned(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Raise UnsupportedError if `value`, which `param.data` is set to, has memory of a
+        parameter in tiers: each has values of its own there."""
+        if isinstance(value, PagedTensor):
+            source = value.source
+            is_shared = isinstance(source, ParameterSource) and source.param is not param
+        else:
+            is_shared = type(value) in self._released or self._handles.group_of(value) is not None
+        if is_shared:
+            raise UnsupportedError(
+                f"{self._name_of(param)}.data was given memory of a parameter; in tiers each has "
+                "values of its own, and a write to one would not show in the other; give it a copy "
+                "(.data = other.data.clone()), or tie them before offload.initialize or "
+                "offload.dispatch (module.weight = other.weight)"
+            )
 
 
 class ParameterSource:
