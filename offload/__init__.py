@@ -13,31 +13,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from offload.process import __version__ as __version__
+from offload.tiers import errors as _errors
+from offload.tiers.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.engine import Engine, initialize
     from offload.engine_lookup import engine_of
-    from offload.errors import (
-        BudgetError,
-        CheckpointError,
-        ChecksumError,
-        ConfigError,
-        IntegrityError,
-        LowMemoryError,
-        ModifiedError,
-        NoCheckpointError,
-        NonfiniteError,
-        NoSpaceError,
-        OffloadError,
-        PathError,
-        RankError,
-        StateError,
-        StorageError,
-        StuckError,
-        TierFullError,
-        UnsupportedError,
-    )
     from offload.inference import Dispatched, dispatch, dispatched
     from offload.integrations.transformers.compress import compress
     from offload.integrations.transformers.pretrained import from_pretrained, open_pretrained
@@ -48,24 +30,6 @@ _HOME = {
     "compress": "offload.integrations.transformers.compress",
     "initialize": "offload.engine",
     "OffloadConfig": "offload.config",
-    "BudgetError": "offload.errors",
-    "CheckpointError": "offload.errors",
-    "ChecksumError": "offload.errors",
-    "ConfigError": "offload.errors",
-    "IntegrityError": "offload.errors",
-    "LowMemoryError": "offload.errors",
-    "ModifiedError": "offload.errors",
-    "NoCheckpointError": "offload.errors",
-    "NoSpaceError": "offload.errors",
-    "NonfiniteError": "offload.errors",
-    "OffloadError": "offload.errors",
-    "PathError": "offload.errors",
-    "RankError": "offload.errors",
-    "StateError": "offload.errors",
-    "StorageError": "offload.errors",
-    "StuckError": "offload.errors",
-    "TierFullError": "offload.errors",
-    "UnsupportedError": "offload.errors",
     "dispatch": "offload.inference",
     "dispatched": "offload.inference",
     "engine_of": "offload.engine_lookup",
@@ -74,27 +38,9 @@ _HOME = {
 }
 
 __all__ = [
-    "BudgetError",
-    "CheckpointError",
-    "ChecksumError",
-    "ConfigError",
     "Dispatched",
     "Engine",
-    "IntegrityError",
-    "LowMemoryError",
-    "ModifiedError",
-    "NoCheckpointError",
-    "NoSpaceError",
-    "NonfiniteError",
     "OffloadConfig",
-    "OffloadError",
-    "PathError",
-    "RankError",
-    "StateError",
-    "StorageError",
-    "StuckError",
-    "TierFullError",
-    "UnsupportedError",
     "__version__",
     "compress",
     "dispatch",
@@ -104,6 +50,7 @@ __all__ = [
     "initialize",
     "open_pretrained",
 ]
+__all__ += _errors.__all__
 
 
 def __getattr__(name: str) -> Any:

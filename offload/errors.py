@@ -1,43 +1,7 @@
 """Every error a user can meet; the tree is described in `offload.tiers.errors`."""
 
-from offload.tiers.errors import (
-    BudgetError,
-    CheckpointError,
-    ChecksumError,
-    ConfigError,
-    IntegrityError,
-    LowMemoryError,
-    ModifiedError,
-    NoCheckpointError,
-    NonfiniteError,
-    NoSpaceError,
-    OffloadError,
-    PathError,
-    RankError,
-    StateError,
-    StorageError,
-    StuckError,
-    TierFullError,
-    UnsupportedError,
-)
+from offload.tiers import errors
+from offload.tiers.errors import *  # noqa: F403
 
-__all__ = [
-    "BudgetError",
-    "CheckpointError",
-    "ChecksumError",
-    "ConfigError",
-    "IntegrityError",
-    "LowMemoryError",
-    "ModifiedError",
-    "NoCheckpointError",
-    "NoSpaceError",
-    "NonfiniteError",
-    "OffloadError",
-    "PathError",
-    "RankError",
-    "StateError",
-    "StorageError",
-    "StuckError",
-    "TierFullError",
-    "UnsupportedError",
-]
+__all__ = []
+__all__ += errors.__all__

@@ -26,6 +26,13 @@ from __future__ import annotations
 
 from offload.tiers.units import format_bytes, in_one_unit
 
+__all__ = [
+    "BudgetError", "CheckpointError", "ChecksumError", "ConfigError", "IntegrityError",
+    "LowMemoryError", "ModifiedError", "NoCheckpointError", "NoSpaceError", "NonfiniteError",
+    "OffloadError", "PathError", "RankError", "StateError", "StorageError", "StuckError",
+    "TierFullError", "UnsupportedError",
+]  # fmt: skip
+
 
 class OffloadError(Exception):
     """Base of every error raised on purpose."""
