@@ -82,7 +82,7 @@ def _problem(detail: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> str
     kind, found = detail["type"], detail.get("input")
     cause = detail.get("ctx", {}).get("error")
     if kind == "extra_forbidden":
-        return "unknown key" + unknown_key(path, found, model)
+        return "unknown key" + unknown_key(path, model)
     if kind == "literal_error":
         expected = detail["ctx"]["expected"].replace(" or ", ", ").split(",")
         allowed = [word.strip("' ") for word in expected]

@@ -66,7 +66,7 @@ def explained(name: str) -> Key:
     if name not in known:
         path = tuple(name.lower().split("."))
         section = known.get(".".join(path[:-1]))
-        hint = unknown_key(path, None, OffloadConfig) if section and section.keys else ""
+        hint = unknown_key(path, OffloadConfig) if section and section.keys else ""
         raise ConfigError(f"{name}: unknown key{hint}")
     return known[name]
 
