@@ -140,12 +140,11 @@ class Frozen(TinyLM):
 @pytest.mark.parametrize(
     ("build", "keys", "fragments"),
     [
-        (lambda: TinyLM(blocks=3), {}, ["9 missing in the checkpoint (blocks.2.norm.weight; ",
-                                        "; and 4 more", "build the model as it was saved"]),
-        (lambda: TinyLM(blocks=1), {}, ["9 not in the model (blocks.1."]),
-        (Wider, {}, ["2 of another shape (norm.weight (32,), here (64,)"]),
-        (Untied, {}, ["of another tie"]),
-        (Frozen, {}, ["1 of another requires_grad (position True, here False)"]),
+        (lambda: TinyLM(blocks=3), {}, ["blocks.2.", " is not in it"]),
+        (lambda: TinyLM(blocks=1), {}, ["blocks.1.", " is not in the model"]),
+        (Wider, {}, ["norm.weight has shape (32,), here (64,)"]),
+        (Untied, {}, ["has tie "]),
+        (Frozen, {}, ["position has requires_grad True, here False"]),
         (TinyLM, {"precision": "fp32"}, ["saved with precision: bf16, this engine has precision: "
                                          "fp32", "export"]),
         (TinyLM, {"optimizer": {"master": "fp32"}}, ["optimizer.master: split"]),

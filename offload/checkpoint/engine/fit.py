@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from offload.checkpoint.engine import model
 from offload.checkpoint.format.manifest import Manifest, OptimizerRecord, ParameterRecord
@@ -13,7 +13,6 @@ from offload.tiers.errors import CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     from offload.models.trained import Trained
 
-_SHOWN = 5
 _WEIGHTS = (
     "to start from its weights alone: `offload checkpoint export` and "
     "offload.initialize(..., weights=)"
@@ -78,22 +77,18 @@ def _match_parameters(
 ) -> dict[str, ParameterRecord]:
     by_name = {name: record for record in saved for name in record.names}
     known = {name for record in mine for name in record.names}
-    missing = [r.names[0] for r in mine if not any(name in by_name for name in r.names)]
-    extra = [r.names[0] for r in saved if not any(name in known for name in r.names)]
-    _refuse(path, {"missing in the checkpoint": missing, "not in the model": extra})
-    found = {
-        record.names[0]: next(by_name[name] for name in record.names if name in by_name)
-        for record in mine
-    }
-    pairs = [(record, found[record.names[0]]) for record in mine]
-    differences = {
-        f"of another {what}": [
-            f"{here.names[0]} {of(there)}, here {of(here)}"
-            for here, there in pairs if of(here) != of(there)
-        ]
-        for what, of in _ALIKE.items()
-    }  # fmt: skip
-    _refuse(path, differences)
+    found = {}
+    for here in mine:
+        there = next((by_name[name] for name in here.names if name in by_name), None)
+        if there is None:
+            _refuse(path, f"{here.names[0]} is not in it")
+        for what, of in _ALIKE.items():
+            if of(here) != of(there):
+                _refuse(path, f"{here.names[0]} has {what} {of(there)}, here {of(here)}")
+        found[here.names[0]] = there
+    for record in saved:
+        if not any(name in known for name in record.names):
+            _refuse(path, f"{record.names[0]} is not in the model")
     return found
 
 
@@ -119,8 +114,8 @@ def _check_param_groups(
         what = f"{len(groups[1])} param groups, this optimizer has {len(groups[0])}"
     else:
         number = next(i for i, (a, b) in enumerate(zip(*groups, strict=True)) if a != b)
-        names = sorted(groups[0][number] ^ groups[1][number])
-        what = f"other parameters in param group {number} ({_listing(names)})"
+        name = min(groups[0][number] ^ groups[1][number])
+        what = f"other parameters in param group {number} ({name})"
     raise CheckpointError(
         f"{path} has {what}; pass `parameters=` to offload.initialize as when it was saved"
     )
@@ -140,17 +135,7 @@ def _check_numbers(engine: Trained, manifest: Manifest, path: Path) -> None:
             ) from None
 
 
-def _listing(names: Sequence[str]) -> str:
-    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return "; ".join(names[:_SHOWN]) + more
-
-
-def _refuse(path: Path, differences: Mapping[str, Sequence[str]]) -> None:
-    """Raise CheckpointError if there are any: names by what is different about them."""
-    found = [
-        f"{len(names)} {what} ({_listing(names)})" for what, names in differences.items() if names
-    ]
-    if found:
-        raise CheckpointError(
-            f"{path} is of another model: {', '.join(found)}; build the model as it was saved"
-        )
+def _refuse(path: Path, difference: str) -> NoReturn:
+    raise CheckpointError(
+        f"{path} is of another model: {difference}; build the model as it was saved"
+    )
