@@ -16,7 +16,7 @@ import typer
 import typer.core
 
 from offload.display.plain_text import plain_lines
-from offload.process.interrupts import Terminated, raising
+from offload.process.interrupts import Terminated
 from offload.tiers.errors import BudgetError, ConfigError, OffloadError
 
 _KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")
@@ -62,8 +62,7 @@ def guarded(run: Callable[[], Any], *, debug: bool, failed: int = EXIT_FAILED) -
     """Return `run()`; an expected error is printed and ends the process with an exit code, which is
     `failed` unless the input is at fault."""
     try:
-        with raising():
-            return run()
+        return run()
     except OffloadError as error:
         if debug:
             traceback.print_exc()

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 _DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 _AGAIN_S = 1.0  # torchrun passes on to its workers a signal that they have got already
@@ -109,42 +108,6 @@ def noted_interrupts() -> Iterator[Interrupts]:
         sys.unraisablehook = say_unless_interrupt
         stack.callback(setattr, sys, "unraisablehook", previous_hook)
         yield interrupts
-
-
-# ---------------------------------------------------------------- commands
-def _end(number: int, frame: FrameType | None) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):
-            os.write(2, b"\ninterrupted\n")
-    os._exit(128 + number)
-
-
-@contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Inside, a Ctrl-C ends the process with exit code 130: for imports and the reading of options,
-    which need no cleaning up, and where an exception would be shown with a traceback."""
-    with _handling(_end, instead_of=signal.default_int_handler):
-        yield
-
-
-@contextmanager
-def raising() -> Iterator[None]:
-    """Let a Ctrl-C raise KeyboardInterrupt inside, even within `ending_at_once`."""
-    with _handling(signal.default_int_handler, instead_of=_end):
-        yield
-
-
-@contextmanager
-def _handling(handler: Any, *, instead_of: Any) -> Iterator[None]:
-    """Handle Ctrl-C by `handler` inside, unless it is ignored or the program handles it itself."""
-    if signal.getsignal(signal.SIGINT) is not instead_of:
-        yield
-        return
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, instead_of)
 
 
 def why_not_noted() -> str:

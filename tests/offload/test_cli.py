@@ -171,39 +171,6 @@ def test_an_interrupt_ends_with_130(
     assert capsys.readouterr().err == "\ninterrupted\n"
 
 
-PRESSED = """
-import signal, sys
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == {pressed!r}:
-            signal.raise_signal(signal.SIGINT)
-
-sys.meta_path.insert(0, Finder())
-sys.argv = [{program!r}, *{arguments!r}]
-from {module} import main
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("program", "pressed", "arguments"),
-    [
-        ("offload", "pydantic", ["config", "schema"]),
-        ("memest", "offload.tools.memest.hardware.parts", ["profiles"]),
-    ],
-)
-def test_a_ctrl_c_while_modules_are_imported_ends_with_130_and_no_traceback(
-    program: str, pressed: str, arguments: list[str]
-) -> None:
-    module = {"offload": "offload.__main__", "memest": "offload.tools.memest.__main__"}[program]
-    text = PRESSED.format(pressed=pressed, program=program, arguments=arguments, module=module)
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
-
-
 def test_show_prints_a_file_that_reads_back(config_file: Path, capsys: Any, tmp_path: Path) -> None:
     from offload.config import OffloadConfig
 

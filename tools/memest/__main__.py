@@ -1,15 +1,6 @@
 """The `memest` command, and `python -m offload.tools.memest`."""
 
-from offload.process.interrupts import ending_at_once
-
-
-def main() -> None:
-    """Run the command line; ends the process with its exit code."""
-    with ending_at_once():
-        from offload.tools.memest.cli import main as run
-
-        run()
-
+from offload.tools.memest.cli import main
 
 if __name__ == "__main__":
     main()
