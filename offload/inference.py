@@ -194,7 +194,6 @@ class Dispatched(TieredModel):
     def _begin_forward(self) -> None:
         if torch.is_grad_enabled():
             self._refuse_gradients()
-        self._homes.check_memory()
         self.store.begin_forward()
 
     def _refuse_gradients(self) -> None:

@@ -4,8 +4,7 @@
     ├── ConfigError             a key, value or combination of the configuration (exit code 2)
     │   └── PathError           a path that is missing, not writable, full or unsafe
     ├── BudgetError             a byte budget that cannot work
-    │   ├── TierFullError       ... found out while running
-    │   └── LowMemoryError      ... the kernel is about to kill this process
+    │   └── TierFullError       ... found out while running
     ├── StorageError            a read or write that failed: path, offset, bytes, errno
     │   ├── NoSpaceError        ... because the device is full
     │   ├── StuckError          ... because the device does not answer
@@ -28,7 +27,7 @@ from offload.tiers.units import format_bytes, in_one_unit
 
 __all__ = [
     "BudgetError", "CheckpointError", "ChecksumError", "ConfigError", "IntegrityError",
-    "LowMemoryError", "ModifiedError", "NoCheckpointError", "NoSpaceError", "NonfiniteError",
+    "ModifiedError", "NoCheckpointError", "NoSpaceError", "NonfiniteError",
     "OffloadError", "PathError", "RankError", "StateError", "StorageError", "StuckError",
     "TierFullError", "UnsupportedError",
 ]  # fmt: skip
@@ -71,16 +70,6 @@ class TierFullError(BudgetError):
             f"{tier} tier full: {owner} needs {needed}, {free} of {format_bytes(budget_nbytes)} "
             f"free; {remedy}"
         )
-
-
-class LowMemoryError(BudgetError):
-    """`free_nbytes` of RAM are left, so few that the kernel may kill this process, and no copy is
-    left to give up. Nothing is lost: states are as they were, and an engine can save a checkpoint.
-    """
-
-    def __init__(self, message: str, *, free_nbytes: int) -> None:
-        self.free_nbytes = free_nbytes
-        super().__init__(message)
 
 
 class StorageError(OffloadError):

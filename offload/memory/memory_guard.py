@@ -8,8 +8,6 @@ cgroups), and evicts copies in time:
     the host tier     ├─ touched ─┤├ spare/2 ┤ its limit: copies grow to it until the next check
     spare < 0         free pages are returned to the system, then copies, the one needed last first,
                       and their pages, until the reserve is whole; prefetches find less room
-    no copy is left   an error before the next forward, if less than a quarter of the reserve is
-                      free below a limit at which the kernel kills
 
 Pinned memory (beside a GPU) is not returned: there the tier stops growing. Copies can be fetched
 again from their homes: no bit of a result depends on them.
@@ -26,8 +24,7 @@ from pathlib import Path
 
 from offload.process import machine
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.threads.shield import defer_signals
-from offload.tiers.errors import LowMemoryError, OffloadError
+from offload.tiers.errors import OffloadError
 from offload.tiers.units import format_bytes
 
 _log = logging.getLogger("offload")
@@ -42,14 +39,12 @@ _AT_ONCE_NBYTES = 64 << 20  # returned to the system per hold of the lock
 class Headroom:
     """The memory left of one limit: of the machine's RAM, or of a cgroup.
 
-    `room_nbytes` can be taken without swapping, `last_nbytes` before something is killed;
-    `reserve_nbytes` of the room should stay.
+    `room_nbytes` can be taken without swapping; `reserve_nbytes` of it should stay.
     """
 
     where: str
     limit_nbytes: int
     room_nbytes: int
-    last_nbytes: int
     reserve_nbytes: int
 
     def __str__(self) -> str:
@@ -59,11 +54,6 @@ class Headroom:
     @property
     def spare_nbytes(self) -> int:
         return self.room_nbytes - self.reserve_nbytes
-
-    @property
-    def missing_nbytes(self) -> int:
-        """The bytes that have to be freed so that no process is killed; 0 if none."""
-        return max(0, self.reserve_nbytes // 4 - self.last_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,35 +89,16 @@ class MemoryGuard:
         self._read = read
         self._sharing = sharing
         self._looking = threading.Lock()
-        self._tightest = Headroom("RAM", 0, 0, 0, 0)
+        self._tightest = Headroom("RAM", 0, 0, 0)
         self._given_back = 0
         self._trimmed_at = 0.0
         self._has_warned = False
-        self.short: Headroom | None = None  # nothing is left to give up
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offload-memory", daemon=True)
 
     def start(self) -> None:
         """Start the thread that looks at the memory left."""
         self._thread.start()
-
-    @defer_signals
-    def check(self) -> None:
-        """Raise LowMemoryError if the next allocations may get this process killed. Costs nothing
-        otherwise."""
-        if self.short is None:
-            return
-        short = self.look()
-        if short is None:
-            return
-        free, limit = format_bytes(short.last_nbytes), format_bytes(short.limit_nbytes)
-        raise LowMemoryError(
-            f"{short.where}: {free} of {limit} are left, the kernel may kill this process, and no "
-            "copies are left to give up; save a checkpoint (where gradients wait, after "
-            "optimizer.step() or zero_grad()), close other programs, or go on with less memory: "
-            "lower budget.host or the batch, or move a class to nvme",
-            free_nbytes=short.last_nbytes,
-        )  # fmt: skip
 
     def report(self) -> MemoryGuardReport:
         at = self._tightest
@@ -136,12 +107,11 @@ class MemoryGuard:
         )
 
     # ---------------------------------------------------------------- a look
-    def look(self) -> Headroom | None:
-        """Set the limit by what is left now, and give up what is beyond it. Returns the limit of
-        the machine that is about to be passed, if nothing is left to give up."""
+    def look(self) -> None:
+        """Set the limit by what is left now, and give up what is beyond it."""
         with self._looking:
-            limits, tier = self._read(), self._pool.tier
-            self._tightest = at = min(limits, key=lambda each: each.spare_nbytes)
+            tier = self._pool.tier
+            self._tightest = at = min(self._read(), key=lambda each: each.spare_nbytes)
             touched, spare = tier.touched_nbytes, at.spare_nbytes
             least = 0 if tier.gives_back else touched  # giving up would free nothing
             limit = max(least, touched + (spare // 2 // self._sharing if spare > 0 else spare))
@@ -151,8 +121,6 @@ class MemoryGuard:
                 self.give_back()
                 self._trim()
                 self._given_back += max(0, touched - tier.touched_nbytes)
-            self.short = self._short(limits)
-            return self.short
 
     def _warn(self, at: Headroom) -> None:
         if self._has_warned:
@@ -188,13 +156,6 @@ class MemoryGuard:
                     tier.give_back(start, end)
                 start = end
 
-    def _short(self, limits: Sequence[Headroom]) -> Headroom | None:
-        worst = max(limits, key=lambda each: each.missing_nbytes)
-        if not worst.missing_nbytes:
-            return None
-        has_more = self._pool.tier.gives_back and self._pool.has_more_to_give()
-        return None if has_more else worst
-
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
         wait_s = 0.0
@@ -218,17 +179,15 @@ class MemoryGuard:
 def read_headroom(root: Path = _ROOT) -> list[Headroom]:
     """Return what is left of RAM and of each limit of this process's cgroups."""
     total, free = machine.total_memory_nbytes(root), machine.free_memory_nbytes(root)
-    last = free + machine.free_swap_nbytes(root)
-    ram = Headroom("RAM", total, free, last, reserve_of(total))
+    ram = Headroom("RAM", total, free, reserve_of(total))
     return [ram, *map(_headroom, machine.memory_limits(root))]
 
 
 def _headroom(limit: machine.MemoryLimit) -> Headroom:
-    """Return what is left of a cgroup. The swap that it may use, if any, is not counted on."""
+    """Return what is left of a cgroup."""
     size = limit.limit_nbytes
     room = max(0, size - limit.used_nbytes + limit.active_cache_nbytes)
-    last = room if limit.kills else size
-    return Headroom(f"cgroup {limit.folder}", size, room, last, reserve_of(size))
+    return Headroom(f"cgroup {limit.folder}", size, room, reserve_of(size))
 
 
 def reserve_of(limit_nbytes: int) -> int:

@@ -341,10 +341,6 @@ class TieredHomes:
             "host to device": device.saved_reads_nbytes,
         }
 
-    def check_memory(self) -> None:
-        """Raise LowMemoryError if there is too little RAM, and nothing to give up."""
-        self.guard.check()
-
     def lanes(self) -> list[Lane]:
         """Return the lanes that the model's thread waits for: files, and links of the device."""
         files = [] if self.store is None else [self.store.backend.lane]

@@ -117,11 +117,6 @@ def free_memory_nbytes(root: Path = _ROOT) -> int:
     return int(psutil.virtual_memory().available) if available is None else available
 
 
-def free_swap_nbytes(root: Path = _ROOT) -> int:
-    """Return the free swap space of the whole machine, in bytes."""
-    return _meminfo("SwapFree", root) or 0
-
-
 def cpu_quota(root: Path = _ROOT) -> float | None:
     """Return the cores' worth of time the tightest cgroup grants; None without a quota."""
     shares = [share for folder in _cgroup_folders("cpu", root) if (share := _quota_of(folder))]

@@ -123,14 +123,6 @@ class SlotPool:
             self._limit = limit_nbytes
             self._give_up_for(0)
 
-    def has_more_to_give(self) -> bool:
-        """Whether any copy that is not needed now can be evicted, or is being written back."""
-        with self.lock:
-            return any(
-                piece.next_use() > 0 and (piece.can_evict() or piece.transit() is not None)
-                for piece in self._held.values()
-            )
-
     def _give_up_for(self, nbytes: int) -> None:
         """Evict clean copies, the one needed last first, until `nbytes` more are within the
         limit."""

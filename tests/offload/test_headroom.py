@@ -8,10 +8,7 @@ from offload.memory.memory_guard import read_headroom
 from offload.process import machine
 from tests.offload.test_machine import GIB, V2_MOUNT, put
 
-MEMINFO = (
-    f"MemTotal: {8 * GIB // 1024} kB\nMemAvailable: {3 * GIB // 1024} kB\n"
-    f"SwapFree: {GIB // 1024} kB\n"
-)
+MEMINFO = f"MemTotal: {8 * GIB // 1024} kB\nMemAvailable: {3 * GIB // 1024} kB\n"
 
 
 def v2(tmp_path: Path, **files: str) -> Path:
@@ -32,26 +29,25 @@ def v2(tmp_path: Path, **files: str) -> Path:
     return put(tmp_path, made | {f"{here}.{name}": text for name, text in files.items()})
 
 
-def test_ram_and_swap_are_told_apart(tmp_path: Path) -> None:
+def test_room_is_the_ram_without_swap(tmp_path: Path) -> None:
     root = put(tmp_path, {"proc/meminfo": MEMINFO})
     (ram,) = read_headroom(root)
     assert (ram.where, ram.limit_nbytes) == ("RAM", 8 * GIB)
-    assert (ram.room_nbytes, ram.last_nbytes) == (3 * GIB, 4 * GIB)
+    assert ram.room_nbytes == 3 * GIB
 
 
-def test_memory_high_is_a_limit_that_kills_nothing(tmp_path: Path) -> None:
+def test_memory_high_is_a_limit(tmp_path: Path) -> None:
     root = v2(tmp_path, high=f"{GIB}\n")
     _, high, most = read_headroom(root)
-    assert (high.limit_nbytes, high.missing_nbytes) == (GIB, 0)
+    assert high.limit_nbytes == GIB
     assert high.room_nbytes == GIB // 4 + GIB // 8
     assert most.limit_nbytes == 2 * GIB
     assert machine.memory_limit_nbytes(root) == GIB  # plans keep below it, too
     assert machine.available_memory_nbytes(root) == GIB // 4
     full = read_headroom(v2(tmp_path / "full", high=f"{GIB // 2}\n"))[1]
     assert full.room_nbytes == 0
-    assert full.missing_nbytes == 0
 
 
 def test_swap_of_a_cgroup_is_not_counted_on(tmp_path: Path) -> None:
     _, limit = read_headroom(v2(tmp_path, **{"swap.max": f"{GIB // 2}\n"}))
-    assert limit.last_nbytes == limit.room_nbytes == GIB + GIB // 8 + GIB // 4
+    assert limit.room_nbytes == GIB + GIB // 8 + GIB // 4

@@ -6,7 +6,6 @@ import gc
 import logging
 import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 import offload
-from offload.errors import LowMemoryError
 from offload.memory.memory_guard import Headroom, MemoryGuard
 from tests.offload.engine_cases import (
     HOST,
@@ -36,7 +34,7 @@ from tests.offload.test_speculative_updates import engine_of, run
 
 pytestmark = MARKS
 MIB = 1 << 20
-PLENTY = Headroom("RAM", 64 << 30, 32 << 30, 32 << 30, 1 << 30)
+PLENTY = Headroom("RAM", 64 << 30, 32 << 30, 1 << 30)
 
 
 class Machine:
@@ -48,9 +46,9 @@ class Machine:
     def __call__(self) -> list[Headroom]:
         return [self.now]
 
-    def has(self, spare_nbytes: int, *, last_nbytes: int = 1 << 40) -> None:
+    def has(self, spare_nbytes: int) -> None:
         reserve = 64 * MIB
-        self.now = Headroom("RAM", 1 << 30, spare_nbytes + reserve, last_nbytes, reserve)
+        self.now = Headroom("RAM", 1 << 30, spare_nbytes + reserve, reserve)
 
 
 @pytest.fixture
@@ -62,7 +60,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @dataclass
 class Drawn:
-    """Another value for every few looks, now and then none for the next allocation."""
+    """Another value for every few looks."""
 
     machine: Machine
     random: random.Random
@@ -73,9 +71,7 @@ class Drawn:
         self.left -= 1
         if self.left < 0:
             self.left = self.random.randrange(5)
-            spare = self.random.randint(-self.most_nbytes, self.most_nbytes)
-            last = 0 if self.random.random() < 0.1 else 1 << 40
-            self.machine.has(spare, last_nbytes=last)
+            self.machine.has(self.random.randint(-self.most_nbytes, self.most_nbytes))
 
 
 @contextmanager
@@ -125,12 +121,7 @@ def keys_of(drawn: random.Random, folder: Path) -> tuple[dict[str, Any], int]:
 def train(engine: offload.Engine, accumulate: int) -> list[float]:
     losses = []
     for number, tokens in enumerate(batches(5 * accumulate), 1):
-        while True:
-            try:
-                loss = engine.module.loss(tokens)
-            except LowMemoryError:
-                continue  # somebody may have made room meanwhile
-            break
+        loss = engine.module.loss(tokens)  # type: ignore[operator]
         engine.backward(loss / accumulate)
         losses.append(loss.item())
         if number % accumulate == 0:
@@ -190,7 +181,6 @@ def test_updates_on_trial_keep_their_bits_under_pressure(
                 ways.append(run(engine, program, force=False))
                 continue
             drawn = Drawn(machine, random.Random(seed), 512 << 10)
-            drawn.random.random = lambda: 1.0  # type: ignore[method-assign] # the loop catches none
             with looked_at(engine._homes.guard, drawn):
                 ways.append(run(engine, program, force=True))
             assert engine.report().trials.kept + engine.report().trials.redone > 0
@@ -213,7 +203,6 @@ def test_what_is_given_up_costs_no_ram_and_comes_back(
             guard.look()
             guard.look()
         assert pool.limit_nbytes == 0
-        assert not pool.has_more_to_give()
         assert pool.tier.touched_nbytes < before // 2
         seen = engine.report()
         assert seen.memory.given_back_nbytes > 0
@@ -227,32 +216,7 @@ def test_what_is_given_up_costs_no_ram_and_comes_back(
         assert pool.tier.touched_nbytes > before // 2
 
 
-def test_where_nothing_is_left_to_give_up_the_forward_refuses_and_the_engine_can_save(
-    tmp_path: Path, machine: Machine
-) -> None:
-    with offload.initialize(seeded(TinyLM), config(tmp_path)) as engine:
-        train(engine, 1)
-        machine.has(-64 * MIB, last_nbytes=3 * MIB)
-        until = time.monotonic() + 60
-        while engine._homes.guard.short is None:  # its own thread finds out
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        with pytest.raises(LowMemoryError, match=r"RAM: 3\.0 MiB of 1\.0 GiB are left") as refused:
-            engine.module.loss(batches(1)[0])
-        assert refused.value.free_nbytes == 3 * MIB
-        engine.save_checkpoint(tmp_path / "saved")
-        states = states_of(engine)
-        machine.now = PLENTY
-        expected = train(engine, 1)  # it goes on where there is room again
-    with offload.initialize(seeded(TinyLM, seed=1), config(tmp_path)) as engine:
-        engine.load_checkpoint(tmp_path / "saved")
-        assert_same_bits(states_of(engine), states)
-        assert train(engine, 1) == expected
-
-
-def test_a_dispatched_model_refuses_too_and_answers_with_the_same_bits(
-    tmp_path: Path, machine: Machine
-) -> None:
+def test_a_dispatched_model_answers_with_the_same_bits(tmp_path: Path, machine: Machine) -> None:
     model, tokens = seeded(TinyLM), batches(1)[0][:, :-1]
     with torch.no_grad():
         expected = model(tokens)
@@ -260,13 +224,6 @@ def test_a_dispatched_model_refuses_too_and_answers_with_the_same_bits(
     with torch.no_grad(), offload.dispatched(model) as tiers:
         machine.has(-64 * MIB)
         tiers._homes.guard.look()
-        assert torch.equal(model(tokens), expected)
-        machine.has(-64 * MIB, last_nbytes=MIB)
-        while tiers._homes.guard.look() is None:
-            time.sleep(0.01)
-        with pytest.raises(LowMemoryError):
-            model(tokens)
-        machine.now = PLENTY
         assert torch.equal(model(tokens), expected)
 
 

@@ -1,4 +1,4 @@
-"""The guard: how much is given up, when it is said, when the next forward is refused."""
+"""The guard: how much is given up, and when it is said."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from offload.memory.memory_guard import Headroom, MemoryGuard
 from offload.swap.states.slot_pool import SlotPool
-from offload.tiers.errors import LowMemoryError
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
@@ -71,7 +70,7 @@ class Machine:
 
     def __call__(self) -> list[Headroom]:
         left = max(0, self.nbytes - self.others - self.tier.touched_nbytes)
-        return [Headroom("RAM", self.nbytes, left, left, self.reserve)]
+        return [Headroom("RAM", self.nbytes, left, self.reserve)]
 
 
 @pytest.fixture
@@ -121,8 +120,6 @@ def test_pinned_memory_grows_no_more_and_its_copies_stay(
     assert pool.offer(2 * MIB, "in place", StateClass.PARAMETERS, next_use=0.5) is not None
     assert pool.offer(5 * MIB, "more", StateClass.PARAMETERS, next_use=0.5) is not None
     assert pool.tier.arena.used_nbytes <= 12 * MIB
-    with pytest.raises(LowMemoryError):
-        guard.check()
     assert (
         "is pinned, and grows no more (the host tier takes 12.0 MiB of 16.0 MiB now)" in caplog.text
     )

@@ -88,10 +88,6 @@ class Homes(WeightHomes, Protocol):
         """Return memory where the model computes, for buffers that belong to several ranks."""
         ...
 
-    def check_memory(self) -> None:
-        """Raise LowMemoryError if the next allocations may get this process killed."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
@@ -264,7 +260,6 @@ class Runtime:
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
         self.store.check_usable()
-        self._homes.check_memory()
         if self.on_forward is not None:
             self.on_forward()
         if not in_backward():  # after an announced backward that has failed
