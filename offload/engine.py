@@ -280,16 +280,6 @@ class Engine(TieredModel):
             _plain(loss if scale == 1.0 else loss * scale).backward()
         self.note_pass(loss)
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss` as `backward` scales it, for a `backward()` of your own on the result, or
-        on a sum with it; the same object if the precision needs no scaling."""
-        runtime = self._open()
-        if runtime.loss_scale is None:
-            return loss
-        scaled = _plain(loss * runtime.loss_scale.scale)
-        scaled.register_hook(lambda _: runtime.announce_scaled())
-        return scaled
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of the backward passes inside add up on this rank; the first pass outside, or

@@ -245,22 +245,3 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(make: MakeE
         losses.append(engine.optimizer.step(closure).item())
     assert losses == losses_of(expected, batches(3))
     assert_same_bits(states_of(engine), states_of(expected))
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_a_backward_of_a_scaled_loss_is_the_engines(make: MakeEngine, precision: str) -> None:
-    def trained(how: str) -> dict[str, Tensor]:
-        engine = make(seeded(TinyLM), precision=precision)
-        for tokens in batches(3):
-            loss = tokens_loss(engine.module, tokens)
-            if how == "scale":
-                engine.scale(loss).backward()
-            else:
-                engine.backward(loss)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-        found = parameters_of(engine)
-        engine.close()
-        return found
-
-    assert_same_bits(trained("scale"), trained("backward"))

@@ -38,7 +38,6 @@ from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
 from offload.zero.hooks.handles import Keeper
 from offload.zero.hooks.pipeline_stages import check_schedule
-from offload.zero.hooks.session import in_backward
 from offload.zero.ranks.rank_weights import SharedMemory
 from offload.zero.ranks.rank_work import RankWork, SharedWork
 from offload.zero.ranks.ranks import Ranks
@@ -134,7 +133,6 @@ class Runtime:
         self._partials = DevicePartials(work.partials) if work.partials is not None else None
         self._ring = work.ring
         self._scaled_backward = False
-        self._scaling_all = False  # within `scaled_backward`
         self._called = False  # for a forward, at least once
         self.on_forward: Callable[[], None] | None = None  # the whole model is about to be called
         self._backward_thread = 0  # the one that gave the last gradient
@@ -262,8 +260,6 @@ class Runtime:
         self.store.check_usable()
         if self.on_forward is not None:
             self.on_forward()
-        if not in_backward():  # after an announced backward that has failed
-            self._scaled_backward = False
         if not self._called:
             self._called = True
             check_schedule(self.options.step_rules)
@@ -298,9 +294,8 @@ class Runtime:
         """Take in a gradient of one parameter, of the whole pass or of a part of it."""
         if self.loss_scale is not None and not self._scaled_backward:
             raise StateError(
-                "precision fp16 scales the loss: call engine.backward(loss), or "
-                "engine.scale(loss).backward(), instead of loss.backward(); a GradScaler is not "
-                "needed"
+                "precision fp16 scales the loss: call engine.backward(loss) instead of "
+                "loss.backward(); a GradScaler is not needed"
             )
         group = state.group
         if type(gradient) is not torch.Tensor:
@@ -361,28 +356,12 @@ class Runtime:
 
     @contextmanager
     def scaled_backward(self) -> Iterator[float]:
-        """Yield the scale to multiply the loss by (1 without loss scaling). A loss that
-        `engine.scale` multiplied already raises StateError in its backward."""
-        self._scaled_backward = self._scaling_all = True
+        """Yield the scale to multiply the loss by (1 without loss scaling)."""
+        self._scaled_backward = True
         try:
             yield self.loss_scale.scale if self.loss_scale is not None else 1.0
         finally:
-            self._scaled_backward = self._scaling_all = False
-
-    def announce_scaled(self) -> None:
-        """Note, within a backward and before any gradient comes, that its loss was scaled."""
-        if self._scaling_all:
-            raise StateError(
-                "the loss would be multiplied with the loss scale twice: give engine.backward what "
-                "engine.scale was not given, or give all terms to engine.scale and call backward() "
-                "of their sum, each term in torch's own class"
-            )
-        if not self._scaled_backward:
-            self._scaled_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_announced)
-
-    def _end_announced(self) -> None:
-        self._scaled_backward = False
+            self._scaled_backward = False
 
     # ---------------------------------------------------------------- step
     @defer_signals
