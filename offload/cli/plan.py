@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from offload.planning.choice.solver import solve
 from offload.planning.machine.preflight import preflight
 from offload.planning.plan.experts import estimate_experts
 from offload.planning.plan.workload import Workload
-from offload.process.machine import OtherPrograms
 from offload.runs.forecast import Facts, FactsOf, forecast_of, workload_of
 from offload.tiers.accelerator import KINDS
 from offload.tiers.errors import ConfigError
@@ -38,14 +37,12 @@ def print_plan(
 ) -> None:  # fmt: skip
     """Describe the run of `file` without starting it: one rank of `ranks` on each of `nodes`, for
     `model` (by default the one that the file was written for, or the built-in one)."""
-    config, others = OffloadConfig.load(file, overrides), OtherPrograms()
+    config = OffloadConfig.load(file, overrides)
     with located(file, overrides):
         _check_device(config, file, overrides, model)
         other = model is not None or config.written_for is not None
         found = named(config, model) if other else built_in(config)
         planned = _plan(found, ranks, nodes)
-    if planned.timed and others.note:
-        planned = replace(planned, notes=(others.note, *planned.notes))
     PlainConsole().print(describe(planned))
 
 

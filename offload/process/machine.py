@@ -202,42 +202,6 @@ def mount_of(path: Path, root: Path = _ROOT) -> Mount | None:
     )
 
 
-class OtherPrograms:
-    """Measures the share of the machine's cores that other programs take, from its creation on."""
-
-    MUCH = 0.3  # of the cores: times that are measured or predicted without them are not kept to
-
-    def __init__(self) -> None:
-        self._before = _cpu_seconds()
-
-    @property
-    def share(self) -> float:
-        """The share of all cores; 0 if almost no time has passed."""
-        busy, own, every = (
-            now - then for now, then in zip(_cpu_seconds(), self._before, strict=True)
-        )
-        return min(1.0, max(0.0, busy - own) / every) if every > 0 else 0.0
-
-    @property
-    def note(self) -> str:
-        """A sentence for readers of a predicted time; empty if other programs take little."""
-        share = self.share if world_size() == 1 else 0.0  # else other ranks are others
-        if share <= self.MUCH:
-            return ""
-        return (
-            f"other programs take {share:.0%} of this machine's cores: a step takes longer than "
-            "predicted while they do"
-        )
-
-
-def _cpu_seconds() -> tuple[float, float, float]:
-    """Return the seconds of all cores that were busy, of this process, and in total."""
-    times = psutil.cpu_times()
-    every = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    return every - idle, sum(os.times()[:4]), every
-
-
 def swap_folder(root: Path = _ROOT) -> Path:
     """Return the folder for swap files if none is named: the temporary folder, or /var/tmp if the
     temporary folder is RAM and TMPDIR does not ask for it."""

@@ -72,10 +72,7 @@ def answered(
 
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. Return 0 if the model fits, 1 if not."""
-    others = machine.OtherPrograms()
     question, found = answered(read_question(asked), estimate)
-    if question.case.profile.here and found.step is not None and others.note:
-        found = replace(found, notes=(*found.notes, others.note))
     if asked.write is not None:  # before a reader of standard output goes away
         _write_config(found, question, asked.write)
     _show(found, asked)
