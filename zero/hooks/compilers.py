@@ -11,14 +11,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
 from torch._C._dynamo import eval_frame as _eval_frame
-
-from offload.tiers.errors import UnsupportedError
 
 _NEEDED = {"disable"}
 
-# Also what PyTorch says of a graph that would have to include one of these functions.
+# What PyTorch says of a graph that would have to include one of these functions.
 _NO_GRAPH = (
     "parameters in tiers are fetched and released before and after modules, so modules around "
     "others cannot be one graph; leave fullgraph=True out, which compiles what is between, or "
@@ -60,15 +57,6 @@ def break_graph(function: Function) -> Function:
     # called by what is not compiled it would be one by itself, anew for every object that has it
     _eval_frame.set_code_exec_strategy(marked.__code__, _RUN_AS_IT_IS)
     return function
-
-
-def explain(error: BaseException, name: str, module: nn.Module) -> None:
-    """Raise UnsupportedError if `error` comes of a module that was to be compiled as a whole."""
-    if type(error).__module__ == "torch._dynamo.exc" and _NO_GRAPH in str(error):
-        raise UnsupportedError(
-            f"torch.compile(fullgraph=True) of {name or 'the model'} ({type(module).__name__}): "
-            f"{_NO_GRAPH}"
-        ) from error
 
 
 @break_graph

@@ -69,7 +69,6 @@ class UnitHooks:
         self._calls: list[_Call] = []  # under way, the outermost first
         self._guards: list[_Guard] = []
         self._after = _Hook(lambda module, args, output: self._return(module), owner)
-        self._names = {id(module): name for name, module in model.named_modules()}
         self._where = {id(param): group for group in groups for param in group.params}
         _leave_the_fast_path(model)
         hooked = {id(unit.module) for unit in units}
@@ -109,9 +108,8 @@ class UnitHooks:
             module.register_forward_pre_hook(hooks[0], prepend=True),
             module.register_forward_hook(hooks[1], always_call=True),
         ]
-        name = self._names[id(module)]
         self._guards.append(
-            _Guard(module, name, self._calls, self._end, hooks, registered, before.needs_nothing)
+            _Guard(module, self._calls, self._end, hooks, registered, before.needs_nothing)
         )
 
     def _groups_in(self, module: nn.Module) -> list[ParamGroup]:
@@ -334,12 +332,12 @@ class _Guard:
     """
 
     __slots__ = (
-        "_after", "_before", "_call", "_calls", "_end", "_installed", "_module", "_name",
+        "_after", "_before", "_call", "_calls", "_end", "_installed", "_module",
         "_needs_no_hooks", "_registered",
     )  # fmt: skip
 
     def __init__(
-        self, module: nn.Module, name: str, calls: Sequence[_Call], end: Callable[[int], None],
+        self, module: nn.Module, calls: Sequence[_Call], end: Callable[[int], None],
         hooks: tuple[_Hook, _Hook], registered: Sequence[RemovableHandle],
         needs_no_hooks: Callable[[], bool],
     ) -> None:  # fmt: skip
@@ -347,7 +345,6 @@ class _Guard:
         before and after the module's forward, `registered` with it, with nothing to do in the call
         that begins where `needs_no_hooks` is true."""
         self._module = module
-        self._name = name
         self._calls = calls
         self._end = end
         self._before, self._after = hooks
@@ -372,7 +369,6 @@ class _Guard:
             return run(*args, **kwargs)
         except BaseException as error:
             leave_checkpoints(error)
-            compilers.explain(error, self._name, self._module)
             raise
         finally:
             try:
