@@ -1,6 +1,4 @@
-"""bitsandbytes: NF4 and FP4 (QLoRA, arXiv:2305.14314), and the int8 of LLM.int8() (2208.07339).
-
-4 bits, of all elements in a row, in blocks:
+"""bitsandbytes: NF4 (QLoRA, arXiv:2305.14314), 4 bits of all elements in a row, in blocks:
 
     M.weight                                   two codes per byte, the first one in the high bits
     M.weight.absmax                            float32 [blocks]; or uint8, codes themselves:
@@ -9,8 +7,7 @@
     M.weight.quant_state.bitsandbytes__nf4     JSON: shape, dtype, block sizes, offset
 
 A value is quant_map[code] x absmax in fp32, rounded to `dtype`; a nested absmax is
-nested_quant_map[code] x nested_absmax + offset. 8 bits: M.weight int8 [rows, columns] and M.SCB
-float32 [rows]; a value is code x SCB x (1 / 127) in fp32.
+nested_quant_map[code] x nested_absmax + offset.
 """
 
 from __future__ import annotations
@@ -26,15 +23,14 @@ from torch import Tensor
 
 from offload.quantised.matrix import Matrix, piece_rows
 from offload.quantised.parts import Parts, damaged
-from offload.tiers.errors import CheckpointError, UnsupportedError
+from offload.tiers.errors import UnsupportedError
 from offload.weights.tensor_file import Stored
 
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SPELT = {dtype: name for name, dtype in _DTYPES.items()}
-_STATE = "weight.quant_state.bitsandbytes__"
+_STATE = "weight.quant_state.bitsandbytes__nf4"
 _STATE_LIMIT_NBYTES = 4096
-_ONE_127TH = 7.874015718698502e-3  # bitsandbytes' own; fp32 rounds it to 1 / 127
 # The quantiles of a normal distribution that QLoRA's appendix E lists.
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -42,10 +38,6 @@ NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-# One sign, two exponent bits and one of mantissa, with a subnormal: over the largest one, 12. The
-# kernels keep the sign of a zero.
-_FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8, 12, 4, 6, 2, 3))
-_TABLES = {"nf4": NF4, "fp4": _FP4}
 
 
 @dataclass(frozen=True)
@@ -54,10 +46,9 @@ class _Blocks(Matrix):
     absmax: Stored
     nested: tuple[Stored, Stored, int, float] | None  # its absmax, its map, block size, offset
     block: int
-    table: tuple[float, ...]
 
     def fill(self, out: Tensor) -> None:
-        table, flat = torch.tensor(self.table), out.view(-1)
+        table, flat = torch.tensor(NF4), out.view(-1)
         absmax = self._absmax()
         step = piece_rows(1, self.block * 2)
         for start in range(0, flat.numel(), step):
@@ -81,53 +72,22 @@ class _Blocks(Matrix):
         return table.read()[stored.int()] * scale + torch.tensor(offset)
 
 
-@dataclass(frozen=True)
-class _Rows(Matrix):
-    codes: Stored
-    scale: Stored
-
-    def fill(self, out: Tensor) -> None:
-        rows, columns = self.shape
-        scale = self.scale.read().view(-1, 1)
-        step = piece_rows(columns)
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            out[start:stop] = self.codes.rows(start, stop) * scale[start:stop] * _ONE_127TH
-
-
 def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
-    if settings.get("load_in_8bit") or settings.get("_load_in_8bit"):
-        return {f"{module}.weight": _rows(module, parts) for module in parts.modules(".SCB")}
-    named = settings.get("bnb_4bit_quant_type", "fp4")
-    found: dict[str, Matrix] = {}
-    for kind in _TABLES:
-        for module in parts.modules(f".{_STATE}{kind}"):
-            if kind != named:
-                raise CheckpointError(
-                    f"{module}.weight is {kind}, and quantization_config in config.json says "
-                    f"{named!s:.20}; get the folder again"
-                )
-            found[f"{module}.weight"] = _blocks(module, kind, parts)
-    return found
-
-
-def _rows(module: str, parts: Parts) -> _Rows:
-    name = f"{module}.weight"
-    codes = parts.take(name, (torch.int8,), (None, None), name)
-    scale = parts.take(f"{module}.SCB", (torch.float32,), (codes.shape[0],), name)
-    layout = parts.take_if(f"{module}.weight_format", (torch.uint8,), (), name)
-    if layout is not None and int(layout.read()) != 0:
+    kind = settings.get("bnb_4bit_quant_type", "fp4")
+    if settings.get("load_in_8bit") or settings.get("_load_in_8bit") or kind != "nf4":
         raise UnsupportedError(
-            f"{name} is in a layout of bitsandbytes for one kind of GPU; load the folder and save "
-            "it again with bitsandbytes 0.45 or newer"
+            f"weights of bitsandbytes in 8 bits or {kind!s:.20} are not read, in nf4 are; load the "
+            "folder once with transformers and bitsandbytes, call model.dequantize(), and "
+            "save_pretrained it to another folder"
         )
-    return _Rows(torch.float32, codes.shape, codes, scale)
+    modules = parts.modules(f".{_STATE}")
+    return {f"{module}.weight": _blocks(module, parts) for module in modules}
 
 
-def _blocks(module: str, kind: str, parts: Parts) -> _Blocks:
+def _blocks(module: str, parts: Parts) -> _Blocks:
     name = f"{module}.weight"
-    described = parts.take(f"{module}.{_STATE}{kind}", (torch.uint8,), (None,), name)
-    state = _State(described, kind)
+    described = parts.take(f"{module}.{_STATE}", (torch.uint8,), (None,), name)
+    state = _State(described)
     numel = math.prod(state.shape)
     codes = parts.left.pop(name, None)
     if codes is None or codes.nbytes != -(-numel // 2):
@@ -147,15 +107,15 @@ def _blocks(module: str, kind: str, parts: Parts) -> _Blocks:
     else:
         absmax = parts.take(f"{name}.absmax", (torch.float32,), (blocks,), name)
     table = parts.take(f"{name}.quant_map", (torch.float32,), (16,), name)
-    if not torch.equal(table.read(), torch.tensor(_TABLES[kind])):
-        raise damaged(table, f"has other values than {kind}")
-    return _Blocks(state.dtype, state.shape, codes, absmax, nested, state.block, _TABLES[kind])
+    if not torch.equal(table.read(), torch.tensor(NF4)):
+        raise damaged(table, "has other values than nf4")
+    return _Blocks(state.dtype, state.shape, codes, absmax, nested, state.block)
 
 
 class _State:
     """The JSON beside a weight. Raises CheckpointError for contents that no weight has."""
 
-    def __init__(self, stored: Stored, kind: str) -> None:
+    def __init__(self, stored: Stored) -> None:
         self._stored = stored
         if stored.nbytes > _STATE_LIMIT_NBYTES:
             raise damaged(stored, f"has {stored.nbytes} bytes")
@@ -163,8 +123,8 @@ class _State:
             said = json.loads(bytes(stored.read().tolist()))
         except (ValueError, RecursionError) as error:
             raise damaged(stored, f"is no JSON ({error!s:.80})") from None
-        if not isinstance(said, dict) or said.get("quant_type") != kind:
-            raise damaged(stored, f"does not describe {kind}")
+        if not isinstance(said, dict) or said.get("quant_type") != "nf4":
+            raise damaged(stored, "does not describe nf4")
         self._said = said
         self.block = self._number("blocksize", _BLOCK_SIZES)
         self.dtype = _DTYPES.get(str(said.get("dtype")), torch.int8)
@@ -202,7 +162,7 @@ def pack(
     said = bytearray(json.dumps(state).encode())
     return {
         "weight": octets[:, None], "weight.absmax": absmax, "weight.quant_map": torch.tensor(NF4),
-        f"{_STATE}nf4": torch.frombuffer(said, dtype=torch.uint8),
+        _STATE: torch.frombuffer(said, dtype=torch.uint8),
     }  # fmt: skip
 
 

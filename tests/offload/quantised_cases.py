@@ -13,7 +13,6 @@ from torch import Tensor
 
 from offload.quantised.bitsandbytes import NF4
 
-FP4 = [0.0, 0.0625, 8, 12, 4, 6, 2, 3]
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 Random = torch.Generator
 
@@ -149,14 +148,13 @@ def awq(group_size: int = 16, dtype: torch.dtype = torch.float16) -> Format:
 
 # -------------------------------------------------------------------------------- bitsandbytes
 def four_bits(
-    kind: str = "nf4", *, nested: bool = False, block: int = 64,
-    dtype: torch.dtype = torch.bfloat16,
+    *, nested: bool = False, block: int = 64, dtype: torch.dtype = torch.bfloat16,
 ) -> Format:  # fmt: skip
     settings = {
-        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": nested,
     }  # fmt: skip
-    table = torch.tensor(NF4) if kind == "nf4" else torch.tensor([*FP4, *(-x for x in FP4)]) / 12
+    table = torch.tensor(NF4)
 
     def make(rows: int, columns: int, random: Random) -> Weight:
         numel = rows * columns
@@ -164,7 +162,7 @@ def four_bits(
         codes = randint(16, (numel + numel % 2,), random)
         absmax = positive((blocks,), torch.float32, random)
         state = {
-            "quant_type": kind, "blocksize": block, "dtype": str(dtype).removeprefix("torch."),
+            "quant_type": "nf4", "blocksize": block, "dtype": str(dtype).removeprefix("torch."),
             "shape": [rows, columns],
         }  # fmt: skip
         parts = {
@@ -182,23 +180,9 @@ def four_bits(
             }  # fmt: skip
             absmax = values[inner.int()] * outer.repeat_interleave(256)[:blocks] + 0.0625
         said = json.dumps(state).encode()
-        parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
-            list(said), dtype=torch.uint8
-        )
+        parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(said), dtype=torch.uint8)
         values = table[codes[:numel]] * absmax.repeat_interleave(block)[:numel]
         return Weight(parts, values.to(dtype).reshape(rows, columns))
-
-    return Format(settings, make)
-
-
-def eight_bits() -> Format:
-    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
-
-    def make(rows: int, columns: int, random: Random) -> Weight:
-        codes = (randint(255, (rows, columns), random) - 127).to(torch.int8)
-        scale = positive((rows,), torch.float32, random)
-        parts = {"weight": codes, "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-        return Weight(parts, codes * scale[:, None] * np.float32(1 / 127).item())
 
     return Format(settings, make)
 
@@ -223,7 +207,6 @@ FORMATS: dict[str, Format] = {
     "awq in one group": awq(-1),
     "nf4": four_bits(),
     "nf4 nested": four_bits(nested=True),
+    "nf4 fp16, nested": four_bits(nested=True, dtype=torch.float16),
     "nf4 fp32": four_bits(dtype=torch.float32, block=128),
-    "fp4 nested": four_bits("fp4", nested=True, dtype=torch.float16),
-    "int8": eight_bits(),
 }
