@@ -189,14 +189,14 @@ class TieredHomes:
     ) -> State:
         """Return a state for weights whose home holds codes, which cross every link as they are."""
 
-        def home(stored: int, _: int) -> State:
+        def home(stored: int) -> State:
             return self._computed_with(tier, label, stored, piece, StateClass.PARAMETERS, next_use)
 
         kind = FLOAT_OF[self._dtype]
         codec = WeightCodes(lay_out_codes(layout, self._itemsize), kind, self._run)
         if self.plan.gpu:
             return self._device.coded(nbytes, codec, home, next_use)
-        return CodedState(nbytes, nbytes, codec, home, self.pool, next_use)
+        return CodedState(nbytes, codec, home, self.pool, next_use)
 
     def kv_memory(self, name: str, nbytes: int) -> Lease:
         """Return memory where the model computes. Its previous contents may still be read: work

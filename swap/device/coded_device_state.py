@@ -20,8 +20,7 @@ from offload.swap.device.fences import OpenReads
 from offload.swap.device.streams import StreamEvent
 from offload.swap.states.coded_state import CodedState, MakeHome
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import Codec, HostPiece
-from offload.swap.threads.transfer import Transfer
+from offload.swap.states.state import Codec
 from offload.tiers.errors import StateError
 
 
@@ -35,7 +34,7 @@ class DeviceCodedState(CodedState):
         self, nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool, links: Links,
         reads: OpenReads, next_use: Callable[[], float],
     ) -> None:  # fmt: skip
-        super().__init__(nbytes, nbytes, codec, make_home, pool, next_use)
+        super().__init__(nbytes, codec, make_home, pool, next_use)
         self._links = links
         self._reads = reads
         self._before_write: tuple[StreamEvent, ...] = ()  # what works in the slot until then
@@ -91,7 +90,7 @@ class DeviceCodedState(CodedState):
     # ---------------------------------------------------------------- host side
     def host_tensor(self) -> torch.Tensor:
         values = self._changing()
-        self._decode(0, self._home.host_tensor(), values)
+        self._codec.decode(self._home.host_tensor(), values)
         return values
 
     def host_blank(self) -> torch.Tensor:
@@ -125,16 +124,4 @@ class DeviceCodedState(CodedState):
             held = self._slot if self._has_values else None
             view = None if held is None else held.tensor[: self.nbytes]
         if view is not None:
-            self._decode(0, self._home.tensor(), view)
-
-    def host_piece(self, piece: int) -> HostPiece | None:
-        return None
-
-    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
-        self._decode(0, self._home.host_tensor(), destination[: self.nbytes])
-        return Transfer.completed(None)
-
-    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
-        self._changing().copy_(source[: self.nbytes])
-        self.mark_host_dirty()
-        return Transfer.completed(None)
+            self._codec.decode(self._home.tensor(), view)

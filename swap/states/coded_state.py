@@ -1,13 +1,13 @@
 """State whose home stores codes: decoded into a slot of memory while it is computed with.
 
-    home    ├ codes 0 ┤├ codes 1 ┤        any State: in memory, in a file
+    home    ├ codes ┤        any State: in memory, in a file
                │ decode    ▲ encode
                ▼           │
-    slot    ├──── piece 0 ────┤├──── piece 1 ────┤
+    slot    ├───── values ─────┤
 
-Each piece is stored by itself; the home may have pieces of another size. The slot always holds the
-decoded codes of the home: writes are rounded at once, so results do not depend on when a slot was
-evicted. Elements that are written with the values that they had keep their codes.
+The slot always holds the decoded codes of the home: writes are rounded at once, so results do not
+depend on when a slot was evicted. Elements that are written with the values that they had keep
+their codes. It is one piece, and has no update side: what is stored in codes is frozen.
 
 Nothing is decoded ahead of its use: decoding and computing share the same processors, and reads of
 the next codes go on meanwhile. A slot is evicted before any codes are: decoding takes a fraction of
@@ -20,22 +20,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import MADE_HERE, SlotPool
 from offload.swap.states.slot_state import SlotState
-from offload.swap.states.state import Codec, HostPiece, State
+from offload.swap.states.state import Codec, State
 from offload.swap.threads.shield import interrupted_in_waits
-from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
-# Makes the home: its bytes, and those of each of its pieces but the last.
-MakeHome = Callable[[int, int], State]
+MakeHome = Callable[[int], State]  # makes the home of so many bytes
 
 
 class CodedState(SlotState):
@@ -44,17 +43,13 @@ class CodedState(SlotState):
     has_codes = True
 
     def __init__(
-        self, nbytes: int, piece_nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool,
+        self, nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool,
         next_use: Callable[[], float],
     ) -> None:  # fmt: skip
-        """Raises ValueError if the codec cannot store a piece."""
-        step = round_up(codec.stored_nbytes(min(piece_nbytes, nbytes)), PAGE_NBYTES)
-        whole, rest = divmod(nbytes, piece_nbytes)
-        stored = whole * step + (codec.stored_nbytes(rest) if rest else 0)
-        self._home = make_home(stored, step)
-        super().__init__(self._home.name, nbytes, piece_nbytes, pool, next_use)
+        """Raises ValueError if the codec cannot store so many bytes."""
+        self._home = make_home(codec.stored_nbytes(nbytes))
+        super().__init__(self._home.name, nbytes, nbytes, pool, next_use)
         self._codec = codec
-        self._step = step  # from the codes of one piece to those of the next
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
         self._is_reserved = False  # the slot is empty, and taken for values that are needed now
         self._was_decoded: bool | None = None  # at its last use
@@ -116,9 +111,7 @@ class CodedState(SlotState):
             # before its codes are held: these fit into smaller holes
             view = self._take_slot()
             try:
-                stored = self._home.tensor()
-                for piece in range(self.pieces):
-                    self._decode(piece, stored, view)
+                self._codec.decode(self._home.tensor(), view)
             except BaseException:
                 with self._lock:
                     self.evict()  # the next caller must not take what is half there for values
@@ -129,7 +122,7 @@ class CodedState(SlotState):
             return view
 
     def codes(self) -> tuple[Codec, torch.Tensor]:
-        return self._codec, self._stored(0, self._home.tensor())
+        return self._codec, self._home.tensor()
 
     def blank(self) -> torch.Tensor:
         return self._take_slot()
@@ -158,14 +151,6 @@ class CodedState(SlotState):
         self._is_blank, self._is_reserved = True, False
         return self._slot.tensor[: self.nbytes]
 
-    def _decode(self, piece: int, stored: torch.Tensor, view: torch.Tensor) -> None:
-        self._codec.decode(self._stored(piece, stored), view[self.span(piece)])
-
-    def _stored(self, piece: int, stored: torch.Tensor) -> torch.Tensor:
-        """The codes of a piece, without what fills its last page."""
-        span, start = self.span(piece), piece * self._step
-        return stored[start : start + self._codec.stored_nbytes(span.stop - span.start)]
-
     def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Store what was written at once, and round the slot to what is stored."""
         with self._lock:
@@ -176,14 +161,13 @@ class CodedState(SlotState):
         is_new = self._is_blank or not self._is_stored
         stored = self._home.blank() if is_new else self._home.tensor()
         store = self._codec.encode if is_new else self._codec.update
-        for piece in range(self.pieces):
-            try:
-                store(view[self.span(piece)], self._stored(piece, stored))
-            except BaseException:
-                if not is_new:
-                    self._decode(piece, stored, view)  # what was refused is not there
-                raise
-            self._decode(piece, stored, view)
+        try:
+            store(view, stored)
+        except BaseException:
+            if not is_new:
+                self._codec.decode(stored, view)  # what was refused is not there
+            raise
+        self._codec.decode(stored, view)
         self._home.mark_dirty()
         self._is_blank, self._is_stored = False, True
 
@@ -196,38 +180,11 @@ class CodedState(SlotState):
                 return Residency.DIRTY if self._is_blank else Residency.CLEAN
         return self._home.residency()
 
-    # ---------------------------------------------------------------- pieces in host memory
-    def host_piece(self, piece: int) -> HostPiece | None:
-        with self._lock:
-            if self._slot is None or not self._has_values:
-                return None
-            return HostPiece(self._slot.tensor[self.span(piece)])
+    # ---------------------------------------------------------------- update side
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise StateError(f"{self.name} is stored in codes, which no update reads or changes")
 
-    def mark_piece_dirty(self, piece: int) -> None:
-        with self._lock:
-            if self._slot is None or not self._has_values:
-                raise StateError(f"{self.name} is staged: use write_piece")
-            view = self._slot.tensor[self.span(piece)]
-        self.write_piece(piece, view)
-
-    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
-        span = self.span(piece)
-        target = destination[: span.stop - span.start]
-        self._codec.decode(self._stored(piece, self._home.tensor()), target)
-        return Transfer.completed(None)
-
-    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
-        span = self.span(piece)
-        self._home.settle()  # what goes home must not be half of what is written now
-        stored = self._home.tensor()
-        self._codec.update(source[: span.stop - span.start], self._stored(piece, stored))
-        self._home.mark_dirty()
-        with self._lock:
-            held = self._slot if self._has_values else None
-            view = None if held is None else held.tensor[: self.nbytes]
-        if view is not None:
-            self._decode(piece, stored, view)
-        return Transfer.completed(None)
+    host_piece = mark_piece_dirty = read_piece = write_piece = _refuse
 
     # ---------------------------------------------------------------- both
     def discard(self) -> None:

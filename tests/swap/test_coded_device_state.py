@@ -57,7 +57,7 @@ def make(bench: Bench) -> Make:
     """A state with values of so many pages, filled with a number."""
 
     def one(name: str, pages: int, fill: int) -> DeviceCodedState:
-        def home(stored: int, _: int) -> State:
+        def home(stored: int) -> State:
             lease = bench.host_lease(stored // PAGE_NBYTES)
             kept = MemoryState(name, stored, PAGE_NBYTES, lease)
             return MirroredState(kept, bench.pool, bench.links, bench.reads, lambda: 1.0)

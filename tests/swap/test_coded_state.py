@@ -25,8 +25,7 @@ from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, Tier
 
-PIECE = 4 * PAGE_NBYTES  # in a slot
-NBYTES = 2 * PIECE + PAGE_NBYTES  # the last piece is shorter
+NBYTES = 9 * PAGE_NBYTES
 NUMEL = NBYTES // 4
 
 
@@ -104,15 +103,15 @@ def make(home_kind: str, codec: Codec, tmp_path: Path) -> Iterator[Make]:
     )
     made: list[State] = []
 
-    def home(nbytes: int, piece_nbytes: int) -> State:
+    def home(nbytes: int) -> State:
         if home_kind == "memory":
             lease = pool.demand(nbytes, "coded", StateClass.PARAMETERS)
-            return MemoryState("coded", nbytes, piece_nbytes, lease)
+            return MemoryState("coded", nbytes, PAGE_NBYTES, lease)
         kind = StateClass.PARAMETERS
-        return FileState("coded", nbytes, piece_nbytes, kind, files, pool, lambda: 1.0)
+        return FileState("coded", nbytes, PAGE_NBYTES, kind, files, pool, lambda: 1.0)
 
     def one() -> CodedState:
-        made.append(CodedState(NBYTES, PIECE, codec, home, pool, lambda: 1.0))
+        made.append(CodedState(NBYTES, codec, home, pool, lambda: 1.0))
         return made[-1]
 
     yield one
@@ -202,7 +201,7 @@ def test_threads_that_want_values_at_once_decode_them_once(
     begun.wait()
     found.append(held(state).clone())
     other.join()
-    assert len(decoded) == state.pieces
+    assert len(decoded) == 1
     assert torch.equal(found[0], found[1])
     monkeypatch.undo()
     assert torch.equal(found[0], rounded(codec, values()))
@@ -245,13 +244,16 @@ def test_a_reserved_slot_is_never_taken_for_values(make: Make, codec: Codec) -> 
     state.prefetch(next_use=-1.0)  # another state's last use decoded
     assert state.held_nbytes
     assert state.residency() is state._home.residency()
-    assert state.host_piece(0) is None
     with pytest.raises(StateError, match="no memory that could have been written"):
         state.mark_dirty()
-    with pytest.raises(StateError, match="write_piece"):
-        state.mark_piece_dirty(0)
-    piece = torch.empty(PIECE, dtype=torch.uint8)
-    state.read_piece(1, piece).wait()
-    expected = rounded(codec, values())
-    assert torch.equal(piece.view(torch.float32), expected[PIECE // 4 : PIECE // 2])
-    assert torch.equal(held(state), expected)
+    assert torch.equal(held(state), rounded(codec, values()))
+
+
+def test_no_update_reads_or_changes_codes(make: Make) -> None:
+    state, piece = filled(make), torch.empty(NBYTES, dtype=torch.uint8)
+    for call, args in (
+        (state.host_piece, (0,)), (state.mark_piece_dirty, (0,)),
+        (state.read_piece, (0, piece)), (state.write_piece, (0, piece)),
+    ):  # fmt: skip
+        with pytest.raises(StateError, match="coded is stored in codes"):
+            call(*args)

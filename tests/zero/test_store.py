@@ -60,17 +60,17 @@ class Homes:
         return self.state(name, 4 * numel, next_use)
 
     def state(self, name: str, nbytes: int, next_use: NextUse) -> State:
-        def home(nbytes: int, piece_nbytes: int) -> State:
+        def home(nbytes: int) -> State:
             if self.in_files:
                 kind = StateClass.PARAMETERS
-                return FileState(name, nbytes, piece_nbytes, kind, self.files, self.pool, next_use)
+                return FileState(name, nbytes, PAGE_NBYTES, kind, self.files, self.pool, next_use)
             lease = self.pool.demand(nbytes, name, StateClass.PARAMETERS)
-            return MemoryState(name, nbytes, piece_nbytes, lease)
+            return MemoryState(name, nbytes, PAGE_NBYTES, lease)
 
         if self.codec is None:
-            made = home(nbytes, PAGE_NBYTES)
+            made = home(nbytes)
         else:
-            made = CodedState(nbytes, PAGE_NBYTES, self.codec, home, self.pool, next_use)
+            made = CodedState(nbytes, self.codec, home, self.pool, next_use)
         self.states.append(made)
         return made
 
@@ -212,19 +212,16 @@ def test_the_same_stored_bytes_give_the_same_bits_wherever_they_are(
     plain = seeded(lambda: TinyLM(4))
     model = copy.deepcopy(plain)
     codec = Nibbles()
-    slots = 3 * largest(plain)
-    homes = make_homes(slots if in_files else 2 * slots, in_files=in_files, codec=codec)
+    homes = make_homes(3 * largest(plain), in_files=in_files, codec=codec)
     store = stored(model, homes)
-    for group in store.groups:  # what the codes say, in blocks of the group's buffer
+    for group in store.groups:  # what the codes say
         flat = torch.zeros(group.layout.numel)
         names = dict(plain.named_parameters())
         for spec in group.layout.params:
             flat[spec.offset : spec.stop] = names[spec.name].detach().reshape(-1)
         said = torch.empty(codec.stored_nbytes(flat.nbytes), dtype=torch.uint8)
-        for span in (slice(at, at + 1024) for at in range(0, group.layout.numel, 1024)):
-            values = flat[span].view(torch.uint8)
-            codec.encode(values, said[: codec.stored_nbytes(values.numel())])
-            codec.decode(said[: codec.stored_nbytes(values.numel())], values)
+        codec.encode(flat.view(torch.uint8), said)
+        codec.decode(said, flat.view(torch.uint8))
         with torch.no_grad():
             for spec in group.layout.params:
                 names[spec.name].copy_(flat[spec.offset : spec.stop].view(spec.shape))
