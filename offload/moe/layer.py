@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
@@ -195,7 +196,7 @@ class Dispatch:
         self._routing = routing
         experts = torch.where(routing.kept, routing.experts, E).flatten()
         order = experts.argsort(stable=True)
-        self.counts: list[int] = torch.bincount(experts, minlength=E)[:E].tolist()
+        self.counts = _counts(experts, E)
         total = sum(self.counts)
         self._order = order[:total]
         places = torch.empty_like(order)
@@ -215,6 +216,16 @@ class Dispatch:
         padded = y if len(y) == T * K else torch.cat([y, y.new_zeros(1, y.shape[1])])
         routed = padded.index_select(0, self._places).view(T, K, y.shape[1])
         return (routed * self._routing.weights.unsqueeze(-1)).sum(1)
+
+
+def _counts(experts: Tensor, E: int) -> list[int]:  # noqa: N803
+    """Count each expert's tokens; `E` stands for no expert. A pass without values has balanced
+    routing, of which nothing is dropped."""
+    if isinstance(experts, FakeTensor):
+        some, more = divmod(experts.numel(), E)
+        return [some + 1] * more + [some] * (E - more)
+    counts: list[int] = torch.bincount(experts, minlength=E)[:E].tolist()
+    return counts
 
 
 def _tensor_of(output: object) -> Tensor:

@@ -98,7 +98,7 @@ def forecast_of(
     hardware = this_machine(config.nvme, device, sharding, here)
     speeds = _speeds(config, shape)
     gpu = accelerator.is_accelerator(device)
-    baseline = known_baseline(config.precision, gpu=gpu)
+    baseline = known_baseline(config.precision, gpu=gpu).that_plans()
     run = RunFacts(workload, speeds or replace(NOMINAL, gpu=gpu), facts, baseline)
     try:
         planned = plan_run(config, shape, hardware, run)

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.planning.activations.compiler_free import without_dynamo
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import managed
 from offload.zero.tensors.local_tensors import is_dtensor
@@ -104,8 +103,7 @@ class MetaInitialiser:
         """`elsewhere` holds meta tensors whose values come from another source."""
         self._model = model
         self._seed = seed
-        with without_dynamo():  # references of kernels import it, 95 MiB, for one answer
-            self._entries = _entries(model, elsewhere)
+        self._entries = _entries(model, elsewhere)
         self._entry = {id(entry.tensor): entry for entry in self._entries}
         self._of: dict[int, list[Entry]] = {}  # those that a module has
         for entry in self._entries:
@@ -180,7 +178,7 @@ class MetaInitialiser:
     # ---------------------------------------------------------------- module by module
     def _initialise(self, entries: Collection[Entry]) -> dict[Entry, torch.Tensor]:
         values: dict[Entry, torch.Tensor] = {}
-        with torch.random.fork_rng(devices=[]), self._twins_installed(), without_dynamo():
+        with torch.random.fork_rng(devices=[]), self._twins_installed():
             for entry in entries:
                 if entry not in values:
                     values.update(self._beside(entry))

@@ -16,6 +16,7 @@ from offload.planning.activations.pass_watch import PassWatch
 from offload.planning.activations.saved_elsewhere import SavedElsewhere
 from offload.planning.activations.trace import as_the_engine, facts_of, run_of
 from offload.planning.activations.traced_blocks import watched_blocks
+from offload.planning.activations.valueless import unpacked_sequences
 from offload.planning.plan.workload import Workload
 from offload.zero.groups.discovery import discover
 
@@ -57,6 +58,7 @@ def _watched(
     gc.disable()
     try:
         with ExitStack() as stack:
+            stack.enter_context(unpacked_sequences())
             stack.enter_context(as_the_engine(model, units, config, away))
             stack.enter_context(watched_blocks(model, units, watch, skip=False))
             stack.enter_context(watch)

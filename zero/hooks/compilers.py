@@ -39,7 +39,7 @@ def uncompiled(function: Function) -> Function:
         nonlocal disabled
         if disabled is None:
             compiler = sys.modules.get("torch._dynamo")
-            # it may be half imported, or a stand-in (`planning/compiler_free`)
+            # it may be half imported
             if compiler is None or not vars(compiler).keys() >= _NEEDED:
                 return function(*args, **kwargs)
             disabled = compiler.disable(function)

@@ -36,10 +36,6 @@ _NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
 _PLAIN = (torch.Tensor, FakeTensor)
 
 
-class ValuesUnknown:
-    """A base of tensor classes for passes without values: they are copied as plain ones are."""
-
-
 _CONTAINERS = frozenset({list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter})
 
 
@@ -152,8 +148,7 @@ def _without_graph(value: Any) -> Any:
 
 
 def _is_copied(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in _PLAIN or isinstance(tensor, ValuesUnknown)
-    plain = plain and tensor.layout is torch.strided
+    plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
     return plain and not tensor.requires_grad and not tensor.is_quantized
 
 
@@ -165,7 +160,7 @@ def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
             by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     copies: dict[int, torch.Tensor] = {}
     for views in by_memory.values():
-        if len(views) == 1 or isinstance(views[0], (FakeTensor, ValuesUnknown)):
+        if len(views) == 1 or isinstance(views[0], FakeTensor):
             copies.update((id(view), view.clone()) for view in views)
         else:
             memory = views[0].untyped_storage().clone()
@@ -189,7 +184,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare two tensors; without values nothing differs. Kernels that change a tensor do not
     always count it (batch norm), so versions would not tell."""
-    if isinstance(a, (FakeTensor, ValuesUnknown)) or a.is_meta:
+    if isinstance(a, FakeTensor) or a.is_meta:
         return True
     flat_a, flat_b = (each.reshape(-1).view(torch.uint8) for each in (a, b))
     return torch.equal(flat_a, flat_b)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass,
@@ -52,10 +53,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that holds the memory of a tensor's values; None if it has no memory of its
-    own (the result of a collective in progress, values in a tier, other wrappers)."""
+    own (the result of a collective in progress, values in a tier or nowhere, other wrappers)."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
-    has_none: bool = isinstance(tensor, PagedTensor) or is_traceable_wrapper_subclass(tensor)
+    has_none: bool = isinstance(tensor, FakeTensor | PagedTensor)
+    has_none = has_none or is_traceable_wrapper_subclass(tensor)
     return None if has_none else tensor
 
 

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.planning.activations.facts import NO_WORK, PassCost
 from offload.planning.activations.op_costs import flops, is_kernel, scratch_nbytes, touched_nbytes
-from offload.planning.activations.valueless import tensors_of
 
 _DEVICE = torch.ops.prim.device.default
 _DETACH = torch.ops.aten.detach.default
@@ -219,3 +218,12 @@ class PassWatch(TorchDispatchMode):
 def _next_node() -> int:
     """The sequence number of the next node that is added to a graph."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in nested tuples and lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_of(value)

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 
 from offload.planning.activations.pass_watch import LiveBytes
+from offload.planning.activations.valueless import WithoutValues
 from offload.planning.plan.plan import LEAST_WINDOW_NBYTES
 from offload.swap.activations import LEAST_NBYTES, WHOLE
 from offload.swap.activations.activations import span_of
@@ -48,15 +51,22 @@ class _LeftTensor:
     def tensor(self) -> Tensor:
         storage = self.owner.bring_back(self.record)
         offset = (self.offset_bytes - self.record.there_start_bytes) // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype).set_(storage, offset, self.shape, self.stride)
+        with no_dispatch():  # a mode without values refuses storages
+            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor = empty.set_(storage, offset, self.shape, self.stride)
+        mode = self.owner.values
+        return tensor if mode is None else FakeTensor(mode, tensor, "cpu")
 
 
 class SavedElsewhere:
     """Implements the keeper of saved activations (`zero/hooks/handles.py`)."""
 
-    def __init__(self, live: LiveBytes, *, in_place: bool) -> None:
-        """`live` knows which storages count. `in_place`: the model computes on the CPU, where the
-        window is."""
+    def __init__(
+        self, live: LiveBytes, values: WithoutValues | None = None, *, in_place: bool
+    ) -> None:
+        """`live` knows which storages count. `values` is the mode of a pass without values.
+        `in_place`: the model computes on the CPU, where the window is."""
+        self.values = values
         self._live = live
         self._in_place = in_place
         self._left: weakref.WeakValueDictionary[int, _LeftStorage] = weakref.WeakValueDictionary()

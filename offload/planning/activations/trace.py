@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from offload.config import OffloadConfig
-from offload.planning.activations.compiler_free import without_compiler
 from offload.planning.activations.cuda_choices import choosing_for_cuda
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.pass_watch import PassWatch
@@ -36,11 +36,11 @@ from offload.planning.activations.traced_blocks import (
     replaced_forward,
     watched_blocks,
 )
-from offload.planning.activations.valueless import WithoutValues
+from offload.planning.activations.valueless import WithoutValues, valueless
 from offload.planning.plan.workload import Workload
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, UnsupportedError
-from offload.zero.groups.discovery import Unit, discover, managed
+from offload.zero.groups.discovery import Unit, discover
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.recompute.micro_batches import MicroBatching
 from offload.zero.recompute.recompute import Recomputation
@@ -80,6 +80,11 @@ def trace_activations(
             return _facts(passes, trains=trains, skip=False)
     except OffloadError as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be traced: {error}") from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be traced: its code depends on values ({error.func}), "
+            "and a count without values has none"
+        ) from error
     finally:
         for module, was in training.items():
             module.training = was
@@ -116,11 +121,10 @@ def _passes(
 ) -> PassWatch:  # fmt: skip
     """Run forward and, if the model trains, backward, and return the watch that observed them."""
     watch = PassWatch()
-    away = SavedElsewhere(watch.live, in_place=device == "cpu") if elsewhere else None
+    values = WithoutValues(gpu=device == "cuda")
+    away = SavedElsewhere(watch.live, values, in_place=device == "cpu") if elsewhere else None
     with ExitStack() as stack:
         stack.enter_context(_collector_off())
-        stack.enter_context(without_compiler())
-        values = WithoutValues(device)
         stack.enter_context(valueless(model, values, DTYPES[config.precision]))
         if device == "cuda":
             stack.enter_context(choosing_for_cuda(model, units))
@@ -185,35 +189,6 @@ def _collector_off() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-@contextmanager
-def valueless(model: nn.Module, values: WithoutValues, dtype: torch.dtype) -> Iterator[None]:
-    """Replace parameters and buffers by valueless ones of the types that the engine would use."""
-    made: dict[int, Tensor] = {}
-
-    def exchanged(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            if isinstance(tensor, nn.Parameter):
-                kind = dtype if managed(tensor) else tensor.dtype
-                new = values.tensor_like(tensor.detach(), kind)
-                with values:
-                    made[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            else:
-                made[id(tensor)] = values.adopted(tensor)
-        return made[id(tensor)]
-
-    before = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-    try:
-        for module, parameters, buffers in before:
-            both: Any = ((module._parameters, parameters), (module._buffers, buffers))
-            for own, tensors in both:
-                own.update({k: exchanged(t) for k, t in tensors.items() if t is not None})
-        yield
-    finally:
-        for module, parameters, buffers in before:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
 
 
 @contextmanager

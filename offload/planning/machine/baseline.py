@@ -65,7 +65,7 @@ class Baseline:
     ram_nbytes: Annotated[Nbytes, Field(gt=0)]
     gpu_nbytes: Nbytes = 0
     measured: bool = False
-    # that torch imports for checkpoints, whether or not anything is compiled
+    # that torch imports for checkpoints and for traces, whether or not anything is compiled
     compiler_nbytes: Nbytes = _DEFAULT_COMPILER_NBYTES
 
     def ram_of(self, config: OffloadConfig, parameters: int) -> int:
@@ -73,6 +73,11 @@ class Baseline:
         torch's compiler for checkpoints."""
         compiler = self.compiler_nbytes if config.placement.activations.checkpoint else 0
         return self.ram_nbytes + parameters * OBJECTS_NBYTES + compiler
+
+    def that_plans(self) -> Baseline:
+        """The baseline of the same process when it predicts its own run: it traces, which takes
+        torch's compiler as checkpoints do."""
+        return replace(self, ram_nbytes=self.ram_nbytes + self.compiler_nbytes, compiler_nbytes=0)
 
     def with_transformers(self) -> Baseline:
         """The baseline of the same process when it generates text."""

@@ -137,6 +137,8 @@ class Estimator:
         baseline = known_baseline(case.config.precision, gpu=case.profile.gpu_free_nbytes > 0)
         if case.generation is not None:
             baseline = baseline.with_transformers()
+        elif case.source.has_graph:
+            baseline = baseline.that_plans()
         run = RunFacts(
             case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
             baseline, any_fit,

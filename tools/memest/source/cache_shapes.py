@@ -19,8 +19,7 @@ def modules_cache(model: nn.Module) -> CacheShape | None:
     None if there is none, or if the forward needs values."""
     import torch
 
-    from offload.planning.activations.trace import valueless
-    from offload.planning.activations.valueless import WithoutValues
+    from offload.planning.activations.valueless import WithoutValues, valueless
 
     values = WithoutValues()
     training = model.training
