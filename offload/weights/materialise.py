@@ -101,7 +101,6 @@ class MetaInitialiser:
         self, model: nn.Module, seed: int, elsewhere: Container[torch.Tensor] = ()
     ) -> None:
         """`elsewhere` holds meta tensors whose values come from another source."""
-        self._model = model
         self._seed = seed
         self._entries = _entries(model, elsewhere)
         self._entry = {id(entry.tensor): entry for entry in self._entries}
@@ -127,10 +126,6 @@ class MetaInitialiser:
             entry for entry in self._entries if entry.is_meta
             and not any(True for owner in entry.owners for _ in self._calls_for(owner.module))
         ])  # fmt: skip
-        for name, module in self._model.named_modules():
-            for key, value in vars(module).items():
-                if isinstance(value, torch.Tensor) and id(value) not in self._entry:
-                    _refuse_attribute(f"{name}.{key}", value)
 
     def values(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return values, in RAM, for those of `params` (by name, all of one group) without any."""
@@ -166,12 +161,12 @@ class MetaInitialiser:
         for index, outer in enumerate(chain):
             method = _reset_of(outer)
             if method is not None:
-                yield Call(outer, method, _times_reset(type(outer)))
+                yield Call(method, _times_reset(type(outer)))
             if theirs and index == theirs[-1]:
                 for number, inner in enumerate(chain[: index + 1]):
                     nearest: Any = chain[next(place for place in theirs if place >= number)]
                     # in a constructor on the meta device it writes nothing
-                    yield Call(inner, partial(nearest._init_weights, inner), times=0)
+                    yield Call(partial(nearest._init_weights, inner), times=0)
             elif not theirs or index > theirs[-1]:
                 yield from _model_calls(outer, chain[: index + 1])
 
@@ -238,7 +233,7 @@ class MetaInitialiser:
             for entry in own:
                 entry.install(entry.like(_filled(entry, fill)), by=module)
             for call in self._calls_for(module):
-                _perform(call, module)
+                call.run()
             return {entry: _checked(entry, module) for entry in own}
         finally:
             for entry in own:
@@ -332,9 +327,8 @@ def _has_nan(value: torch.Tensor) -> bool:
 # ---------------------------------------------------------------- calls
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call that initialises tensors of `module`."""
+    """One call that initialises tensors."""
 
-    module: nn.Module
     run: Callable[[], object]
     times: int = 1  # that a constructor on the meta device makes it
 
@@ -355,9 +349,9 @@ def _model_calls(module: nn.Module, chain: Iterable[nn.Module]) -> Iterator[Call
         return
     if _takes(method, module):
         for inner in chain:
-            yield Call(inner, partial(method, inner))
+            yield Call(partial(method, inner))
     elif _takes(method):
-        yield Call(module, method)
+        yield Call(method)
 
 
 def _takes(method: Callable[..., object], *args: object) -> bool:
@@ -373,20 +367,6 @@ def _times_reset(kind: type) -> int:
     codes = [getattr(vars(c).get("__init__"), "__code__", None) for c in kind.__mro__]
     names = {"reset_parameters", "_reset_parameters"}
     return max(1, sum(code is not None and not names.isdisjoint(code.co_names) for code in codes))
-
-
-def _perform(call: Call, module: nn.Module) -> None:
-    """Make a call for the tensors of `module`. Raises UnsupportedError where a module around it
-    needs values of others, too."""
-    try:
-        call.run()
-    except Exception as error:
-        if call.module is module:
-            raise
-        raise UnsupportedError(
-            f"{type(call.module).__name__} on the meta device: its initialiser looks at values "
-            f"beside those of {type(module).__name__} ({error}); {_REMEDY}"
-        ) from error
 
 
 def _installed(entry: Entry, module: nn.Module) -> Any:
@@ -430,15 +410,6 @@ def _refuse_otherwise(entries: list[Entry]) -> None:
 def _listed(entries: list[Entry]) -> str:
     names = ", ".join(entry.name for entry in entries[:6])
     return names if len(entries) <= 6 else f"{names} and {len(entries) - 6} more"
-
-
-def _refuse_attribute(name: str, value: torch.Tensor) -> None:
-    if value.is_meta and value.numel():
-        raise UnsupportedError(
-            f"{name} is a tensor on the meta device that is neither parameter nor buffer, and "
-            "nothing gives it a value; set it again after building the model, or build the model "
-            "on the CPU"
-        )
 
 
 # ---------------------------------------------------------------- meta parameters become real

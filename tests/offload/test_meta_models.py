@@ -352,12 +352,6 @@ class ZeroedHead(nn.Module):
             nn.init.zeros_(module.bias)
 
 
-class Plain(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.table = torch.arange(4)
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own norms": (lambda: NanoGPT(norm=OwnNorm), r"blocks\.0\.norm\.weight, .*bias.*OwnNorm"),
     "masks": (
@@ -370,7 +364,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "partly masked": (PartlyMasked, r"^mask on .* that the constructor of PartlyMasked"),
     "tied otherwise": (TiedOtherwise, r"^embed\.weight .* is head\.weight, too"),
     "zeroed after trunc_normal_": (ZeroedHead, r"^head\.weight on .*written 2 times"),
-    "an attribute": (Plain, r"table is a tensor on the meta device"),
 }  # fmt: skip
 
 
