@@ -57,7 +57,7 @@ def llama(folder: Path) -> Path:
 
 
 # --------------------------------------------------------------------------------- the model
-@pytest.mark.parametrize("name", ["ct int4", "gptq desc_act", "awq", "nf4 nested", "int8"])
+@pytest.mark.parametrize("name", ["ct int4", "gptq desc_act", "awq", "nf4 nested"])
 def test_the_model_is_one_with_ordinary_weights(name: str, tmp_path: Path) -> None:
     folder = llama(tmp_path / "model")
     before = load_file(folder / FILE)
