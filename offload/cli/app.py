@@ -11,7 +11,7 @@ import typer
 from offload import __version__
 from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
-from offload.cli.config import File, Overrides, config_app
+from offload.cli.config import File, Overrides, config_app, migrate_file
 from offload.cli.errors import GuardedGroup, failing_io
 from offload.display.plain_text import echo
 
@@ -170,8 +170,6 @@ def migrate(
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
 ) -> None:
     """Convert a configuration of DeepSpeed to one of offload, with a comment for every key."""
-    from offload.cli.migrate import migrate_file
-
     migrate_file(file, out, ranks, replace=force)
 
 

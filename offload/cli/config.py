@@ -1,4 +1,7 @@
-"""`offload config`: the keys of the configuration, its JSON Schema, and a file with all values."""
+"""`offload config`: the keys of the configuration, its JSON Schema, and a file with all values.
+
+`offload migrate` makes such a file of a configuration of DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from offload.config.reference import Key
+    from offload.deepspeed.migration import Migration
 
 config_app = typer.Typer(help="The configuration's format.", no_args_is_help=True)
 
@@ -95,3 +99,52 @@ def _section(section: Key) -> Table:
         inside = f"{key.path[-1]}: ..." if key.keys else key.path[-1]
         shown.add_row(inside, key.default, key.meaning.partition(". ")[0].rstrip("."))
     return shown
+
+
+def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bool) -> None:
+    """Write the migrated configuration to `out`, or to standard output; warnings go to stderr, a
+    scheduler's code to standard output. Raise ConfigError naming every key that is unknown or
+    refused; nothing is written then."""
+    from offload.deepspeed.migration import migrate, read_ds_config
+    from offload.display.plain_text import echo, plain
+    from offload.tiers.errors import ConfigError, PathError
+
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: write 1 or more")
+    if out is not None and out.exists() and not replace:
+        raise PathError(f"-o {out}: this file exists; add --force to replace it")
+    try:
+        made = migrate(read_ds_config(file), ranks)
+    except ConfigError as error:
+        prefix = "" if str(error).startswith(str(file)) else f"{file}: "
+        raise ConfigError(f"{prefix}{error}") from None
+    text = made.to_yaml(plain(file.name))
+    told = _advice(made, file, out) if made.unfilled else ""
+    for warning in [*made.warnings, *made.for_loops]:
+        echo(f"warning: {warning}", err=True)
+    if out is None:
+        typer.echo(text, nl=False)
+        if told:
+            echo(told, err=True)
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PathError(f"-o {out}: cannot be written: {error.strerror}") from None
+    echo(f"wrote {out}")
+    if told:
+        echo(f"\n{told}")
+    if made.printed_schedule is not None:
+        echo("\n# the scheduler, for your loop (optimizer = engine.optimizer):")
+        typer.echo(made.printed_schedule.code(), nl=False)
+
+
+def _advice(made: Migration, file: Path, out: Path | None) -> str:
+    """Return what to write for a file that leaves numbers to transformers' Trainer (`auto`)."""
+    return (
+        f"{file} is a file for transformers' Trainer, which fills in {', '.join(made.unfilled)}. "
+        "OffloadTrainer takes them, batch sizes, the scheduler and what its YAML file does not "
+        "name from TrainingArguments; leave deepspeed= out of them, and write\n\n"
+        "    from offload.integrations.transformers import OffloadTrainer\n"
+        f'    trainer = OffloadTrainer(model, args, offload="{out or "offload.yaml"}")\n'
+    )

@@ -1,8 +1,8 @@
 """Converts a DeepSpeed configuration: for `offload migrate`, and as the start of
 `offload.deepspeed`.
 
-file or dict -> every key looked up in `keys` -> a configuration of ours, a note per key, warnings,
-                                                 a schedule, the sizes of batches
+file or dict -> every key looked up in `keys` -> a configuration of ours, what each key became,
+                                                 warnings, a schedule, the sizes of batches
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.paths import StrPath, path_of
 from offload.config.remedies import suggestion
-from offload.deepspeed.keys import OTHERS, SECTIONS, Fate, Key, read
-from offload.deepspeed.schedules import FILLED, KINDS, Schedule
+from offload.deepspeed.keys import (
+    ALSO,
+    FILLED,
+    HARMLESS,
+    IGNORED,
+    MAPPED,
+    UNSUPPORTED,
+    Key,
+    read,
+)
+from offload.deepspeed.schedules import Schedule
 from offload.process import bounded_json
 from offload.tiers.errors import ConfigError
 
@@ -27,12 +36,10 @@ TRAIN, MICRO, STEPS = (
 )  # fmt: skip
 _DEFAULT_SUB_GROUP = 10**9
 _DEFAULT = "DeepSpeed's default"
-_USUAL_SCALE = {
-    "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1,
-}  # fmt: skip
+_SCHEDULE = "scheduler.params"
 _TIER_OF = {"cpu": "host", "nvme": "nvme"}
 _TYPES = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"}
-_NUMBERS = {key.becomes for key in SECTIONS["optimizer.params"]}
+_NUMBERS = {key.becomes for key in MAPPED["optimizer.params"].values()}
 # Defaults of DeepSpeed's classes; offload's may differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "weight_decay": 0.0},
@@ -78,13 +85,13 @@ class Migration:
     values: dict[str, Any] = field(default_factory=dict)  # the configuration of offload
     warnings: list[str] = field(default_factory=list)
     for_loops: list[str] = field(default_factory=list)  # tasks of a user's own loop
-    autos: dict[str, Key] = field(default_factory=dict)  # filled in by transformers' Trainer
-    filled: list[str] = field(default_factory=list)  # notes on these
+    unfilled: list[str] = field(default_factory=list)  # keys that transformers' Trainer fills in
+    ignored: list[str] = field(default_factory=list)  # keys
     schedule: Schedule | None = None
     has_optimizer: bool = False
     batches: Batches | None = None  # where the file has them
     said: dict[str, Any] = field(default_factory=dict)  # every key that the file gave: its value
-    notes: list[str] = field(default_factory=list)  # what became of the other keys
+    notes: list[str] = field(default_factory=list)  # what became of the mapped keys
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value in the file; `default` if it is absent or auto."""
@@ -92,9 +99,8 @@ class Migration:
         return default if value is None or value == AUTO else value
 
     def is_on(self, section: str) -> bool:
-        """Whether fp16 or bf16 is on, or may be."""
-        on = {name: self.said.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
-        return bool(on[section]) and not (on[section] == AUTO and True in on.values())
+        """Whether a section counts: fp16 and bf16 may be off."""
+        return section not in ("fp16", "bf16") or bool(self.said[section].get("enabled", False))
 
     def set(self, path: str, value: Any, note: str | None = None) -> None:
         """Set one key of offload, `section.key`, to a value."""
@@ -107,47 +113,18 @@ class Migration:
             self.notes.append(f"{path}: {_shown(value)} -- {note}")
 
     @property
-    def unfilled(self) -> list[str]:
-        """The keys that are left to transformers' Trainer; if there are any, the file is its."""
-        of_schedule = [] if self.schedule is None else self.schedule.unfilled
-        return [*self.autos, *(f"scheduler.params.{name}" for name in of_schedule)]
-
-    @property
     def printed_schedule(self) -> Schedule | None:
-        """The scheduler that a loop creates in code; Trainer has some of its own."""
+        """The scheduler that a loop creates in code; Trainer has its own."""
         return None if self.unfilled else self.schedule
-
-    @property
-    def trainer_arguments(self) -> dict[str, Any]:
-        """The TrainingArguments that say what the file says of batches and of the schedule, which
-        Trainer's own loop follows."""
-        micro, steps = self.get(MICRO), self.get(STEPS)
-        if self.batches is not None:
-            micro, steps = self.batches.micro, self.batches.steps
-        found: dict[str, Any] = {"per_device_train_batch_size": micro, STEPS: steps}
-        if self.schedule is not None:
-            found |= {
-                "lr_scheduler_type": KINDS[self.schedule.type].trainers,
-                "warmup_steps": self.schedule.params.get("warmup_num_steps"),
-                "max_steps": self.schedule.params.get("total_num_steps"),
-            }
-        return {name: value for name, value in found.items() if value not in (None, AUTO)}
 
     @property
     def config(self) -> OffloadConfig:
         return OffloadConfig.load(self.values)
 
     def to_yaml(self, source: str) -> str:
-        """Return the configuration as YAML, and behind it a comment for each key of the file."""
-        lines = [f"# From {source}, by `offload migrate`."]
-        if self.unfilled:
-            lines.append("# For OffloadTrainer: what is not here comes from TrainingArguments.")
-        lines.append(dump_yaml(self.values))
-        for title, texts in (
-            ("What became of each key", self.notes),
-            ("Filled in from TrainingArguments", self.filled),
-        ):
-            lines += [f"# {title}:", *(f"# {text}" for text in texts), ""] if texts else []
+        """Return the configuration as YAML, and behind it what became of the keys of the file."""
+        lines = [f"# From {source}, by `offload migrate`.", dump_yaml(self.values)]
+        lines += ["# What became of each key:", *(f"# {text}" for text in self.notes), ""]
         if self.printed_schedule is not None:
             lines.append("# The scheduler, for your loop:")
             lines += [f"#   {line}".rstrip() for line in self.printed_schedule.code().splitlines()]
@@ -175,16 +152,13 @@ def read_ds_config(source: StrPath | Mapping[str, Any]) -> dict[str, Any]:
 def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
     """Migrate a DeepSpeed configuration to one of offload, for `ranks` ranks (None: unknown).
 
-    Raise ConfigError naming every key that is unknown, refused or of a wrong type.
+    Raise ConfigError naming every key that is unknown, not supported or of a wrong type.
     """
     made = Migration()
     problems: list[str] = []
     old = source.get("zero_optimization")
     if isinstance(old, bool):  # as in DeepSpeed's first tutorials
         source = {**source, "zero_optimization": {"stage": int(old)}}
-    made.said |= {
-        name: source[name] for name in ("fp16", "bf16") if isinstance(source.get(name), Mapping)
-    }
     _look_up("", source, made, problems)
     for step in (_precision, _zero, _placement, _optimizer, _schedule, _clipping):
         try:
@@ -197,6 +171,8 @@ def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+    if made.ignored:
+        made.warnings.append(f"ignored: {', '.join(made.ignored)}")
     own = made.get("offload", {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"offload: expected keys and values, found {own!r}")
@@ -215,86 +191,68 @@ def _lay_over(values: dict[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems: list[str]) -> None:
-    keys = [*SECTIONS[section], *(OTHERS if not section else ())]
-    table = {name: key for key in keys for name in (key.name, *key.also)}
-    if section == "zero_optimization":
-        table |= {f"stage3_{name}": key for name, key in table.items()}
-    inner = {name.rpartition(".")[2]: name for name in SECTIONS if name
-             and name.rpartition(".")[0] == section}  # fmt: skip
-    for name, value in values.items():
-        path = f"{section}.{name}".lstrip(".")
-        is_mapping = isinstance(value, Mapping)
-        if name in inner and is_mapping:
-            made.said[path] = value
-            _look_up(path, value, made, problems)
-        elif path == "scheduler.params" and is_mapping:
-            made.said[path] = value
-        elif name in inner and value is not None and (name not in table or value != AUTO):
-            problems.append(f"{path}: expected keys and values, found {value!r}")
-        elif name in table:
-            problems += filter(None, [_take(section, path, table[name], value, made)])
-        elif name not in inner:
-            hint = suggestion(name, [*table, *inner]).partition(" allowed:")[0].rstrip(";")
-            problems.append(f"{path}: unknown key{hint}")
-
-
-def _take(section: str, path: str, key: Key, value: Any, made: Migration) -> str | None:
-    """Migrate one key; return an error message, if any."""
-    off = [name for name in ("fp16", "bf16") if not made.is_on(name)]
-    is_off = section in off and key.name != "enabled"
-    canonical = f"{section}.{key.name}".lstrip(".")
-    if canonical in made.said and made.said[canonical] != value:
-        return f"{path}: given twice, by another name as well; remove one"
-    said = f"{path}: {_shown(value)}"
-    note = f" -- {section} is off" if is_off else _note(key, value)
-    if value is None or (value == AUTO and key.fate is not Fate.MAPPED):
-        made.notes.append(said + note)
-        return None
-    if value == AUTO:
-        made.said[canonical] = AUTO
-        if key.filled and key.becomes != "prefetch":
-            made.autos[canonical] = key
-            made.filled.append(f"{path}: auto -- {key.filled}")
+    mapped, ignored = MAPPED[section], IGNORED.get(section, ())
+    unsupported = UNSUPPORTED.get(section, ())
+    inner = {
+        path.rpartition(".")[2] for path in MAPPED if path and path.rpartition(".")[0] == section
+    }
+    for given, value in values.items():
+        name = given.removeprefix("stage3_") if section == "zero_optimization" else given
+        path = f"{section}.{given}".lstrip(".")
+        canonical = f"{section}.{name}".lstrip(".")
+        canonical = ALSO.get(canonical, canonical)
+        name = canonical.rpartition(".")[2]
+        if name in inner:
+            problems += filter(None, [_take_section(canonical, value, made)])
+            if isinstance(value, Mapping) and canonical != _SCHEDULE:
+                _look_up(canonical, value, made, problems)
+        elif name in mapped:
+            problems += filter(None, [_take(path, canonical, mapped[name], value, made)])
+        elif name not in ignored and name not in unsupported:
+            hint = suggestion(name, [*mapped, *ignored, *inner]).partition(" allowed:")[0]
+            problems.append(f"{path}: unknown key{hint.rstrip(';')}")
+        elif not made.is_on(section) or _asks_for_nothing(canonical, value):
+            continue
+        elif name in unsupported:
+            problems.append(f"{path}: {_shown(value)} is not supported")
         else:
-            made.notes.append(f"{path}: auto -- its default")
-        return None
-    try:
-        value = read(key.kind, value)
-    except ValueError as error:
-        return f"{path}: {error}, found {value!r}"
-    made.said[canonical] = value
-    if key.fate is Fate.MAPPED:
-        made.notes.append(f"{said} -> {key.becomes}{note}" if key.becomes else said + note)
-        return None
-    asks = not _is_harmless(key, value) and not is_off
-    if key.fate is Fate.REFUSED and asks:
-        return f"{path}: {_shown(value)} is not supported: {key.note}"
-    if key.fate is Fate.WARNED and asks and _enabled(made, section) != AUTO:
-        made.warnings.append(f"{said}: {key.note}")
-    made.notes.append(said + note)
+            made.ignored.append(path)
+
+
+def _take_section(path: str, value: Any, made: Migration) -> str | None:
+    """Note a section; return an error message if it is none."""
+    if not isinstance(value, Mapping) and value not in (None, AUTO):
+        return f"{path}: expected keys and values, found {value!r}"
+    made.said[path] = value
     return None
 
 
-def _note(key: Key, value: Any) -> str:
-    """Return the note of the table on the key; empty if the value has no effect."""
-    asks_for_nothing = key.fate in (Fate.WARNED, Fate.REFUSED) and _is_harmless(key, value)
-    if asks_for_nothing or not key.note or (value is False and key.note.startswith("true:")):
-        return ""
-    return f" -- {key.note}"
+def _take(path: str, canonical: str, key: Key, value: Any, made: Migration) -> str | None:
+    """Migrate one key; return an error message, if any."""
+    if canonical in made.said and made.said[canonical] != value:
+        return f"{path}: given twice, by another name as well; remove one"
+    if value == AUTO and canonical in FILLED:
+        made.unfilled.append(path)
+    if value not in (None, AUTO):
+        try:
+            value = read(key.kind, value)
+        except ValueError as error:
+            return f"{path}: {error}, found {value!r}"
+        if key.becomes:
+            made.notes.append(f"{path}: {_shown(value)} -> {key.becomes}")
+    made.said[canonical] = value
+    return None
 
 
-def _enabled(made: Migration, section: str) -> Any:
-    """Return the value of `enabled` in the section, if it is fp16 or bf16."""
-    return made.said[section].get("enabled", False) if section in ("fp16", "bf16") else None
-
-
-def _is_harmless(key: Key, value: Any) -> bool:
-    if any(value == each and type(value) is type(each) for each in key.harmless):
+def _asks_for_nothing(path: str, value: Any) -> bool:
+    """Whether a value has no effect in DeepSpeed."""
+    if value is None or value == AUTO:
         return True
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return any(value == each for each in key.harmless if not isinstance(each, bool))
-    off = {"enabled": False} in key.harmless
-    return off and isinstance(value, Mapping) and not value.get("enabled", False)
+    if path in HARMLESS:
+        return bool(value == HARMLESS[path])
+    if isinstance(value, Mapping):
+        return not (value["enabled"] if "enabled" in value else any(value.values()))
+    return not value
 
 
 def _shown(value: Any) -> str:
@@ -313,24 +271,14 @@ def _precision(made: Migration) -> None:
     fp16, bf16 = made.get("fp16.enabled", False), made.get("bf16.enabled", False)
     if fp16 and bf16:
         raise ConfigError("fp16.enabled and bf16.enabled are both true; set one of them to false")
-    if AUTO in (made.said.get("fp16.enabled"), made.said.get("bf16.enabled")) and not (
-        fp16 or bf16
-    ):
-        if made.said.get("bf16.enabled") == AUTO and made.get("bf16.check_grad_overflow", True):
+    autos = [each for each in ("fp16.enabled", "bf16.enabled") if each in made.unfilled]
+    if autos and not (fp16 or bf16):
+        if "bf16.enabled" in autos and made.get("bf16.check_grad_overflow", True):
             made.set("skip_nonfinite", True, "DeepSpeed's default of bf16.check_grad_overflow")
-        left_out = [
-            f"fp16.{name}"
-            for name, usual in _USUAL_SCALE.items()
-            if made.get(f"fp16.{name}", usual) != usual
-        ]
-        if made.said.get("fp16.enabled") == AUTO and left_out:
-            made.warnings.append(
-                f"{', '.join(left_out)}: left out, as fp16.enabled is auto; with fp16=True write "
-                "precision: fp16 and the loss_scale section as well"
-            )
+        scale = [f"fp16.{name}" for name in MAPPED["fp16"] if name != "enabled"]
+        made.ignored += [each for each in scale if "fp16.enabled" in autos and made.get(each)]
         return
-    for name in ("fp16.enabled", "bf16.enabled"):
-        made.autos.pop(name, None)  # the other one is true
+    made.unfilled = [each for each in made.unfilled if each not in autos]  # the other one is true
     made.set("precision", "fp16" if fp16 else "bf16" if bf16 else "fp32")
     if fp16:
         _loss_scale(made)
@@ -356,11 +304,6 @@ def _loss_scale(made: Migration) -> None:
     made.set("loss_scale.initial", float(2 ** made.get("fp16.initial_scale_power", 16)))
     made.set("loss_scale.growth_interval", made.get("fp16.loss_scale_window", 1000))
     made.set("loss_scale.min", float(made.get("fp16.min_loss_scale", 1)))
-    if "fp16.hysteresis" not in made.said:
-        made.warnings.append(
-            "fp16.hysteresis: absent is 2 in DeepSpeed; the scale is halved at the first overflow "
-            "here, so fewer steps are skipped at the start"
-        )
 
 
 def _zero(made: Migration) -> None:
@@ -458,8 +401,7 @@ def _optimizer(made: Migration) -> None:
             f"optimizer.type: {given} has no rule here; use one of {', '.join(names)}"
         )
     params = {
-        key.name: made.said.get(f"optimizer.params.{key.name}")
-        for key in SECTIONS["optimizer.params"]
+        name: made.said.get(f"optimizer.params.{name}") for name in MAPPED["optimizer.params"]
     }
     if given.lower() == "adam" and params["adam_w_mode"] is False:
         kind = "adam"
@@ -484,31 +426,19 @@ def _schedule(made: Migration) -> None:
     kind = made.get("scheduler.type")
     if kind is None:
         raise ConfigError("scheduler.type: missing")
-    params: Any = made.said.get("scheduler.params")
-    if params == AUTO:
-        known = KINDS[kind].parameters if kind in KINDS else {}
-        params = {name: AUTO for name in FILLED if name in known}
-    made.schedule = schedule = Schedule.of(kind, params or {})
-    if made.printed_schedule is None:
-        _leave_to_trainer(made, schedule)
+    params: Any = made.said.get(_SCHEDULE) or {}
+    autos = [_SCHEDULE] if params == AUTO else [
+        f"{_SCHEDULE}.{name}" for name, value in params.items() if value == AUTO
+    ]  # fmt: skip
+    made.unfilled += autos
+    if autos:
         return
-    for name in params or {}:
-        made.notes.append(f"scheduler.params.{name}: {_shown(params[name])} -- in the code below")
-    made.for_loops.append(
-        f"scheduler.type: {kind}: no key of ours; the code below makes it in your loop, where it "
-        "is stepped after optimizer.step()"
-    )
-
-
-def _leave_to_trainer(made: Migration, schedule: Schedule) -> None:
-    made.filled.append(
-        f"scheduler.type: {schedule.type} -- lr_scheduler_type: {KINDS[schedule.type].trainers}, "
-        "with learning_rate, warmup_steps and max_steps"
-    )
-    made.notes = [text for text in made.notes if not text.startswith("scheduler.type")]
-    peak = schedule.params.get("warmup_max_lr")
-    if isinstance(peak, int | float):
-        made.set("optimizer.lr", float(peak), f"scheduler.params.warmup_max_lr: {_shown(peak)}")
+    made.schedule = Schedule.of(kind, params)
+    if not made.unfilled:
+        made.for_loops.append(
+            f"scheduler.type: {kind}: no key of ours; the code below makes it in your loop, where "
+            "it is stepped after optimizer.step()"
+        )
 
 
 def _clipping(made: Migration) -> None:
@@ -525,11 +455,9 @@ def _clipping(made: Migration) -> None:
 
 def _batches(made: Migration, ranks: int | None) -> None:
     train, micro, steps = (made.get(name) for name in (TRAIN, MICRO, STEPS))
-    if not _follow(made, train, micro, steps):
+    if made.unfilled or (train is None and micro is None):
         if steps is not None:
             made.set("gradient_accumulation_steps", max(1, steps))
-        if train is not None and train % (ranks or 1):
-            raise ConfigError(f"{TRAIN}: {train} cannot be divided by {ranks} ranks")
         return
     if ranks is None:
         if train and micro and steps:
@@ -542,16 +470,8 @@ def _batches(made: Migration, ranks: int | None) -> None:
                 )
     made.batches = Batches.of(train, micro, steps, ranks)
     made.set("gradient_accumulation_steps", made.batches.steps)
-    if made.batches.steps > 1 and not made.unfilled:
+    if made.batches.steps > 1:
         made.for_loops.append(
             f"{STEPS}: {made.batches.steps}: in a loop of your own divide the loss by it, and step "
             "after as many passes; offload.deepspeed does both"
         )
-
-
-def _follow(made: Migration, train: int | None, micro: int | None, steps: int | None) -> bool:
-    """Whether the sizes of batches follow from those in the file: train_batch_size is the batch per
-    rank x accumulation x ranks. The arguments set the sizes that Trainer's file leaves open."""
-    if made.unfilled:
-        return sum(each is not None for each in (train, micro, steps)) > 1
-    return train is not None or micro is not None

@@ -14,7 +14,6 @@ from offload.tiers.errors import ConfigError
 
 REQUIRED = object()  # a parameter without a default
 OWN = object()  # ... whose default is each param group's own learning rate
-UNKNOWN = "auto"  # a number that transformers' Trainer fills in
 
 
 def _warmup_steps(p: Mapping[str, Any]) -> float:
@@ -57,7 +56,6 @@ class _Kind:
     """One of DeepSpeed's schedules."""
 
     formula: Callable[[int, Mapping[str, Any]], float]
-    trainers: str  # the nearest `lr_scheduler_type` of transformers' Trainer
     parameters: Mapping[str, Any]  # with their defaults
 
 
@@ -65,21 +63,18 @@ _WARMUP = {
     "warmup_min_lr": 0.0, "warmup_max_lr": OWN, "warmup_num_steps": 1000, "warmup_type": "log",
 }  # fmt: skip
 KINDS = {
-    "WarmupLR": _Kind(_warmup, "constant_with_warmup", _WARMUP),
+    "WarmupLR": _Kind(_warmup, _WARMUP),
     "WarmupDecayLR": _Kind(
-        _warmup_decay, "linear",
-        {"total_num_steps": REQUIRED, **_WARMUP, "warmup_max_lr": 0.001},
+        _warmup_decay, {"total_num_steps": REQUIRED, **_WARMUP, "warmup_max_lr": 0.001}
     ),
     "WarmupCosineLR": _Kind(
-        _warmup_cosine, "cosine",
+        _warmup_cosine,
         {
             "total_num_steps": REQUIRED, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000,
             "cos_min_ratio": 0.0001, "warmup_type": "log",
         },
     ),
 }  # fmt: skip
-# Parameters that transformers' Trainer fills in.
-FILLED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 
 
 @dataclass(frozen=True)
@@ -108,11 +103,6 @@ class Schedule:
         for name, value in full.items():
             _check(kind, name, value)
         return cls(kind, full)
-
-    @property
-    def unfilled(self) -> list[str]:
-        """The parameters that are `auto`."""
-        return [name for name, value in self.params.items() if value == UNKNOWN]
 
     def on(self, optimizer: Any) -> lr_scheduler.LRScheduler:
         """Return the scheduler of a torch.optim.Optimizer."""
@@ -153,11 +143,7 @@ def _check(kind: str, name: str, value: Any) -> None:
     key = f"scheduler.params.{name}"
     if value is REQUIRED:
         raise ConfigError(f"{key}: missing; {kind} needs it")
-    if value == UNKNOWN and name not in FILLED:
-        raise ConfigError(
-            f"{key}: auto: transformers' Trainer does not fill it in; write the value"
-        )
-    if value is OWN or value == UNKNOWN:
+    if value is OWN:
         return
     if name == "warmup_type":
         if value not in ("log", "linear"):

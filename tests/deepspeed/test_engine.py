@@ -471,8 +471,8 @@ def test_the_configuration_comes_from_a_file_or_arguments(tmp_path: Path) -> Non
         ({"offload": {"budgets": {}}}, "budgets: unknown key"),
         ({"offload": 3}, "expected keys and values"),
         ({"offload": {"optimizer": {"in_backward": True}}}, "in_backward"),
-        ({"gradient_allreduce_op": "sum"}, "ranks average gradients"),
-        ({"torch_autocast": {"enabled": True}}, "torch.autocast around the forward"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: .sum. is not supported"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast: .* is not supported"),
     ],
 )
 def test_a_configuration_is_refused_before_anything_is_made(

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from offload.deepspeed.keys import OTHERS, SECTIONS
+from offload.deepspeed.keys import ALSO, IGNORED, MAPPED, UNSUPPORTED
 
-KNOWN = {section: {n for key in keys for n in (key.name, *key.also)}
-         for section, keys in SECTIONS.items()}  # fmt: skip
+KNOWN = {
+    section: {*keys, *IGNORED.get(section, ()), *UNSUPPORTED.get(section, ())}
+    | {path.rpartition(".")[2] for path in (*MAPPED, *ALSO) if path.rpartition(".")[0] == section}
+    for section, keys in MAPPED.items()
+}
 KNOWN["zero_optimization"] |= {f"stage3_{name}" for name in KNOWN["zero_optimization"]}
 
 
@@ -41,18 +44,14 @@ def test_every_key_that_is_no_field_is_in_the_table() -> None:
     constants = pytest.importorskip("deepspeed.runtime.constants")
     from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
-    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
-    assert set(AIO_DEFAULT_DICT) <= KNOWN["aio"]
     assert set(ACT_CHKPT_DEFAULT) <= KNOWN["activation_checkpointing"]
     assert set(_REMOVED_ZERO_CONFIG_KEYS) <= KNOWN["zero_optimization"]
-    others = {key.name for key in OTHERS}
-    assert set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) <= others
-    top = KNOWN[""] | others | {name for name in SECTIONS if "." not in name}
+    assert set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) <= KNOWN[""]
     named = [  # of the constants that name a key at the top, and have a default beside them
         value for name, value in vars(constants).items()
         if isinstance(value, str) and f"{name}_DEFAULT" in vars(constants) and value.islower()
     ]  # fmt: skip
     inner = set().union(*KNOWN.values())
     old = {"check_overflow", "tag_validation", "load_universal", "pipeline_stage"}
-    assert set(named) - top - inner - old == set()
+    assert set(named) - inner - old == set()

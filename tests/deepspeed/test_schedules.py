@@ -81,8 +81,3 @@ def test_warmup_holds_the_first_two_steps_as_deepspeed_does() -> None:
 def test_what_is_refused(kind: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Schedule.of(kind, params)
-
-
-def test_a_number_that_the_trainer_fills_is_left_open() -> None:
-    schedule = Schedule.of("WarmupDecayLR", {"total_num_steps": "auto"})
-    assert schedule.unfilled == ["total_num_steps"]
