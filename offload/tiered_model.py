@@ -454,7 +454,7 @@ def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
     """Refuse, before allocating, settings that cannot run here, and warn about slow ones."""
     here = [p for p in model.parameters() if p.device.type == "cpu"]
     freed = sum(local_of(p).nbytes for p in here)
-    for warning in preflight(plan, config.nvme, nvme_paths(config.nvme), freed_nbytes=freed):
+    for warning in preflight(plan, nvme_paths(config.nvme), freed_nbytes=freed):
         _log.warning("%s", warning)
 
 

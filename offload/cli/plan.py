@@ -79,7 +79,7 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     best = solution.best
     check_plan(best.plan, hardware)
     paths = nvme_paths(config.nvme)
-    notes = preflight(best.plan, config.nvme, paths, passing_nbytes=best.passing_nbytes)
+    notes = preflight(best.plan, paths, passing_nbytes=best.passing_nbytes)
     experts = estimate_experts(best.plan, shape, workload)
     timed = found is not None and found.timed
     return Planned(

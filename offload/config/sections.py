@@ -87,11 +87,6 @@ class NvmeConfig(Section):
     threads, as fast as any with requests of some MiB."""
     threads: AutoThreads = key("auto", example=4, unit="threads per path")
     """I/O threads per path; with libaio, also requests in the kernel."""
-    checksum: bool = key(True)
-    """Compare an XXH3 sum of every block that is read with the written one."""
-    direct: AutoBool = key("auto", example=True)
-    """O_DIRECT, which keeps swapped bytes out of the page cache. true: required; false: never;
-    auto: where the file system has it."""
     timeout_s: float = key(30.0, example=120.0, gt=0, le=1e6, unit="seconds")
     """How long disks may be asked to read and write without ending any of it, or for anything else
     (to make or to reserve a file); then a StuckError names what is stuck. A disk that is only slow

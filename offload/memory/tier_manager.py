@@ -117,13 +117,11 @@ class TieredHomes:
             measured = [measure_bandwidth(path, timeout_s=nvme.timeout_s) for path in paths]
             shares = [math.sqrt(b.read_bytes_per_s * b.write_bytes_per_s) for b in measured]
         tier = FileTier(self.plan.budgets[Tier.NVME], shares, self.ledger)
-        needed, direct = needed_nbytes(self.plan, Tier.NVME), nvme.direct is not False
+        needed = needed_nbytes(self.plan, Tier.NVME)
         with ExitStack() as opened:
             files = [
-                opened.enter_context(SwapFile(path, direct=direct, timeout_s=nvme.timeout_s))
-                for path in paths
+                opened.enter_context(SwapFile(path, timeout_s=nvme.timeout_s)) for path in paths
             ]
-            _check_direct(files, nvme)
             for file, share in zip(files, tier.shares, strict=True):
                 file.reserve(int(needed * share) // PAGE_NBYTES * PAGE_NBYTES)
             self.swap_folders = paths
@@ -131,7 +129,7 @@ class TieredHomes:
             self.spare = replace(spare, files=min(spare.files, self.free_nvme_nbytes()))
             options = _backend_options(nvme, self.plan)
             backend = opened.enter_context(open_backend(nvme.backend, **options))
-            store = BlockStore(files, tier, backend, checksum=nvme.checksum, lock=self.lock)
+            store = BlockStore(files, tier, backend, lock=self.lock)
             opened.pop_all()
         return store
 
@@ -401,15 +399,6 @@ def _backend_options(nvme: NvmeConfig, plan: Plan) -> dict[str, float]:
         # experts that a router chose wait for the calls of what is being read ahead
         options["io_block_nbytes"] = _BESIDE_EXPERTS_NBYTES
     return options
-
-
-def _check_direct(files: list[SwapFile], nvme: NvmeConfig) -> None:
-    refused = [str(file.directory) for file in files if not file.o_direct]
-    if nvme.direct is True and refused:
-        raise PathError(
-            f"nvme.direct: true, but O_DIRECT is refused in {', '.join(refused)}; name a folder on "
-            "another file system, or set nvme.direct: auto"
-        )
 
 
 def nvme_paths(nvme: NvmeConfig) -> list[str]:

@@ -49,7 +49,7 @@ class StoredBlock:
 
     extent: Extent
     nbytes: int
-    checksum: int | None  # XXH3-64 of the bytes
+    checksum: int  # XXH3-64 of the bytes
     owner: str
     version: int  # tells it from every other block that ever had this extent
 
@@ -75,7 +75,7 @@ class _Write:
     owner: str
     replaces: StoredBlock | None
     committed: Callable[[StoredBlock], object] | None
-    checksum: int | None = None
+    checksum: int = 0  # once it is computed
     is_stored: bool = False
 
     def compute_checksum(self) -> None:
@@ -91,15 +91,13 @@ class BlockStore:
 
     def __init__(
         self, files: Sequence[SwapFile], tier: FileTier, backend: IOBackend, *,
-        checksum: bool = True, lock: threading.RLock | None = None,
-        growth_nbytes: int = GROWTH_NBYTES,
+        lock: threading.RLock | None = None, growth_nbytes: int = GROWTH_NBYTES,
     ) -> None:  # fmt: skip
         if not files:
             raise ValueError("a block store needs at least one file")
         self.files = tuple(files)
         self.backend = backend
         self._tier = tier
-        self._checksum = checksum
         self._lock = threading.RLock() if lock is None else lock
         self._freed = threading.Condition(self._lock)  # told of every extent that comes back
         self._frees = self._writes = 0  # extents freed so far, writes in flight
@@ -139,7 +137,7 @@ class BlockStore:
         try:
             moved = self.backend.submit_write(
                 file.fd, source, extent.offset_bytes, path=file.path, priority=priority,
-                before=write.compute_checksum if self._checksum else None,
+                before=write.compute_checksum,
                 after=lambda: self._commit(write), owner=owner,
             )  # fmt: skip
         except BaseException:
@@ -174,7 +172,7 @@ class BlockStore:
             moved = self.backend.submit_read(
                 file.fd, destination, extent.offset_bytes, path=file.path, priority=priority,
                 owner=block.owner,
-                after=None if block.checksum is None else lambda: self._verify(block, destination),
+                after=lambda: self._verify(block, destination),
             )  # fmt: skip
         except BaseException:
             self._end_reading(record)

@@ -106,10 +106,7 @@ class SwapFile:
     cache, which needs memory, offsets and lengths in whole pages. Not thread-safe; the fd is.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, direct: bool = True,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:  # fmt: skip
+    def __init__(self, directory: str | os.PathLike[str], *, timeout_s: float = TIMEOUT_S) -> None:
         """Creates the file; blocks for two page-sized probes. Raises PathError."""
         self.fd = -1
         self._timeout_s = timeout_s
@@ -118,7 +115,7 @@ class SwapFile:
         self.nbytes = 0
         self.o_direct = False
         self._preallocates = True
-        call = TimeoutThread("making a swap file in", directory, self._make, directory, direct)
+        call = TimeoutThread("making a swap file in", directory, self._make, directory)
         try:
             call.result(timeout_s)
         except BaseException:
@@ -126,14 +123,13 @@ class SwapFile:
                 self.close()
             raise
 
-    def _make(self, directory: str | os.PathLike[str], direct: bool) -> None:
+    def _make(self, directory: str | os.PathLike[str]) -> None:
         with pinned(directory) as folder:
             self.directory = folder.path
             self.path = f"{self.directory}/<swap file>"  # for errors; it has no name
             self.fd = self._open_fd = _unnamed_file(folder)
         try:
-            if direct:
-                self._go_direct()
+            self._go_direct()
         except BaseException:
             self._close_file()
             raise

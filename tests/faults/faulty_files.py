@@ -18,6 +18,7 @@ from offload.swap.io.io_backend import IOBackend
 from offload.swap.io.io_request import Operation
 from offload.swap.io.io_watch import LOOKS
 from offload.swap.io.threads_backend import ThreadsBackend
+from tests.aio import refuse_o_direct
 
 _NEVER_S = 1e6  # time is what a fault says it is: nobody else looks at the calls
 _RELEASE_S = 60.0
@@ -60,8 +61,10 @@ class FaultyFiles:
 
     @contextmanager
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Engines that are made meanwhile have such files."""
+        """Engines that are made meanwhile have such files: buffered, for with O_DIRECT half a piece
+        would be refused as no whole number of blocks."""
         with monkeypatch.context() as patched:
+            refuse_o_direct(patched)
             patched.setattr(homes, "open_backend", self._open)
             yield
 

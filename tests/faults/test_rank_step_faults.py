@@ -68,8 +68,7 @@ class Case:
     def keys(self, folder: Path) -> dict[str, Any]:
         return config(
             folder, NVME, budget={"host": "2MiB", "nvme": "64MiB"}, precision=self.precision,
-            # buffered: with O_DIRECT half a piece would be refused as no whole number of blocks
-            nvme={"paths": [str(folder)], "direct": False, "backend": "threads"},
+            nvme={"paths": [str(folder)], "backend": "threads"},
             zero={"stage": self.stage, "timeout_s": 2 * MOST_S}, clip_grad_norm=1.0,
             optimizer={"lr": 1e-2, "chunk": 1024},
         )  # fmt: skip

@@ -69,8 +69,7 @@ class Case:
             placement = {**NVME, "activations": {"tier": "nvme", "checkpoint": False}}
         keys = config(
             folder, placement, budget={"host": host, "nvme": "64MiB"},
-            # buffered: with O_DIRECT half a piece would be refused as no whole number of blocks
-            nvme={"paths": [str(folder)], "direct": False, "backend": "threads"},
+            nvme={"paths": [str(folder)], "backend": "threads"},
             precision=self.precision, clip_grad_norm=1.0 if self.clips else None,
             optimizer={"lr": 1e-2, "chunk": 1024},
         )  # fmt: skip

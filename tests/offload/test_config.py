@@ -47,7 +47,7 @@ def test_the_whole_documented_shape_is_read(write: Any) -> None:
 device: cpu
 precision: bf16
 budget: {device: 8GiB, host: 80%, nvme: 100GB}
-nvme: {paths: [/mnt/a, /mnt/b], backend: threads, threads: 4, checksum: false, direct: true}
+nvme: {paths: [/mnt/a, /mnt/b], backend: threads, threads: 4}
 placement:
   parameters: nvme
   gradients: host
@@ -168,8 +168,8 @@ BAD_VALUES = [
         "optimizer: {chunk: 1000}",
         ["chunk: expected whole number in steps of 1,024 from 1,024"],
     ),
-    ("nvme: {checksum: on}", ["nvme.checksum: must be a valid boolean, found 'on'"]),
-    ("nvme: {direct: yes}", ["nvme.direct: expected true, false or auto; found 'yes'"]),
+    ("train: {model: {tied: on}}", ["train.model.tied: must be a valid boolean, found 'on'"]),
+    ("skip_nonfinite: yes", ["skip_nonfinite: expected true, false or auto; found 'yes'"]),
     (
         "nvme: {threads: 4097}",
         ["threads: expected whole number from 1 to 4,096 or auto; found 4097"],

@@ -22,6 +22,7 @@ import offload
 from offload.errors import NoSpaceError, StorageError
 from offload.memory import tier_manager as homes
 from offload.swap.io.threads_backend import ThreadsBackend
+from tests.aio import refuse_o_direct
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -107,8 +108,7 @@ class Case:
     def engine(self, folder: Path, placement: dict[str, Any]) -> Iterator[offload.Engine]:
         keys = config(
             folder, placement, budget={"host": self.host, "nvme": "64MiB"},
-            # buffered: with O_DIRECT half a piece would be refused as no whole number of blocks
-            nvme={"paths": [str(folder)], "direct": False}, precision=self.precision,
+            nvme={"paths": [str(folder)]}, precision=self.precision,
             clip_grad_norm=1e9, skip_nonfinite=True, optimizer={"lr": 1e-2, "chunk": self.chunk},
         )  # fmt: skip
         with offload.initialize(seeded(TinyLM), keys) as engine:
@@ -166,6 +166,7 @@ def meet(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StorageEr
         expected = states_of(engine)
     with monkeypatch.context() as patched:
         patched.setattr(homes, "open_backend", faults.backend)
+        refuse_o_direct(patched)  # which would refuse to move half a piece
         making = case.engine(folder, NVME)
         engine = making.__enter__()
     caught: StorageError | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 import offload
 from offload.config import OffloadConfig
-from offload.errors import BudgetError, PathError
+from offload.errors import BudgetError
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Hardware, Plan
@@ -49,7 +48,7 @@ def made_up(root: Path, *, available: int, kind: str = "ext4") -> Path:
 
 
 def fly(tmp_path: Path, keys: dict[str, Any], root: Path) -> tuple[str, ...]:
-    return preflight(plan_of(keys), OffloadConfig.load(keys).nvme, [tmp_path], root=root)
+    return preflight(plan_of(keys), [tmp_path], root=root)
 
 
 def test_ram_that_others_have_taken_is_refused_with_the_missing_bytes(tmp_path):
@@ -65,18 +64,6 @@ def test_files_in_ram_count_as_ram(tmp_path):
     root = made_up(tmp_path, available=200 * MIB, kind="tmpfs")
     with pytest.raises(BudgetError, match=r"nvme.paths: .* is RAM .* name a folder on a disk"):
         fly(tmp_path, keys, root)
-
-
-def test_a_demand_for_direct_io_is_tried(tmp_path, monkeypatch):
-    def refuse(fd: int) -> None:
-        raise OSError(errno.EINVAL, "no such thing")
-
-    monkeypatch.setattr("offload.swap.io.swap_file._probe_direct", refuse)
-    keys = {"placement": NVME, "budget": {"host": "128MiB"}}
-    root = made_up(tmp_path, available=GIB)
-    fly(tmp_path, keys, root)
-    with pytest.raises(PathError, match=r"nvme.direct: true, but O_DIRECT is refused"):
-        fly(tmp_path, {**keys, "nvme": {"direct": True}}, root)
 
 
 def test_a_budget_that_others_have_taken_is_said(tmp_path):

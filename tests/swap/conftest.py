@@ -68,16 +68,14 @@ def make_bench() -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
     def make(
-        *directories: Path, backend: IOBackend | None = None, budget_nbytes: int = 256 << 20,
-        direct: bool = True, checksum: bool = True,
-    ) -> Bench:  # fmt: skip
-        files = [SwapFile(path, direct=direct) for path in directories]
+        *directories: Path, backend: IOBackend | None = None, budget_nbytes: int = 256 << 20
+    ) -> Bench:
+        files = [SwapFile(path) for path in directories]
         ledger, lock = Ledger(), threading.RLock()
         tier = FileTier(budget_nbytes, [1.0] * len(files), ledger)
         store = BlockStore(
-            files, tier, backend or ThreadsBackend(), checksum=checksum, lock=lock,
-            growth_nbytes=1 << 20,
-        )  # fmt: skip
+            files, tier, backend or ThreadsBackend(), lock=lock, growth_nbytes=1 << 20
+        )
         made.append(Bench(store, files, tier, ledger, lock))
         return made[-1]
 

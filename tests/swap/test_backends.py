@@ -27,7 +27,7 @@ from offload.tiers.errors import (
     UnsupportedError,
 )
 from offload.tiers.tier import PAGE_NBYTES
-from tests.aio import needs_libaio
+from tests.aio import needs_libaio, refuse_o_direct
 
 Noise = Callable[[int], memoryview]
 Pages = Callable[..., memoryview]
@@ -43,9 +43,14 @@ class BackendConformance:
     def make(self, **options: Any) -> IOBackend:
         return open_backend(self.backend_name, **options)
 
+    @pytest.fixture(autouse=True)
+    def kind_of_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not self.direct:
+            refuse_o_direct(monkeypatch)
+
     @pytest.fixture
     def file(self, directory: Path) -> Iterator[SwapFile]:
-        with SwapFile(directory, direct=self.direct) as file:
+        with SwapFile(directory) as file:
             file.reserve(64 << 20)
             yield file
 
@@ -111,7 +116,7 @@ class BackendConformance:
     def test_close_finishes_what_is_in_flight(
         self, directory: Path, noise: Noise, pages: Pages, no_leak: None
     ) -> None:
-        with SwapFile(directory, direct=self.direct) as file:
+        with SwapFile(directory) as file:
             file.reserve(8 << 20)
             backend = self.make()
             transfer = backend.submit_write(file.fd, noise(8 << 20), 0, path="p")

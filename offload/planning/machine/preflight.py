@@ -1,45 +1,38 @@
 """Checks that find later failures before the first byte is allocated.
 
 `shortfalls` checks a plan against its budgets, the usable memory and free disk. This module checks
-the machine's present state: RAM that other processes leave, files that lie in RAM, O_DIRECT, and
-the kind of file system that each folder is on.
+the machine's present state: RAM that other processes leave, files that lie in RAM, and the kind of
+file system that each folder is on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from offload.config.paths import StrPath
 from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
 from offload.process import machine
-from offload.tiers.errors import BudgetError, PathError
+from offload.tiers.errors import BudgetError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, in_one_unit
-
-if TYPE_CHECKING:
-    from offload.config import NvmeConfig
 
 _ROOT = Path("/")
 
 
 def preflight(
-    plan: Plan, nvme: NvmeConfig, paths: Sequence[StrPath], *,
+    plan: Plan, paths: Sequence[StrPath], *,
     freed_nbytes: int = 0, passing_nbytes: int = 0, root: Path = _ROOT,
 ) -> tuple[str, ...]:  # fmt: skip
     """Check `plan` against the present state of the machine; return warnings as sentences.
 
     `freed_nbytes` is the RAM of existing parameters that will move into the tiers, `passing_nbytes`
-    the RAM of activations, where it is known. `/proc` and `/sys` are read below `root`. Makes two
-    page-sized transfers if `nvme.direct: true`.
+    the RAM of activations, where it is known. `/proc` and `/sys` are read below `root`.
 
-    Raises BudgetError if RAM is short, PathError if O_DIRECT is demanded and refused.
+    Raises BudgetError if RAM is short.
     """
     folders = [Path(path).expanduser().absolute() for path in paths] if plan.opens_files else []
     _check_memory(plan, folders, freed_nbytes, root)
-    if nvme.direct is True:
-        _check_direct(folders)
     return (
         *_file_systems(plan, folders, root), *_budget_beyond(plan, root),
         *activations_beyond(plan, passing_nbytes, root),
@@ -74,18 +67,6 @@ def _files_in_memory(plan: Plan, folders: Sequence[Path], root: Path) -> int:
     mounts = [machine.mount_of(folder, root) for folder in folders]
     share = sum(mount is not None and mount.is_memory for mount in mounts) / max(1, len(mounts))
     return int(needed_nbytes(plan, Tier.NVME) * share)
-
-
-def _check_direct(folders: Sequence[Path]) -> None:
-    from offload.swap.io.swap_file import SwapFile
-
-    for folder in folders:
-        with SwapFile(folder) as file:  # which logs why, if not
-            if not file.o_direct:
-                raise PathError(
-                    f"nvme.direct: true, but O_DIRECT is refused in {folder}; name a folder on "
-                    "another file system, or set nvme.direct: auto"
-                )
 
 
 def _file_systems(plan: Plan, folders: Sequence[Path], root: Path) -> Iterator[str]:
