@@ -2,8 +2,7 @@
 
     backward         a row gets a gradient; the packed parameter's `.grad` is a handle
     grad = None      no row has one
-    grad = tensor    each row's is a view of it
-    mul_, norm, ...  of all rows; anything else reads or writes the whole
+    mul_, norm, ...  of all rows; anything else reads the whole
 
 Rows without a gradient are zero where others have one, as in PyTorch, where all are one tensor: a
 step moves them, too (weight decay, moments), once they are needed (lazy_updates.py).
@@ -14,11 +13,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from offload.tiers.errors import StateError
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.gradients.gradient_handles import (
     CLEARED,
@@ -26,7 +25,6 @@ from offload.zero.gradients.gradient_handles import (
     GradientSource,
     there,
 )
-from offload.zero.tensors.local_tensors import local_of
 from offload.zero.tensors.paged import Operation, PagedTensor
 
 aten = torch.ops.aten
@@ -57,12 +55,8 @@ class PackedGradientSource:
         self._check()
         yield self.table.value_of(self)
 
-    @contextmanager
-    def writing(self) -> Iterator[torch.Tensor]:
-        self._check()
-        value = self.table.value_of(self)
-        yield value
-        self.table.write(self.packed, value)
+    def writing(self) -> NoReturn:
+        raise UnsupportedError(_refusal(self.packed, "is written"))
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._check()
@@ -84,7 +78,6 @@ class PackedGradients:
         rows.packed = self
         self._of_row = {id(row): each for each in packed for row in each.rows}
         self._shown: dict[PackedParam, PagedTensor] = {}
-        self._given: set[PackedParam] = set()  # rows' gradients are views of a user's tensor
 
     def prepare(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -100,7 +93,7 @@ class PackedGradients:
         param = packed.param
         with torch._C.DisableTorchFunctionSubclass():
             if param.grad is not None:
-                return  # a user's tensor, of which the rows' are views
+                raise UnsupportedError(_refusal(packed, "was set to a tensor"))
             shape = torch.empty(param.shape, dtype=param.dtype, device=torch.device("meta"))
             handle = PagedTensor(PackedGradientSource(self, packed), shape, param.device)
             self._shown[packed] = handle
@@ -109,31 +102,19 @@ class PackedGradients:
     def follow(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for packed in self._all:
-                gradient = packed.param.grad
-                if isinstance(gradient, PagedTensor) and gradient is not self._shown.get(packed):
-                    packed.param.grad = gradient.values()  # while its source has some
-            for packed in list(self._shown):
-                if packed.param.grad is not self._shown[packed]:
-                    self._part(packed)
-            for packed in self._all:
-                gradient = packed.param.grad
-                if gradient is None or self._shown.get(packed) is gradient:
-                    # what a row has beside it is of a backward that was interrupted
-                    if gradient is None or packed in self._given:
-                        self._given.discard(packed)
-                        _clear_rows(packed)
-                    continue
-                self._given.add(packed)
-                for row, own in zip(packed.rows, gradient.detach(), strict=True):
-                    if row.grad is None or local_of(row.grad).data_ptr() != own.data_ptr():
-                        row.grad = own
+                gradient, handle = packed.param.grad, self._shown.get(packed)
+                if gradient is not None and gradient is not handle:
+                    raise UnsupportedError(_refusal(packed, "was set to a tensor"))
+                if gradient is None:
+                    if handle is not None:
+                        self._part(packed)
+                    _clear_rows(packed)  # also those of a backward that was interrupted
 
     def _part(self, packed: PackedParam) -> None:
-        """Separate a handle from `.grad`, which was set to something else."""
+        """Separate a handle from `.grad`, which was set to None."""
         source = self._shown.pop(packed).source
         assert isinstance(source, PackedGradientSource), "made here"
         source.used_up = CLEARED
-        _clear_rows(packed)
 
     def forget(self, why: str) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -160,11 +141,6 @@ class PackedGradients:
         sources = (self._rows.source_of(row) for row in source.packed.rows)
         rows = (None if each is None else self._rows.value_of(each) for each in sources)
         return _whole(source.packed, rows, source.packed.param.dtype)
-
-    def write(self, packed: PackedParam, value: torch.Tensor) -> None:
-        """Let `value` be the gradient."""
-        for row, own in zip(packed.rows, value, strict=True):
-            self._rows.write(self._rows.source_of(row) or self._rows.begin(row), own)
 
     def answer(
         self, source: PackedGradientSource, operation: Operation, args: Sequence[Any],
@@ -203,6 +179,13 @@ def _whole(
 def _keeps_zeros(args: Sequence[Any]) -> bool:
     """Return whether rows without a gradient stay zero times (or by) these."""
     return all(bool(torch.as_tensor(each).isfinite().all()) for each in args)
+
+
+def _refusal(packed: PackedParam, what: str) -> str:
+    return (
+        f"{packed.name}.grad {what}, and the gradients of its experts are tensors of their own; "
+        "multiply it by a number, zero it or clear it, and clip by its norm"
+    )
 
 
 def _clear_rows(packed: PackedParam) -> None:

@@ -68,7 +68,7 @@ class WholeGradients(Protocol):
         ...
 
     def follow(self) -> None:
-        """Apply to the rows what users did to `.grad`: set it to None, or to a tensor."""
+        """Apply to the rows that users set `.grad` to None."""
         ...
 
     def forget(self, why: str) -> None:
@@ -338,10 +338,6 @@ class GradientHandles:
     def source_of(self, row: torch.Tensor) -> GradientSource | None:
         """Return the source of a row's accumulated gradient; None if it has none."""
         return self._sources.get(self._places[id(row)])
-
-    def begin(self, row: torch.Tensor) -> GradientSource:
-        """Let a row have a gradient, whose value follows."""
-        return self._put(self._places[id(row)])
 
     def value_of_row(self, row: nn.Parameter) -> torch.Tensor | None:
         """Return the gradient of a row, as `value` does."""
