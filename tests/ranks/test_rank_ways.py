@@ -3,9 +3,7 @@ passes that are dropped; and what is written and read by all of them together.""
 
 from __future__ import annotations
 
-import gc
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ import offload
 from offload.errors import ConfigError
 from tests.offload.engine_cases import (
     HOST,
-    NVME,
     TinyLM,
     assert_same_bits,
     batches,
@@ -29,7 +26,6 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
-from tests.ranks import programs
 from tests.ranks.processes import run_ranks
 from tests.ranks.programs import BUDGET, OPTIMIZER
 
@@ -254,22 +250,3 @@ def test_ranks_that_initialise_otherwise_train_what_the_first_one_has(tmp_path: 
     assert torch.equal(first[0]["0.scale"], torch.ones(4))
     assert_same_bits(first[0], first[1])
     assert_same_bits(first[0], first[2])
-
-
-def one_after_another(folder: str) -> list[tuple[int, int]]:
-    """Threads and open files of this process after each of some engines."""
-    found = []
-    for stage in (3, 0, 3):
-        programs.train(programs.Case(stage, NVME, steps=1), folder)
-        gc.collect()
-        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-    return found
-
-
-@pytest.mark.slow
-def test_engines_leave_no_process_groups_behind(tmp_path: Path) -> None:
-    """But those of the last one, until ranks meet again."""
-    for found in run_ranks(2, tmp_path, one_after_another, str(tmp_path), timeout_s=100):
-        threads, files = zip(*found, strict=True)
-        assert max(threads[1:]) <= threads[0] + 3  # one group's are four
-        assert max(files[1:]) <= files[0] + 4

@@ -21,7 +21,7 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout
-from offload.zero.ranks.collectives import Collectives, Workspace
+from offload.zero.ranks.collectives import Workspace
 from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE, Part, Sharding
@@ -113,7 +113,7 @@ class RankWeights:
         be in one already and wait for this rank. Not after an error."""
 
     def close(self) -> None:
-        """End the threads and give up the process groups."""
+        """End the threads. Process groups stay until all of the process ends them."""
 
 
 class SharedWeights(RankWeights):
@@ -205,11 +205,11 @@ class SharedWeights(RankWeights):
         return [self._gatherer.order]
 
     def ending(self) -> Callable[[], None]:
-        orders, ranks, collectives = self.orders(), self.ranks, self.collectives
+        orders, ranks = self.orders(), self.ranks
 
         def end() -> None:
             _drain(orders, ranks)
-            _close(orders, ranks, collectives)
+            _close(orders, ranks)
 
         return end
 
@@ -217,7 +217,7 @@ class SharedWeights(RankWeights):
         _drain(self.orders(), self.ranks)
 
     def close(self) -> None:
-        _close(self.orders(), self.ranks, self.collectives)
+        _close(self.orders(), self.ranks)
 
 
 def _drain(orders: Sequence[OrderedWork], ranks: Ranks) -> None:
@@ -226,8 +226,7 @@ def _drain(orders: Sequence[OrderedWork], ranks: Ranks) -> None:
             order.drain(ranks.watch.timeout_s)
 
 
-def _close(orders: Sequence[OrderedWork], ranks: Ranks, collectives: Collectives) -> None:
+def _close(orders: Sequence[OrderedWork], ranks: Ranks) -> None:
     for order in orders:
         order.close()
     ranks.watch.close()
-    ranks.give_up(collectives)

@@ -80,7 +80,6 @@ class Ranks:
                     control = _group_of(ranks, limit, "gloo")
                 assert control is not None, "every rank is in it"
                 _check_alike(alike or {}, control, device)
-            _destroy_left(ranks)
             sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
             with watch.during("the making of a mesh of ranks") as limit:
                 if members is None:
@@ -275,29 +274,6 @@ class Ranks:
         what = f"the sending of tensors from rank {source} to rank {to}"
         return self.watch.during(what, members=(source, to))
 
-    def give_up(self, collectives: Collectives) -> None:
-        """Give up the process groups of an engine that is closed. They are destroyed where ranks
-        meet again: another rank may still be reading what was sent to it last, which the end of a
-        connection would lose. (Gloo's groups, which have threads and sockets of their own. Not
-        those that some ranks made by themselves: they are named after their ranks, and the next
-        ones of that name would meet where these have met.)"""
-        if not self.is_world:
-            return
-        groups = [
-            self.control, collectives.gather_group, collectives.reduce_group,
-            collectives.replica_group,
-        ]  # fmt: skip
-        if accelerator.is_accelerator(self.device):
-            groups = [self.control]
-        else:
-            groups += self.mesh.get_all_groups()
-        world = dist.group.WORLD
-        known = [id(group) for _, group in _LEFT]
-        _LEFT.extend(
-            (world, group) for group in dict.fromkeys(groups)
-            if world is not None and group is not world and id(group) not in known
-        )  # fmt: skip
-
     def leave(self) -> None:
         """End the process group, if it was made here."""
         if self.owns_world:
@@ -383,21 +359,6 @@ def _group_of(ranks: Sequence[int], limit: timedelta, backend: str | None = None
     )
     assert group is not None, "this rank is one of them"
     return group
-
-
-# Process groups of engines that were closed, each with the world that it is of.
-_LEFT: list[tuple[Group, Group]] = []
-
-
-def _destroy_left(ranks: Sequence[int]) -> None:
-    """Destroy the groups of `ranks`, all of which have come here and left them before."""
-    for world, group in list(_LEFT):
-        gone = world is not dist.group.WORLD  # its groups ended with it
-        if not gone and not set(dist.get_process_group_ranks(group)) <= set(ranks):
-            continue
-        _LEFT.remove((world, group))
-        if not gone:
-            dist.destroy_process_group(group)
 
 
 def end_world() -> None:
