@@ -337,14 +337,10 @@ def test_tier_host_without_a_gpu_changes_nothing_and_says_so_once(
     assert "activations parked" not in run.moved
 
 
-def test_a_model_that_checkpoints_its_blocks_itself_is_left_alone(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        run = train(keys(folder, "nvme", True), lambda: Model(inner=True))
+def test_a_model_that_checkpoints_its_blocks_itself_is_left_alone(folder: Path) -> None:
+    run = train(keys(folder, "nvme", True), lambda: Model(inner=True))
     plain = train(keys(folder, "device"), lambda: Model(inner=True))
     run.assert_same(plain)
-    assert said(caplog, "blocks.1 is inside of a checkpoint of the model's own") == 1
 
 
 def test_a_model_without_repeated_blocks_is_told_that_nothing_is_recomputed(
@@ -412,9 +408,7 @@ def test_a_cache_given_to_a_recomputed_block_is_refused_by_name(folder: Path) ->
         e.module(tokens_of(0))
 
 
-def test_transformers_own_checkpointing_is_not_doubled(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_transformers_own_checkpointing_is_not_doubled(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
 
     def build(own: bool) -> Any:
@@ -448,11 +442,8 @@ def test_transformers_own_checkpointing_is_not_doubled(
 
     expected = losses("device", False)
     assert losses("nvme", "selective") == expected
-    with caplog.at_level(logging.WARNING):
-        assert losses("nvme", True) == expected
-        assert said(caplog, "checkpoint of the model's own") == 0
-        assert losses("nvme", True, own=True) == expected
-    assert said(caplog, "checkpoint of the model's own") == 1
+    assert losses("nvme", True) == expected
+    assert losses("nvme", True, own=True) == expected
 
 
 def test_a_disk_budget_that_is_used_up_leaves_the_rest_in_memory(

@@ -62,22 +62,11 @@ class Recomputation:
         self.holder = holder
         self.selective = selective
         self.keeper = keeper
-        self._said_nested = False
         self._blocks = [_RecomputedBlock(unit, self) for unit in units if unit.repeated]
         if not self._blocks:
             _log.warning(
                 "placement.activations.checkpoint recomputes nothing: the model has no repeated "
                 "blocks; name the class of those to recompute in groups.blocks"
-            )
-
-    def say_nested(self, name: str) -> None:
-        """Warn, once, that the model recomputes the block `name` itself."""
-        if not self._said_nested:
-            self._said_nested = True
-            _log.warning(
-                "placement.activations.checkpoint: %s is inside of a checkpoint of the model's own "
-                "(gradient_checkpointing) and is not checkpointed again; turn one of the two off",
-                name,
             )
 
     def remove(self) -> None:
@@ -116,8 +105,7 @@ class _RecomputedBlock(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return self.own(*args, **kwargs)  # in backward: an outer checkpoint computes it again
-        if is_in_checkpoint():
-            self._owner.say_nested(self._unit.name)
+        if is_in_checkpoint():  # of the model's own: that computes the block again
             return self.own(*args, **kwargs)
         self._refuse_caches((*args, *kwargs.values()))
         # all tensors as positional arguments: those are saved, others would only be referred to
