@@ -109,6 +109,6 @@ def test_a_transform_within_a_forward_is_refused(tmp_path: Path) -> None:
     model = Differentiated().requires_grad_(False).to(ON)
     offload.dispatch(model, config(tmp_path, NVME))
     with torch.no_grad(), offload.dispatched(model):
-        with pytest.raises(UnsupportedError, match=r"torch\.func\.jvp"):
+        with pytest.raises(UnsupportedError, match=r"torch\.func"):
             model(some_input())
         assert model.layer(some_input()).isfinite().all()

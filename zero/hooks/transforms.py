@@ -12,6 +12,12 @@ from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 
 _HARMLESS = "Vmap"  # nothing is differentiated
+_REFUSED = (
+    "torch.func or forward-mode AD through %s: it ignores hooks for saved tensors, through which "
+    "backward fetches parameters; use backward(), torch.autograd.grad or torch.autograd.functional "
+    "(jvp, vjp, jacobian, hessian) without forward-mode strategy; for single parameters give it "
+    "parameter.detach().clone(), or call it within engine.gathered(parameter)"
+)
 
 
 def in_transform() -> bool:
@@ -21,22 +27,10 @@ def in_transform() -> bool:
 
 def refuse_transforms() -> None:
     """Raise UnsupportedError if anything but autograd's graph differentiates a call in progress."""
-    if not in_transform():
-        return
-    stack = torch._C._functorch.get_interpreter_stack()
-    names = [str(each.key()).rpartition(".")[2] for each in stack or ()]
-    found = next((name for name in names if name != _HARMLESS), None)
-    if found is None and forward_ad._current_level < 0:
-        return
-    what = "forward-mode AD (torch.autograd.forward_ad)" if found is None else (
-        "torch.func.jvp, jacfwd or hessian" if found == "Jvp"
-        else "torch.func.grad, vjp, jacrev or hessian"
-    )  # fmt: skip
-    raise UnsupportedError(
-        f"{what} through a model whose parameters are offloaded: it ignores hooks for saved "
-        "tensors, through which backward fetches parameters; use backward(), torch.autograd.grad "
-        "or torch.autograd.functional (jvp, vjp, jacobian, hessian) without forward-mode strategy"
-    )
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    differentiated = any(not str(each.key()).endswith(_HARMLESS) for each in stack)
+    if differentiated or forward_ad._current_level >= 0:
+        raise UnsupportedError(_REFUSED % "a model whose parameters are offloaded")
 
 
 def refuse_in_transforms(param: str) -> None:
@@ -44,13 +38,8 @@ def refuse_in_transforms(param: str) -> None:
     differentiated by anything but autograd's graph."""
     # not its stack: the transform has taken itself off when its operation comes to the tensors
     hooks_work = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    if hooks_work and forward_ad._current_level < 0:
-        return
-    raise UnsupportedError(
-        f"torch.func or forward-mode AD of an operation on {param}, which is offloaded: they "
-        "ignore hooks for saved tensors, through which backward fetches parameters; give them "
-        "parameter.detach().clone(), or call them within engine.gathered(parameter)"
-    )
+    if not hooks_work or forward_ad._current_level >= 0:
+        raise UnsupportedError(_REFUSED % f"an operation on {param}, which is offloaded")
 
 
 def refuse_capture(device: torch.device) -> None:
