@@ -27,7 +27,6 @@ from offload.checkpoint.format.manifest import (
     ParamGroupRecord,
 )
 from offload.checkpoint.format.user_state import packed
-from offload.checkpoint.format.write_behind import WriteBehind
 from offload.checkpoint.format.writer import Composer, fields_of, group_record, numbers_of
 from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
@@ -159,13 +158,12 @@ class _Importer:
     # ---------------------------------------------------------------- writing
     def write(self, folder: Path) -> None:
         """Write every file, the manifest last."""
-        with WriteBehind() as behind:
-            made = Composer(folder, self._manifest, self._format, behind)
-            self._write_parameters(made)
-            made.write_tensors(BUFFERS, self._manifest.buffers, self._found.buffers.values())
-            if self._run_tensors:
-                made.write_tensors(RUN, self._run.tensors, self._run_tensors)
-            made.finish()
+        made = Composer(folder, self._manifest, self._format)
+        self._write_parameters(made)
+        made.write_tensors(BUFFERS, self._manifest.buffers, self._found.buffers.values())
+        if self._run_tensors:
+            made.write_tensors(RUN, self._run.tensors, self._run_tensors)
+        made.finish()
 
     def _write_parameters(self, made: Composer) -> None:
         fields = {field: self._found.tensors(field) for field in self._format.states}

@@ -21,7 +21,7 @@ from offload.checkpoint.format import disk
 ANY = ("EIO", "slow")
 ROOM = ("ENOSPC", "EDQUOT")
 NEED_ROOM = {
-    "mkdir", "create", "fallocate", "pwrite", "fsync", "rename", "exchange", "fsync folder",
+    "mkdir", "create", "pwrite", "fsync", "rename", "exchange", "fsync folder",
 }  # fmt: skip
 MOVING = {
     "pwrite": ("short", "nothing", "flip", "torn"), "preadv": ("short", "end", "flip", "torn"),

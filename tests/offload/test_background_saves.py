@@ -316,7 +316,7 @@ def test_the_next_save_a_load_and_close_wait_for_it(
         assert (tmp_path / "f").is_dir()
         engine.save_checkpoint(tmp_path / "h", wait=False)
     assert sorted(os.listdir(tmp_path)) == list("abcdefgh")
-    assert "offload-write_0" not in {t.name for t in threading.enumerate()}
+    assert "offload-checkpoint_0" not in {t.name for t in threading.enumerate()}
 
 
 def test_an_engine_that_is_dropped_completes_it(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ def _break(patch: pytest.MonkeyPatch, where: str, after: int) -> type[Exception]
 
     def broken(call: Any, number: int) -> Any:
         def wrapper(*args: Any, **keys: Any) -> Any:
-            if threading.current_thread().name.startswith(("offload-write", "offload-sync")):
+            if threading.current_thread().name.startswith("offload-checkpoint"):
                 left[0] -= 1
                 if left[0] < 0:
                     raise OSError(number, os.strerror(number))

@@ -23,7 +23,6 @@ from offload.checkpoint.format.locks import lock_folder, unlock
 from offload.checkpoint.format.manifest import FileRecord, Manifest
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
-from offload.checkpoint.format.write_behind import WriteBehind
 from offload.errors import CheckpointError, StorageError
 from offload.process import bounded_json
 from tests.offload.engine_cases import (
@@ -172,14 +171,11 @@ def big_file(path: Path, bound_to: str) -> FileRecord:
     numel = 2 * blocks.BLOCK_NBYTES + 100
     sections = [[TensorInfo(name, "U8", (numel,))] for name in "ab"]
     values = torch.randint(256, (2, numel), dtype=torch.uint8).numpy()
-    with WriteBehind() as behind:
-        file = SafetensorsWriter(path / "000.safetensors", sections, {}, behind, bound_to)
-        file.append("a", values[0].data)
-        for start in range(0, numel, 300_001):
-            file.append("b", values[1][start : start + 300_001].data)
-        record = file.finish()
-        behind.finish()
-    return record
+    file = SafetensorsWriter(path / "000.safetensors", sections, {}, bound_to)
+    file.append("a", values[0].data)
+    for start in range(0, numel, 300_001):
+        file.append("b", values[1][start : start + 300_001].data)
+    return file.finish()
 
 
 def test_swapped_blocks_are_found_and_parts_are_read_right(saved: Path) -> None:

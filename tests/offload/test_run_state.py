@@ -29,7 +29,6 @@ from offload.checkpoint.format.manifest import MANIFEST, RUN
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, info_of
 from offload.checkpoint.format.user_state import packed, tensor_records, value_of
-from offload.checkpoint.format.write_behind import WriteBehind
 from offload.errors import CheckpointError, StateError, UnsupportedError
 from tests.offload.engine_cases import (
     HOST,
@@ -471,12 +470,10 @@ def edited(path: Path, change: Any) -> None:
     run = manifest.run.model_copy(update={"tensors": tensor_records(archives)})
     sections = [[info_of(record) for record in run.tensors]]
     (path / RUN).unlink()
-    with WriteBehind() as behind:
-        file = SafetensorsWriter(path / RUN, sections, {}, behind, manifest.bound_to(RUN))
-        for name, archive in archives.items():
-            file.append(name, archive.numpy().data)
-        files = {**manifest.files, RUN: file.finish()}
-        behind.finish()
+    file = SafetensorsWriter(path / RUN, sections, {}, manifest.bound_to(RUN))
+    for name, archive in archives.items():
+        file.append(name, archive.numpy().data)
+    files = {**manifest.files, RUN: file.finish()}
     new = manifest.model_copy(update={"files": files, "run": run})
     (path / MANIFEST).write_text(new.to_json())
 

@@ -28,7 +28,6 @@ from offload.checkpoint.format.safetensors_file import (
     optimizer_sections,
 )
 from offload.checkpoint.format.user_state import tensor_records
-from offload.checkpoint.format.write_behind import WriteBehind
 from offload.checkpoint.format.writer import CheckpointWriter, Sections, group_record
 from offload.display.byte_progress import progress
 from offload.kernels.floats import Array
@@ -124,15 +123,14 @@ class Saver:
 
     def _begin_beside(self, path: Path, stack: ExitStack) -> None:
         self._folder = stack.enter_context(PendingFolder(path))
-        behind = stack.enter_context(WriteBehind())
         self.came = stack.enter_context(progress(f"saving {path.name}", self.nbytes()))
-        self.begin(self._folder.path, behind)
+        self.begin(self._folder.path)
 
     # ---------------------------------------------------------------- step by step
-    def begin(self, folder: Path, behind: WriteBehind) -> None:
+    def begin(self, folder: Path) -> None:
         """Begin the files in `folder`, and write the tensors of no group: buffers, and the rest of
         the training run (random states, the caller's state)."""
-        self._files = CheckpointWriter(folder, self._manifest, self.nbytes(), behind)
+        self._files = CheckpointWriter(folder, self._manifest, self.nbytes())
         self._files.write_tensors(BUFFERS, self._manifest.buffers, self._others.values())
         run = self._run
         self._files.write_tensors(RUN, run.record.tensors, run.tensors.values())
@@ -157,7 +155,7 @@ class Saver:
                 yield from pieces_of(self._runtime.optimizer_states[group.index].records)
 
     def finish(self) -> None:
-        """Wait until all files are on the device, and write the manifest."""
+        """Write the manifest."""
         self._files.finish()
 
     # ---------------------------------------------------------------- what each file holds

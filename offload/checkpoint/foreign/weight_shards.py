@@ -15,7 +15,6 @@ from torch import Tensor
 from offload.checkpoint.foreign.model_files import INDEX, SINGLE, pending_output
 from offload.checkpoint.format.disk import check_room, replace_text
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
-from offload.checkpoint.format.write_behind import WriteBehind
 from offload.tiers.units import parse_bytes
 from offload.zero.groups.bits import DTYPE_NAMES
 
@@ -124,14 +123,12 @@ def new_files(
             file: stack.enter_context(pending_output(folder / file, replaces=True))
             for file in sections
         }
-        behind = stack.enter_context(WriteBehind())
         for file, each in sections.items():
-            writer = SafetensorsWriter(pending[file], each, _METADATA, behind)
+            writer = SafetensorsWriter(pending[file], each, _METADATA)
             file_of.update(dict.fromkeys(names[file], writer))
         yield lambda name, raw: file_of[name].append(name, raw.numpy().data)
         for writer in dict.fromkeys(file_of.values()):
             writer.finish()
-        behind.finish()
 
 
 def _tensors(names: Sequence[str], tensors: Mapping[str, Tensor]) -> list[list[TensorInfo]]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.format.blocks import BlockHashes
+from offload.checkpoint.format.disk import new_file
 from offload.checkpoint.format.manifest import (
     ITEMSIZE,
     BufferRecord,
@@ -30,7 +31,6 @@ from offload.checkpoint.format.manifest import (
     ParameterRecord,
     SectionRecord,
 )
-from offload.checkpoint.format.write_behind import Stream, WriteBehind
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX
 from offload.process import bounded_json
 from offload.process.bounded_json import MOST_NBYTES
@@ -38,6 +38,7 @@ from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
 _PART_NBYTES = 1 << 20
+_SENT_NBYTES = 16 << 20  # after so many the device begins to write, and need not at the end
 _MOST_NUMEL = 1 << 60
 
 
@@ -89,9 +90,9 @@ class StoredTensor:
 @dataclass(slots=True)
 class _Section:
     name: str  # of its first tensor
+    start: int  # in the file
     nbytes: int
     hashes: BlockHashes
-    into: Stream
     filled: int = 0
 
 
@@ -110,20 +111,20 @@ def _header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes
 
 
 class SafetensorsWriter:
-    """Creates `path` and fills its sections, each a list of tensors. `behind` writes the file,
-    together with others, and closes it: its `finish` makes them durable.
+    """Creates `path` and fills its sections, each a list of tensors.
 
     `bound_to`: of a checkpoint's file what its hashes are bound to (`Manifest.bound_to`).
     """
 
     def __init__(
         self, path: Path, sections: Sequence[Sequence[TensorInfo]],
-        metadata: Mapping[str, str], behind: WriteBehind, bound_to: str = "",
+        metadata: Mapping[str, str], bound_to: str = "",
     ) -> None:  # fmt: skip
         self.path = path
         header = _header(chain(*sections), metadata)
         self.nbytes = len(header) + sum(tensor.nbytes for tensor in chain(*sections))
-        self._file = behind.create(path, self.nbytes)
+        self._file = new_file(path)
+        self._unsent = 0  # bytes that the device was not told to write yet
         self._bound_to = bound_to
         self._sections: list[_Section] = []
         self._section_of: dict[str, _Section] = {}  # by a tensor's name
@@ -135,13 +136,13 @@ class SafetensorsWriter:
             end += nbytes
 
     def _section(self, name: str, start: int, nbytes: int) -> _Section:
-        hashes, into = BlockHashes(self._bound_to, start), Stream(self._file, start, nbytes)
-        self._sections.append(_Section(name, nbytes, hashes, into))
+        hashes = BlockHashes(self._bound_to, start)
+        self._sections.append(_Section(name, start, nbytes, hashes))
         return self._sections[-1]
 
     def append(self, tensor: str, data: memoryview) -> None:
-        """Append a tensor's next bytes, which are copied; tensors of a section come one after
-        another. Waits for a device that falls behind."""
+        """Append a tensor's next bytes; tensors of a section come one after another. Waits for a
+        device that falls behind."""
         self._append(self._section_of[tensor], data)
 
     def _append(self, into: _Section, data: memoryview) -> int:
@@ -150,18 +151,25 @@ class SafetensorsWriter:
         data = data.cast("B")
         for part in (data[at : at + _PART_NBYTES] for at in range(0, data.nbytes, _PART_NBYTES)):
             into.hashes.update(part)
-            into.into.append(part)  # while it is in the processor's cache
+            # while it is in the processor's cache
+            self._file.write_all(part, into.start + into.filled)
             into.filled += part.nbytes
+        self._unsent += data.nbytes
+        if self._unsent >= _SENT_NBYTES:
+            self._unsent = 0
+            self._file.forget()
         return into.filled
 
     def finish(self) -> FileRecord:
-        """Complete the file; returns its bytes and hashes."""
+        """Complete the file, durably; returns its bytes and hashes."""
         for section in self._sections:
             if section.filled != section.nbytes:
                 raise IntegrityError(
                     f"{self.path}: {section.name} holds {section.filled} of {section.nbytes} bytes"
                 )
-        self._file.finish()
+        self._file.sync()
+        self._file.forget()  # not read soon: leave the page cache to the training data
+        self._file.close()
         records = [
             SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.hashes.text())
             for section in self._sections

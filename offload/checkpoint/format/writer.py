@@ -29,7 +29,6 @@ from offload.checkpoint.format.safetensors_file import (
     info_of,
     optimizer_sections,
 )
-from offload.checkpoint.format.write_behind import WriteBehind
 from offload.config.optimizer import KINDS
 from offload.kernels.cpu.convert import split_master
 from offload.kernels.floats import Array
@@ -58,10 +57,10 @@ class CheckpointWriter:
     """Writes the files of `manifest`, which lacks only them, into a new folder."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, nbytes: int, behind: WriteBehind
+        self, folder: Path, manifest: Manifest, nbytes: int
     ) -> None:  # fmt: skip
-        """Makes the subfolders, if there is room for `nbytes`. `behind` writes the files."""
-        self._folder, self._manifest, self._behind = folder, manifest, behind
+        """Makes the subfolders, if there is room for `nbytes`."""
+        self._folder, self._manifest = folder, manifest
         self._files: dict[str, FileRecord] = {}
         check_room(folder, nbytes)
         with storage_errors("creating", folder):
@@ -77,7 +76,7 @@ class CheckpointWriter:
     ) -> SafetensorsWriter:  # fmt: skip
         """A new file, to be filled."""
         bound_to = self._manifest.bound_to(name)
-        return SafetensorsWriter(self._folder / name, sections, metadata, self._behind, bound_to)
+        return SafetensorsWriter(self._folder / name, sections, metadata, bound_to)
 
     def close(self, name: str, file: SafetensorsWriter) -> None:
         """Complete a file that was filled."""
@@ -97,9 +96,7 @@ class CheckpointWriter:
         self.close(name, file)
 
     def finish(self) -> None:
-        """Wait until all files are on the device, and write the manifest. CheckpointError if the
-        manifest is inconsistent."""
-        self._behind.finish()
+        """Write the manifest. CheckpointError if it is inconsistent."""
         groups = self._manifest.groups
         names = [name for group in groups for name in (group.parameters, group.optimizer) if name]
         files = {name: self._files[name] for name in (*names, BUFFERS, RUN) if self.has(name)}
@@ -113,10 +110,10 @@ class Composer(CheckpointWriter):
     into any grouping."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, kept: RecordFormat, behind: WriteBehind
+        self, folder: Path, manifest: Manifest, kept: RecordFormat
     ) -> None:  # fmt: skip
         numel = sum(int(np.prod(record.shape)) for record in manifest.parameters)
-        super().__init__(folder, manifest, 16 * numel, behind)
+        super().__init__(folder, manifest, 16 * numel)
         self._kept = kept
 
     def add_trained(
