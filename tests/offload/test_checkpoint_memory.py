@@ -20,7 +20,6 @@ from tests.offload.engine_cases import HOST, NVME, ON, config
 MIB = 1 << 20
 CHUNK = 1 << 17  # elements: a record of 1.25 MiB
 HELD = CHUNK * 10 + 4 * MIB  # one record, and the buffer that hashes are checked with
-AHEAD = 2 * CHUNK * 10  # a save reads two records ahead
 SLACK = 6 * MIB  # interpreter and allocator
 
 
@@ -79,7 +78,7 @@ def test_saving_loading_and_exporting_hold_a_few_chunks_beyond_the_budget(tmp_pa
         host = engine.report().tiers["host"]
         assert host.peak_nbytes <= host.budget_nbytes
         engine.check_integrity()
-    assert saving[0] <= HELD + AHEAD + SLACK
+    assert saving[0] <= HELD + SLACK
     assert loading[0] <= HELD + SLACK
     assert exporting[0] <= 3 * 4 * MIB + SLACK
 
@@ -117,5 +116,4 @@ def test_saving_beside_training_holds_a_few_chunks_beyond_it(
         for name, tier in engine.report().tiers.items():
             assert tier.peak_nbytes <= tier.budget_nbytes, name
         engine.check_integrity()
-    assert saving[0] <= training[0] + HELD + AHEAD + SLACK
-    assert HELD + AHEAD + SLACK < 100 * MIB  # of 160 that it saves
+    assert saving[0] <= training[0] + HELD + SLACK

@@ -6,7 +6,7 @@ Every rank goes through the same groups: rank 0 writes, the others send their pa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.model import SavedGroup
-from offload.checkpoint.engine.pieces import PieceAccess, pieces_of
+from offload.checkpoint.engine.pieces import PieceAccess
 from offload.checkpoint.engine.run_state import RunState
 from offload.checkpoint.engine.shards import ShardReader, on_all, refresh
 from offload.checkpoint.format.folder import PendingFolder
@@ -137,22 +137,11 @@ class Saver:
 
     def write_groups(self, numbers: Sequence[int]) -> None:
         """Write the files of groups, except parameters already written by `write_parameters`."""
-        if self._runtime.ranks is None:
-            self._access.expect(self._pieces(numbers))
         for number in numbers:
             if number not in self._has_parameters:
                 self.write_parameters(number)
             if self._saved[number].is_trained:
                 self._write_records(number)
-
-    def _pieces(self, numbers: Sequence[int]) -> Iterator[tuple[State, int]]:
-        """Yield the pieces in the order in which `write_groups` reads them, on one rank."""
-        for number in numbers:
-            groups = self._saved[number].groups
-            if number not in self._has_parameters:
-                yield from pieces_of(group.state for group in groups)
-            for group in groups:
-                yield from pieces_of(self._runtime.optimizer_states[group.index].records)
 
     def finish(self) -> None:
         """Write the manifest."""
