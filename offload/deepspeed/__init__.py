@@ -7,17 +7,14 @@
         engine.backward(engine(batch))
         engine.step()
 
-`deepspeed.zero`, `.utils`, `.comm`, `.accelerator` and `.ops.adam` have what such loops use; the
-names in `unsupported_names` raise an UnsupportedError that says what to use. docs/deepspeed.md says
-what every key of a configuration becomes.
+`deepspeed.zero`, `.utils`, `.comm`, `.accelerator` and `.ops.adam` have what such loops use.
+docs/deepspeed.md lists it, and says what the keys of a configuration become.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from offload.deepspeed.unsupported_names import left_out
 
 if TYPE_CHECKING:
     from offload.deepspeed.comm import init_distributed
@@ -46,6 +43,6 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"offload.deepspeed.{name}")
     if name not in _HOME:
-        raise left_out("offload.deepspeed", name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOME[name]
     return getattr(import_module(f"offload.deepspeed.{module}"), attribute)

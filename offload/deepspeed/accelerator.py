@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
-from offload.deepspeed.unsupported_names import left_out
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 
@@ -46,9 +44,6 @@ class _Accelerator:
 
     def empty_cache(self) -> None:
         """Do nothing: there is no cache that has to be emptied."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise left_out("offload.deepspeed's accelerator", name)
 
 
 def get_accelerator() -> _Accelerator:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed
 
-from offload.deepspeed.unsupported_names import left_out
 from offload.tiers import accelerator
 
 
@@ -44,5 +43,5 @@ def get_local_rank() -> int:
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(torch.distributed, name):
-        raise left_out("offload.deepspeed.comm", name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(torch.distributed, name)

@@ -15,7 +15,6 @@ from torch import nn
 from offload.config.paths import StrPath, path_of
 from offload.deepspeed.saved import LoopState, load_saved, save_all, save_weights
 from offload.deepspeed.settings import Settings
-from offload.deepspeed.unsupported_names import LeftOutError, left_out
 from offload.engine import Engine
 from offload.tiers.errors import (
     CheckpointError,
@@ -299,14 +298,10 @@ class EngineModule(nn.Module):
 
         def __getattr__(self, name: str) -> Any:
             """Return an attribute of the model, as DeepSpeed's engine does."""
-            if name in self.__dict__.get("_modules", {}):
-                return super().__getattr__(name)
             module = self.__dict__.get("_modules", {}).get("module")
-            if module is not None and hasattr(module, name):
+            if name != "module" and hasattr(module, name):
                 return getattr(module, name)
-            found = left_out("offload.deepspeed's engine", name)
-            # programs ask by `hasattr` which methods there are
-            raise LeftOutError(str(found)) if isinstance(found, UnsupportedError) else found
+            return super().__getattr__(name)
 
 
 def engine_of(param: nn.Parameter) -> EngineModule | None:

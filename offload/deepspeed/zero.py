@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from offload.deepspeed.engine import engine_of
-from offload.deepspeed.unsupported_names import left_out
 from offload.tiers.errors import UnsupportedError
 
 
@@ -116,7 +115,3 @@ def _listed(params: nn.Parameter | nn.Module | Iterable[nn.Parameter]) -> list[n
     if isinstance(params, torch.Tensor):
         return [params]  # type: ignore[list-item]
     return [each for each in params if isinstance(each, nn.Parameter)]
-
-
-def __getattr__(name: str) -> Any:
-    raise left_out("offload.deepspeed.zero", name)

@@ -258,15 +258,13 @@ def test_parameters_in_no_group_are_frozen_and_their_norm_does_not_count(caplog:
 
 
 # ---------------------------------------------------------------- accessors
-def test_gradients_masters_and_states_are_read_and_set() -> None:
+def test_gradients_masters_and_states_are_read() -> None:
     utils = deepspeed.utils
     with initialized(model(), {**BASE, "gradient_accumulation_steps": 1}) as engine:
         param = engine.module[0].weight
         assert utils.safe_get_full_grad(param) is None
-        with pytest.raises(StateError, match="there is no gradient"):
-            utils.safe_set_full_grad(param, torch.zeros_like(param))
         engine.backward(mse(engine(batch(0)[0]), batch(0)[1]))
-        utils.safe_set_full_grad(param, torch.ones(16, IN))
+        param.grad.fill_(1.0)
         gradient = utils.safe_get_full_grad(param)
         assert gradient is not None
         assert torch.equal(gradient, torch.ones(16, IN))
@@ -274,16 +272,14 @@ def test_gradients_masters_and_states_are_read_and_set() -> None:
         moment = utils.safe_get_full_optimizer_state(param, "exp_avg")
         assert moment is not None
         assert moment.unique().numel() == 1  # all elements had the same gradient
-        utils.safe_set_full_optimizer_state(param, torch.full((16, IN), 0.5), "exp_avg_sq")
-        assert utils.safe_get_full_optimizer_state(param, "exp_avg_sq").eq(0.5).all()
         with pytest.raises(StateError, match="keeps exp_avg"):
             utils.safe_get_full_optimizer_state(param, "momentum")
-        utils.safe_set_full_fp32_param(param, torch.full((16, IN), 0.25))
-        assert param.eq(0.25).all()
-        assert utils.safe_get_full_fp32_param(param).eq(0.25).all()
+        with deepspeed.zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
+            param.fill_(0.25)
+        master = utils.safe_get_full_fp32_param(param)
+        assert master is not None
+        assert master.eq(0.25).all()
     assert utils.safe_get_full_fp32_param(param) is None
-    with pytest.raises(StateError, match="no engine"):
-        utils.safe_set_full_fp32_param(param, torch.zeros(16, IN))
 
 
 def test_one_engines_backward_divides_for_both() -> None:
@@ -484,7 +480,7 @@ def test_a_configuration_is_refused_before_anything_is_made(
     assert all(param.requires_grad for param in net.parameters())
 
 
-def test_attributes_of_the_model_and_hints_for_those_that_are_not_there() -> None:
+def test_attributes_of_the_model_and_those_that_are_not_there() -> None:
     net = model()
     net.kind = "of the model"  # type: ignore[assignment]
     with initialized(net) as engine:
@@ -492,21 +488,14 @@ def test_attributes_of_the_model_and_hints_for_those_that_are_not_there() -> Non
         assert engine.module is net
         assert not engine.eval().training
         assert engine.zero_optimization_stage() == 2
-        with pytest.raises(UnsupportedError, match="gradients are reduced in backward"):
-            engine.allreduce_gradients()
-        with pytest.raises(UnsupportedError, match="offload_optimizer"):
-            engine.offload_states()
-        assert not hasattr(engine, "offload_states")
-        assert getattr(engine, "timers", None) is None
-        with pytest.raises(AttributeError, match="'nonsense'"):
-            _ = engine.nonsense
-    with pytest.raises(UnsupportedError, match="the model itself"):
+        for name in "offload_states", "nonsense":
+            assert not hasattr(engine, name)
+            with pytest.raises(AttributeError, match=f"'{name}'"):
+                getattr(engine, name)
+    with pytest.raises(ImportError, match="init_inference"):
         from offload.deepspeed import init_inference  # noqa: F401
-    with pytest.raises(UnsupportedError, match=r"deepspeed\.utils has no 'groups'"):
-        _ = deepspeed.utils.groups
-    assert deepspeed.utils.set_z3_leaf_modules(net, [nn.Tanh, "Linear"]) == list(net)
-    with pytest.raises(ValueError, match="has no module"):
-        deepspeed.utils.set_z3_leaf_modules(net, ["Absent"])
+    with pytest.raises(AttributeError, match="safe_set_full_grad"):
+        _ = deepspeed.utils.safe_set_full_grad
 
 
 def test_no_sync() -> None:
@@ -539,7 +528,7 @@ def test_a_process_alone_has_a_process_group() -> None:
         deepspeed.log_dist("said", ranks=[0])
     finally:
         dist.destroy_process_group()
-    with pytest.raises(AttributeError, match=r"offload\.deepspeed\.comm has no"):
+    with pytest.raises(AttributeError, match=r"'offload\.deepspeed\.comm' has no"):
         _ = deepspeed.comm.nonsense
 
 
@@ -547,7 +536,7 @@ def test_the_accelerator() -> None:
     found = deepspeed.accelerator.get_accelerator()
     assert torch.device(found.current_device_name()).type == found.device_name()
     found.synchronize()
-    with pytest.raises(AttributeError, match="has no 'nonsense'"):
+    with pytest.raises(AttributeError, match="nonsense"):
         _ = found.nonsense
 
 

@@ -88,13 +88,8 @@ class ParameterValues(WeightValues):
 
     @defer_signals
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
-        """Overwrite one of the arrays that `read` names; `master` sets the weight as well."""
-        packed = self._store.packed_of(param)
-        if packed is not None:
-            self._check_shape(packed.spec, field, value)
-            for row, each in zip(packed.rows, value, strict=True):
-                self.write(row, field, each)
-            return
+        """Overwrite one of the arrays that `read` names, of a trained parameter that is not packed;
+        `master` sets the weight as well."""
         group, index = self._find(param)
         spec, value = group.layout.params[index], spread_as(param, value)
         self._check_shape(spec, field, value)
@@ -107,9 +102,6 @@ class ParameterValues(WeightValues):
                 values = flat[chunk.there]
                 chunk.record_format.write_state(chunk.arrays, field, chunk.here, values)
         if field == "master":
-            if not spec.trainable:
-                self._runtime.updates.gate.await_admission(group.index)
-                self._set_frozen(group, host, spec, flat)
             group.state.mark_host_dirty()
         del host  # not before: a copy without views may be dropped
 
@@ -123,16 +115,6 @@ class ParameterValues(WeightValues):
     def _host_weights(self, group: ParamGroup) -> torch.Tensor:
         group.wait_for_update()
         return group.state.host_tensor()
-
-    def _set_frozen(
-        self, group: ParamGroup, host: torch.Tensor, spec: ParamSpec, values: Array
-    ) -> None:
-        part = self._state_of(group).part
-        frozen, weights = part.frozen, part.frozen_in(array_of(host, self._own))
-        lo, hi = max(spec.offset, frozen.start), min(spec.stop, frozen.stop)
-        if lo < hi:
-            mine = values[lo - spec.offset : hi - spec.offset]
-            encode(mine, weights[lo - frozen.start : hi - frozen.start], self._own)
 
     def _master(self, chunk: _ParamInChunk) -> Array:
         arrays, here = chunk.arrays, chunk.here
