@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.bench.io import best, fill, noise
-from offload.bench.io_raw import GRID, Shape, ThreadsLoop, try_grid
+from offload.bench.io import fill, noise
+from offload.bench.io_raw import RAW, Shape, ThreadsLoop
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import interleaved, seconds_of
 from offload.bench.table import Column, number, print_record
@@ -37,7 +37,7 @@ from offload.swap.io.swap_file import SwapFile
 OURS, IN_RAM = "ours, all on nvme", "all weights in memory"
 DISK, LONGEST = "bound by disk", "the larger bound"
 DISK_NBYTES = 2 << 30
-_OF_EXPERTS = tuple(Shape(depth, 3 << 20) for depth in (4, 6, 8, 12))  # of `mixture`
+_OF_EXPERTS = Shape(8, 3 << 20)  # of `mixture`
 _LLAMA = {"model_type": "llama", "vocab_size": 32768, "max_position_embeddings": 4096}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "dense": _LLAMA | {
@@ -185,14 +185,13 @@ _OPENED = {OURS: _ours, IN_RAM: _in_ram}
 
 
 # ---------------------------------------------------------------- rounds
-def raw_reads(folder: Path, opened: ExitStack, grid: Sequence[Shape] = GRID) -> ThreadsLoop:
-    """The fastest loop of raw reads, over a file that is written once: what a disk still has to
-    write slows reads down."""
+def raw_reads(folder: Path, opened: ExitStack, shape: Shape) -> ThreadsLoop:
+    """A loop of raw reads over a file that is written once: what a disk still has to write slows
+    reads down."""
     file = opened.enter_context(SwapFile(folder))
     file.reserve(DISK_NBYTES)
-    buffer = noise(max(shape.depth * shape.block_nbytes for shape in grid))
+    buffer = noise(shape.depth * shape.block_nbytes)
     fill(file, buffer, DISK_NBYTES, print)
-    shape = best(try_grid(file, buffer, DISK_NBYTES, print, grid), write=False)
     loop = ThreadsLoop(shape, file, buffer, DISK_NBYTES)
     opened.callback(loop.close)
     return loop
@@ -202,8 +201,8 @@ def compare(options: argparse.Namespace, batch: int) -> Record:
     """Measure one batch size: every system once per round, with the bounds."""
     record = Record("generation", {**vars(options), "batch": batch})
     with ExitStack() as stack:
-        grid = _OF_EXPERTS if options.shape == "mixture" else GRID
-        disk = raw_reads(options.path, stack, grid)
+        shape = _OF_EXPERTS if options.shape == "mixture" else RAW
+        disk = raw_reads(options.path, stack, shape)
         runs: dict[str, Callable[[], Any]] = {
             DISK: lambda: disk.nbytes / seconds_of(partial(disk.run, write=False))
         }

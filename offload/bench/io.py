@@ -1,4 +1,4 @@
-"""`offload bench io`: our block store against the best raw loop found on the same device.
+"""`offload bench io`: our block store against a raw loop on the same device.
 
 Every system has a file of its own in the same folder, written in full before it is timed: the
 first write to fresh blocks is slower, and no later write of a run is one.
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offload.bench.io_raw import Shape, ThreadsLoop, Tried, cut, try_grid
+from offload.bench.io_raw import RAW, Shape, ThreadsLoop, cut
 from offload.bench.record import Kind, Record, Target
 from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
@@ -31,7 +31,7 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.units import format_bytes
 
 DEFAULT_NBYTES = 1 << 30
-_BUFFER_NBYTES = 128 << 20  # the largest shape of the grid
+_BUFFER_NBYTES = RAW.depth * RAW.block_nbytes
 BLOCK_NBYTES = 16 << 20  # of our store
 _IN_FLIGHT = 4  # blocks
 T = TypeVar("T")
@@ -70,9 +70,7 @@ def run_io(options: IoOptions, say: Say) -> Record:
         raw.reserve(nbytes)
         buffer = noise(_BUFFER_NBYTES)
         fill(raw, buffer, nbytes, say)
-        tried = try_grid(raw, buffer, nbytes, say)
-        record.details["grid"] = [{**asdict(one), "shape": str(one.shape)} for one in tried]
-        systems = _raw_systems(raw, buffer, nbytes, tried, stack)
+        systems = _raw_systems(raw, buffer, nbytes, stack)
         systems += _our_systems(options, folder, buffer, nbytes, stack, say)
         systems.sort(key=lambda system: not system.name.endswith("read"))
         measure(record, systems, options.rounds, say)
@@ -123,21 +121,12 @@ def fill(file: SwapFile, buffer: memoryview, nbytes: int, say: Say) -> None:
         os.pwritev(file.fd, [part], offset)
 
 
-def best(tried: list[Tried], *, write: bool) -> Shape:
-    """The fastest shape of one direction."""
-    return max(tried, key=lambda t: t.write_bytes_per_s if write else t.read_bytes_per_s).shape
-
-
-def _raw_systems(
-    file: SwapFile, buffer: memoryview, nbytes: int, tried: list[Tried], stack: ExitStack
-) -> list[Timed]:
-    if not tried:  # smaller than any shape of the grid
-        tried = [Tried(Shape(1, nbytes), 0.0, 0.0)]
+def _raw_systems(file: SwapFile, buffer: memoryview, nbytes: int, stack: ExitStack) -> list[Timed]:
+    shape = Shape(min(RAW.depth, nbytes // RAW.block_nbytes), RAW.block_nbytes)
+    loop = ThreadsLoop(shape, file, buffer, nbytes)
+    stack.callback(loop.close)
     systems = []
     for direction in ("read", "write"):
-        shape = best(tried, write=direction == "write")
-        loop = ThreadsLoop(shape, file, buffer, nbytes)
-        stack.callback(loop.close)
         work = partial(loop.run, write=direction == "write")
         systems.append(moving(f"raw {direction}", Kind.LIMIT, loop.nbytes, work, str(shape)))
     return systems

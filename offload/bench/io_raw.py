@@ -1,24 +1,18 @@
-"""The disk's limit: raw O_DIRECT loops, of which the best for each direction counts.
-
-No queue, no checksum, no books: threads in `preadv` and `pwritev`, at several depths and sizes.
-What is best differs from device to device, so a small grid is tried first.
-"""
+"""The disk's limit: a raw O_DIRECT loop without queue, checksum or books: threads in `preadv` and
+`pwritev`."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
-from offload.bench.rounds import Say, seconds_of
 from offload.swap.io.swap_file import SwapFile
 from offload.tiers.errors import StorageError
 
 _MIB = 1 << 20
-_TRIES = 2  # of each configuration; the better one counts
 
 
 @dataclass(frozen=True)
@@ -32,9 +26,7 @@ class Shape:
         return f"threads, {self.depth} x {self.block_nbytes / _MIB:g} MiB"
 
 
-GRID = tuple(
-    Shape(depth, mib * _MIB) for depth, mib in ((2, 16), (4, 8), (4, 16), (6, 8), (8, 4), (8, 16))
-)
+RAW = Shape(8, 16 * _MIB)  # as much under way as any disk here needs
 
 
 class ThreadsLoop:
@@ -107,31 +99,3 @@ def cut(buffer: memoryview, count: int, nbytes: int) -> list[memoryview]:
             f"{count} blocks of {nbytes} bytes do not fit in the buffer's {buffer.nbytes}"
         )
     return [buffer[i * nbytes : (i + 1) * nbytes] for i in range(count)]
-
-
-@dataclass(frozen=True)
-class Tried:
-    """Bandwidth of one shape on the grid."""
-
-    shape: Shape
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-
-
-def try_grid(
-    file: SwapFile, buffer: memoryview, nbytes: int, say: Say, grid: Sequence[Shape] = GRID
-) -> list[Tried]:
-    """Each shape that fits, the better of two passes per direction."""
-    tried = []
-    for shape in grid:
-        if shape.block_nbytes * shape.depth > min(buffer.nbytes, nbytes):
-            continue
-        say(f"trying the disk with {shape}")
-        loop = ThreadsLoop(shape, file, buffer, nbytes)
-        try:
-            write_s = min(seconds_of(partial(loop.run, write=True)) for _ in range(_TRIES))
-            read_s = min(seconds_of(partial(loop.run, write=False)) for _ in range(_TRIES))
-        finally:
-            loop.close()
-        tried.append(Tried(shape, loop.nbytes / read_s, loop.nbytes / write_s))
-    return tried

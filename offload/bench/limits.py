@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.bench.io import best, fill, noise
-from offload.bench.io_raw import GRID, ThreadsLoop, try_grid
+from offload.bench.io import fill, noise
+from offload.bench.io_raw import RAW, ThreadsLoop
 from offload.bench.rounds import Say, seconds_of
 from offload.bench.stream import BusLoop
 from offload.planning.machine.optimizer_variants import PLAIN, SPLIT, Arrays
@@ -51,28 +51,20 @@ class DiskLimit:
         """Blocks for seconds."""
         self._file = opened.enter_context(SwapFile(folder))
         self._file.reserve(nbytes)
-        buffer = noise(max(shape.depth * shape.block_nbytes for shape in GRID))
+        buffer = noise(RAW.depth * RAW.block_nbytes)
         fill(self._file, buffer, nbytes, say)
-        tried = try_grid(self._file, buffer, nbytes, say, GRID)
-        shapes = [best(tried, write=write) for write in (False, True)]
-        self._read, self._write = (ThreadsLoop(s, self._file, buffer, nbytes) for s in shapes)
-        opened.callback(self._read.close)
-        opened.callback(self._write.close)
-        self.note = f"read {shapes[0]}, write {shapes[1]}"
-        self._block = shapes[0].block_nbytes
-        self._file_nbytes = nbytes
+        self._loop = ThreadsLoop(RAW, self._file, buffer, nbytes)
+        opened.callback(self._loop.close)
+        self.note = str(RAW)
 
     def measure(self, read_share: float) -> DiskSpeed:
         """One round; the mix has `read_share` of its bytes read."""
-        read_s = seconds_of(lambda: self._read.run(write=False))
-        write_s = seconds_of(lambda: self._write.run(write=True))
-        blocks = self._file_nbytes // self._block
-        reads = round(blocks * read_share)
-        mix = (reads * self._block, (blocks - reads) * self._block)
-        mixed_s = seconds_of(lambda: self._read.mixed(*mix))
-        return DiskSpeed(
-            self._read.nbytes / read_s, self._write.nbytes / write_s, sum(mix) / mixed_s
-        )
+        nbytes = self._loop.nbytes
+        read_s = seconds_of(lambda: self._loop.run(write=False))
+        write_s = seconds_of(lambda: self._loop.run(write=True))
+        read = round(nbytes // RAW.block_nbytes * read_share) * RAW.block_nbytes
+        mixed_s = seconds_of(lambda: self._loop.mixed(read, nbytes - read))
+        return DiskSpeed(nbytes / read_s, nbytes / write_s, nbytes / mixed_s)
 
 
 class BusLimit:
