@@ -1,8 +1,8 @@
-"""Writes an estimate as a configuration to train with: YAML, each key with its effect here."""
+"""Writes an estimate as a configuration to train with: YAML below a comment on what was planned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from offload.config import OffloadConfig
@@ -24,13 +24,8 @@ from offload.tools.memest.source.model_source import ModelSource
 _MIB = 1 << 20
 _PRETRAINED_LR = 1e-5
 _DEFAULTS = OffloadConfig().model_dump(mode="json", exclude_none=True)
-# What is written with a text of its own; other keys follow as they are.
-_WITH_TEXT = {
-    "device", "precision", "seed", "budget", "nvme", "placement", "optimizer", "clip_grad_norm",
-    "gradient_accumulation_steps", "micro_batches", "prefetch", "train", "written_for",
-}  # fmt: skip
-
-Key = tuple[str, Any, str]  # a key with the sections above it (`budget.host`), a value, a comment
+# Of training alone, or written anew.
+_NOT_GIVEN = {"optimizer", "clip_grad_norm", "gradient_accumulation_steps", "train", "written_for"}
 
 
 def config_yaml(
@@ -42,18 +37,15 @@ def config_yaml(
     `asked`: the configuration before the machine was looked at; what neither model nor budgets
     decide stays as open as it is there.
     """
-    source, lines = case.source, [*_header(estimate, case, _one_line(file_name)), ""]
-    lines += _commented(_keys(estimate, asked, pretrained=source.is_pretrained))
-    rest = _changed(asked.model_dump(mode="json", exclude_none=True), _DEFAULTS)
-    lines += _section({name: value for name, value in rest if name not in _WITH_TEXT})
+    source = case.source
+    values = _planned(estimate, asked, pretrained=source.is_pretrained)
     if source.train_model is None:
-        comment = "what all of this was planned for; `offload plan` plans it again"
-        lines += _section({"written_for": _written_for(estimate, source)}, comment)
+        values["written_for"] = _written_for(estimate, source)
     elif estimate.inference is None:
         given = source.config.train if source.config is not None else None
-        comment = "`offload train`: the built-in model over bytes of text, to see that it works"
-        lines += _section({"train": _train(estimate, source.train_model, given)}, comment)
-    return "\n".join(lines) + "\n"
+        values["train"] = _train(estimate, source.train_model, given)
+    header = "\n".join(_header(estimate, case, _one_line(file_name)))
+    return f"{header}\n\n{dump_yaml(values)}"
 
 
 def _header(estimate: Estimate, case: Case, file_name: str) -> Iterator[str]:
@@ -98,40 +90,38 @@ def _train_lines(command: str, profile: HardwareProfile) -> Iterator[str]:
     yield "# or in a loop of your own:"
 
 
-# ---------------------------------------------------------------- keys with their effect
-def _keys(estimate: Estimate, asked: OffloadConfig, *, pretrained: bool) -> Iterator[Key]:
+# ---------------------------------------------------------------- the keys
+def _planned(estimate: Estimate, asked: OffloadConfig, *, pretrained: bool) -> dict[str, Any]:
+    """Return what was planned, then the other keys that were given."""
     config, plan, trains = estimate.config, estimate.plan, estimate.inference is None
-    yield "device", "cuda" if plan.gpu else "cpu", "where the model computes"
-    what = f"parameters and gradients; master: {config.master}" if trains else "format of weights"
-    yield "precision", config.precision, what
-    if config.seed != _DEFAULTS["seed"]:
-        yield "seed", config.seed, "random seed of weights, data order and sampling"
-    yield from _budget(estimate)
-    yield from _nvme(estimate, asked)
-    yield from _placement(estimate)
+    values: dict[str, Any] = {
+        "device": "cuda" if plan.gpu else "cpu",
+        "precision": config.precision,
+        "budget": dict(_budget(estimate)),
+        "nvme": _nvme(estimate, asked),
+        "placement": _placement(estimate),
+    }
     if trains:
-        yield from _optimizer(estimate, asked, pretrained=pretrained)
+        values["optimizer"] = _optimizer(estimate, asked, pretrained=pretrained)
         if config.clip_grad_norm is not None:
-            yield "clip_grad_norm", config.clip_grad_norm, "largest gradient norm"
-        passes = config.gradient_accumulation_steps
-        yield "gradient_accumulation_steps", passes, "backward passes per step"
-    pieces = "pieces of a batch that each block runs over before the next"
-    yield "micro_batches", max(1, config.micro_batches), pieces
-    yield "prefetch", config.prefetch, "groups fetched ahead"
+            values["clip_grad_norm"] = config.clip_grad_norm
+        values["gradient_accumulation_steps"] = config.gradient_accumulation_steps
+    values |= {"micro_batches": max(1, config.micro_batches), "prefetch": config.prefetch}
+    for name, value in _changed(asked.model_dump(mode="json", exclude_none=True), _DEFAULTS):
+        if name not in values and name not in _NOT_GIVEN:
+            values[name] = value
+    return values
 
 
-def _budget(estimate: Estimate) -> Iterator[Key]:
+def _budget(estimate: Estimate) -> Iterator[tuple[str, str | int]]:
     """Yield the most bytes that each tier may hold, without interpreter, libraries and activations:
     the budgets of the plan, rounded to the side that is needed."""
     plan = estimate.plan
     for tier in Tier:
         budget, needed = plan.budgets[tier], needed_nbytes(plan, tier)
-        if not budget and not needed:
-            continue
-        whole = budget // _MIB * _MIB
-        shown = budget if whole < needed or not whole else whole
-        least = f"at least {format_bytes(needed)} needed" if needed else "nothing planned there"
-        yield f"budget.{tier}", _size(shown), f"for states; {least}"
+        if budget or needed:
+            whole = budget // _MIB * _MIB
+            yield str(tier), _size(budget if whole < needed or not whole else whole)
 
 
 def _size(nbytes: int) -> str | int:
@@ -141,74 +131,43 @@ def _size(nbytes: int) -> str | int:
     return nbytes
 
 
-def _nvme(estimate: Estimate, config: OffloadConfig) -> Iterator[Key]:
-    paths, advice = list(config.nvme.paths), ""
+def _nvme(estimate: Estimate, config: OffloadConfig) -> dict[str, Any]:
+    paths = list(config.nvme.paths)
     if not paths and estimate.plan.opens_files:
-        paths, advice = [str(machine.swap_folder())], ": name folders on the fastest disks"
-    what = f"swap files{advice}" if paths else "nothing is planned on disk"
-    yield "nvme.paths", paths, what
-    for name, value in _changed(config.nvme.model_dump(mode="json"), _DEFAULTS["nvme"]):
-        if name != "paths":
-            yield f"nvme.{name}", value, ""
+        paths = [str(machine.swap_folder())]
+    given = dict(_changed(config.nvme.model_dump(mode="json"), _DEFAULTS["nvme"]))
+    return {**given, "paths": paths}
 
 
-def _placement(estimate: Estimate) -> Iterator[Key]:
+def _placement(estimate: Estimate) -> dict[str, Any]:
     config, plan, trains = estimate.config, estimate.plan, estimate.inference is None
     dumped = config.placement.model_dump(mode="json", exclude_none=True)
+    found: dict[str, Any] = {}
     for placed, where in plan.placements.items():
         if not trains and class_of(placed) is not StateClass.PARAMETERS:
             continue
         *above, name = placed.split(".")
         values = dumped.get("experts", {}) if above else dumped
-        held = sum(plan.homes[placed].values())
-        value = values.get(name, str(where.tiers[0]))
-        yield f"placement.{placed}", value, format_bytes(held)
+        section = found.setdefault("experts", {}) if above else found
+        section[name] = values.get(name, str(where.tiers[0]))
     if trains:
-        kept, key = config.placement.activations, "placement.activations"
-        yield f"{key}.tier", kept.tier, "where what forward saves waits for backward"
-        yield f"{key}.checkpoint", kept.checkpoint, "recompute blocks in backward"
+        kept = config.placement.activations
+        found["activations"] = {"tier": kept.tier, "checkpoint": kept.checkpoint}
+    return found
 
 
-def _optimizer(estimate: Estimate, asked: OffloadConfig, *, pretrained: bool) -> Iterator[Key]:
+def _optimizer(estimate: Estimate, asked: OffloadConfig, *, pretrained: bool) -> dict[str, Any]:
     update: dict[str, Any] = {"chunk": estimate.plan.chunk_numel, "master": asked.master}
-    lr = "yours to choose"
     is_open = "lr" not in asked.optimizer.model_fields_set
     if pretrained and is_open and asked.optimizer.type == "adamw":
         update["lr"] = _PRETRAINED_LR
-        lr = "usual for a pretrained model; from random weights 3e-4 would be"
-    texts = {
-        "type": "", "lr": lr, "master": "what exact 16-bit training keeps beside",
-        "states": "fp32 is exact; bf16 and int8 are approximations",
-        "chunk": "elements per piece streamed in the update",
-    }  # fmt: skip
+    always = {"type", "lr", "master", "states", "chunk"}
     optimizer = asked.optimizer.model_copy(update=update)
-    for name, value in optimizer.model_dump(mode="json", exclude_none=True).items():
-        if name in texts or value != _DEFAULTS["optimizer"].get(name):
-            yield f"optimizer.{name}", value, texts.get(name, "")
-
-
-def _commented(keys: Iterable[Key]) -> Iterator[str]:
-    """Yield the lines of keys, each under its sections, with an empty line around outer ones."""
-    opened: list[str] = []
-    for key, value, comment in keys:
-        *sections, name = key.split(".")
-        if sections[:1] != opened[:1]:
-            yield ""
-        for depth, section in enumerate(sections, 1):
-            if sections[:depth] != opened[:depth]:
-                yield f"{'  ' * (depth - 1)}{section}:"
-        opened = sections
-        text = f"{'  ' * len(sections)}{name}: {dump_yaml(value, inline=True)}"
-        yield f"{text:<38}  # {comment}" if comment else text
-
-
-# ---------------------------------------------------------------- sections as they are
-def _section(values: Mapping[str, Any], comment: str = "") -> Iterator[str]:
-    if values:
-        yield ""
-        if comment:
-            yield f"# {comment}"
-        yield from dump_yaml(dict(values)).rstrip("\n").splitlines()
+    return {
+        name: value
+        for name, value in optimizer.model_dump(mode="json", exclude_none=True).items()
+        if name in always or value != _DEFAULTS["optimizer"].get(name)
+    }
 
 
 def _written_for(estimate: Estimate, source: ModelSource) -> dict[str, Any]:
