@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from offload.planning.plan.estimate import Shortfall
 from offload.planning.plan.plan import (
@@ -10,12 +10,9 @@ from offload.planning.plan.plan import (
     Plan,
     ahead_nbytes,
     breakdown,
-    gathered_nbytes,
-    host_window,
     needed_nbytes,
     ram_nbytes,
 )
-from offload.planning.plan.sizes import STAGING_BUFFERS, PlacedClass, class_of, tiers_of
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, in_one_unit
@@ -99,7 +96,7 @@ def _to_disk(plan: Plan, hardware: Hardware) -> str:
 
 
 def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
-    """Suggest a larger budget, and another change that would be enough alone."""
+    """Suggest a larger budget, and another change."""
     raised = f"raise budget.{tier}"
     if plan.expected[tier].get(StateClass.KV, 0) > short_nbytes:
         fewer = plan.kv is not None and plan.kv.tokens > 1
@@ -107,37 +104,11 @@ def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
     if tier is Tier.NVME:
         return raised
     below = Tier.HOST if tier is Tier.DEVICE else Tier.NVME
-    moved = _moved(plan, tier, short_nbytes)
-    if moved and below is Tier.NVME and not plan.budgets[below]:
-        return f"{raised} or budget.nvme (0 B)"
-    if moved:
-        return f"{raised}, or set {', '.join(f'placement.{c}: {below}' for c in moved)}"
+    if sum(homes.get(tier, 0) for homes in plan.homes.values()) > short_nbytes:
+        if below is Tier.NVME and not plan.budgets[below]:
+            return f"{raised} or budget.nvme (0 B)"
+        return f"{raised}, or move a class of states to {below} (placement)"
     if plan.expected[tier].get(StateClass.STAGING, 0) > short_nbytes:
         ranks = ", or train on fewer ranks" if plan.shared is not None else ""
         return f"{raised}, or lower optimizer.chunk{ranks}"
     return raised
-
-
-def _moved(plan: Plan, tier: Tier, short_nbytes: int) -> list[PlacedClass]:
-    """The largest classes whose move frees enough room; empty if moving all of them does not."""
-    held = {placed: homes.get(tier, 0) for placed, homes in plan.homes.items()}
-    largest = sorted((c for c in held if held[c]), key=lambda c: -held[c])
-    for count in range(1, len(largest) + 1):
-        moved = largest[:count]
-        freed = sum(held[c] for c in moved) - _passing_nbytes(plan, tier, moved)
-        if freed >= short_nbytes:
-            return moved
-    return []
-
-
-def _passing_nbytes(plan: Plan, tier: Tier, moved: Sequence[PlacedClass]) -> int:
-    """The bytes that a tier needs for classes that live elsewhere and are only processed there."""
-    classes = {class_of(placed) for placed in moved}
-    if tier is Tier.DEVICE:
-        whole = plan.gpu and StateClass.PARAMETERS in classes
-        return plan.unit_nbytes - gathered_nbytes(plan) if whole else 0
-    largest = max(plan.groups, key=lambda group: group.layout.shard_numel)
-    chunk = min(1.0, plan.chunk_numel / max(1, largest.layout.shard_numel))
-    new = [c for c in classes if Tier.NVME not in tiers_of(plan.placements, c)]
-    staging = sum(int(STAGING_BUFFERS * chunk * getattr(largest, c)) for c in new)
-    return staging + plan.window_nbytes - (host_window(plan) if plan.copies_on_host else 0)
