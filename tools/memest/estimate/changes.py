@@ -1,18 +1,15 @@
-"""Changes that make a case fit: the smallest sets of them, each tried by planning anew.
+"""Single changes that make a case fit, each tried by planning anew.
 
 A knob (`knobs`) is one thing that can be changed, its options from the mildest to the strongest
-change; a stronger option never helps less. A set takes one option of each of some knobs. It is
-minimal if it works, and neither without one of its options nor with a milder one in its place.
+change; a stronger option never helps less. Of each knob the mildest option that fits is named.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import math
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations
-from typing import TypeVar
 
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
@@ -21,22 +18,19 @@ from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_formats
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
-from offload.tools.memest.estimate.knobs import Option, knobs
+from offload.tools.memest.estimate.knobs import Knob, Option, knobs
 
-MOST_CHANGES_IN_A_SET, MOST_SHOWN = 3, 5
-_ENOUGH = 3  # with so many ways, larger sets of changes are not looked for
-_MOST_TRIES, _MOST_TRIES_ENORMOUS = 30, 14
+MOST_SHOWN = 5
 _ENORMOUS_NUMEL = 20 * 10**9
 _LARGE_CHUNK_NUMEL = 1 << 22
-R = TypeVar("R")
 
 
 def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
-    """Return minimal sets that fit, those of fewer changes first, then by time per step."""
+    """Return single changes that fit, the fastest step first."""
 
-    def fits(options: tuple[Option, ...]) -> bool:
-        """Whether the case fits with all changes; False if the configuration refuses them."""
-        tried = _changed(case, options)
+    def fits(option: Option) -> bool:
+        """Whether the case fits with the change; False if the configuration refuses it."""
+        tried = _changed(case, option)
         try:
             return (
                 tried is not None
@@ -46,27 +40,26 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
         except UnsupportedError:  # a batch of 2 in 4 pieces
             return False
 
-    tries = _MOST_TRIES_ENORMOUS if _is_enormous(case) else _MOST_TRIES
-    all_knobs = knobs(case, now, estimator.facts(case, now.config).peak_at)
-    found: list[tuple[int, Change]] = []
-    for options in minimal_sets(all_knobs, fits, most_tries=tries, enough=_ENOUGH):
-        tried = _changed(case, options)
-        if len(found) < MOST_SHOWN and tried is not None and (after := estimator(tried)).fits:
-            found.append((len(options), _change(options, now, after)))
-    found.sort(key=lambda pair: (pair[0], pair[1].step_factor or float("inf")))
-    return tuple(change for _, change in found)
+    found: list[Change] = []
+    for knob in knobs(case, now, estimator.facts(case, now.config).peak_at):
+        if len(found) == MOST_SHOWN:
+            break
+        if fits(knob[-1]):
+            option = _mildest(knob, fits)
+            tried = _changed(case, option)
+            if tried is not None and (after := estimator(tried)).fits:
+                found.append(_change(option, now, after))
+    return tuple(sorted(found, key=lambda change: change.step_factor or math.inf))
 
 
-def _changed(case: Case, options: tuple[Option, ...]) -> Case | None:
-    """Return the case with all changes; None if the configuration refuses them together.
+def _changed(case: Case, option: Option) -> Case | None:
+    """Return the case with the change; None if the configuration refuses it.
 
     A case that leaves recomputation open fits if it fits with full recomputation: its step then is
     sure to fit, if not the fastest. An enormous model that leaves its chunks open gets large ones,
     since chunks are planned one by one.
     """
-    changed: Case | None = case
-    for option in options:
-        changed = option.apply(changed) if changed is not None else None
+    changed = option.apply(case)
     if changed is None:
         return None
     overrides = []
@@ -81,59 +74,15 @@ def _is_enormous(case: Case) -> bool:
     return case.source.shape.numel // case.profile.ranks >= _ENORMOUS_NUMEL
 
 
-def _change(options: tuple[Option, ...], before: Estimate, after: Estimate) -> Change:
-    settings: Mapping[str, str] = {k: v for option in options for k, v in option.settings.items()}
-    text = "; ".join(option.text for option in options)
+def _change(option: Option, before: Estimate, after: Estimate) -> Change:
     if before.step is None or after.step is None:
-        return Change(settings, text)
-    return Change(settings, text, after.step.seconds / before.step.seconds)
+        return Change(option.settings, option.text)
+    return Change(option.settings, option.text, after.step.seconds / before.step.seconds)
 
 
-# ---------------------------------------------------------------- the search
-def minimal_sets(
-    knobs: Sequence[Sequence[R]], works: Callable[[tuple[R, ...]], bool], *, most_tries: int,
-    enough: int,
-) -> list[tuple[R, ...]]:  # fmt: skip
-    """Return minimal sets of one change, then of two, then of three; larger ones only while fewer
-    than `enough` are known. Deterministic; earlier knobs are tried first."""
-    answers: dict[tuple[tuple[int, int], ...], bool] = {}
-
-    def options_of(chosen: Mapping[int, int]) -> tuple[R, ...]:
-        return tuple(knobs[knob][option] for knob, option in chosen.items())
-
-    def try_set(chosen: Mapping[int, int]) -> bool:
-        key = tuple(chosen.items())
-        if key not in answers:
-            if len(answers) == most_tries:
-                raise _EnoughTriedError
-            answers[key] = works(options_of(chosen))
-        return answers[key]
-
-    found: list[dict[int, int]] = []  # the option of each knob
-    with suppress(_EnoughTriedError):  # sets not known to be minimal are left out
-        for size in range(1, MOST_CHANGES_IN_A_SET + 1):
-            for some in combinations(range(len(knobs)), size):
-                part_is_enough = any(set(each) <= set(some) for each in found)
-                if part_is_enough or (size > 1 and len(found) >= enough):
-                    continue
-                chosen = {knob: len(knobs[knob]) - 1 for knob in some}
-                if try_set(chosen):
-                    found.append(_mildest(chosen, try_set))
-    return [options_of(chosen) for chosen in found]
-
-
-class _EnoughTriedError(Exception):
-    """Ends a search that has tried enough."""
-
-
-def _mildest(chosen: dict[int, int], works: Callable[[Mapping[int, int]], bool]) -> dict[int, int]:
-    """Return the mildest options of the same knobs that work together, as `chosen` does."""
-    for knob in chosen:
-        mildest = bisect.bisect_left(
-            range(chosen[knob]), True, key=lambda option: works({**chosen, knob: option})
-        )
-        chosen = {**chosen, knob: mildest}
-    return chosen
+def _mildest(knob: Knob, fits: Callable[[Option], bool]) -> Option:
+    """Return the mildest option that fits, as the last one does."""
+    return knob[bisect.bisect_left(range(len(knob) - 1), True, key=lambda at: fits(knob[at]))]
 
 
 def cannot_fit(case: Case, facts: ActivationFacts) -> bool:

@@ -22,7 +22,7 @@ from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
 from offload.tools.memest.show.view import counted, duration, per_second
 
-NO_CHANGE = "none of the changes that are tried makes it fit, nor up to three of them together"
+NO_CHANGE = "none of the changes that are tried makes it fit by itself"
 _MAX_CAPACITIES = 3.0  # longest bar that is drawn
 
 
