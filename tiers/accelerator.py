@@ -1,16 +1,10 @@
 """The one place that asks PyTorch for an accelerator: devices, streams, events, memory, pinning.
 
-    cuda   torch.cuda (CUDA and ROCm); events that let a waiting thread sleep, pinning, Triton
-    npu    torch.npu; events that let a waiting thread sleep
-    xpu    torch.Stream, torch.Event and torch.accelerator; so would be any other
-
-What a device is (its name, its memory, its generator) is asked of the module that its kind has in
-PyTorch, `torch.get_device_module`. A further accelerator is one more entry of `KINDS`; it gets a
-class of its own where its streams or its pinning are not PyTorch's common ones. What a kind lacks
-it says in one sentence (`register`, `lacks_triton`), and its callers go on without.
+It is asked of the module that the kind has in PyTorch, `torch.get_device_module`. A further kind
+would be one more entry of `KINDS`, with a class of its own where its streams or its pinning differ.
 
 Imports no other module of offload, so that every layer may import it, and imports torch only when
-it is asked. `Cuda` has run on an NVIDIA GPU, the other kinds on stand-ins alone.
+it is asked.
 """
 
 from __future__ import annotations
@@ -43,16 +37,17 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Facts about a device; None for those that its kind does not give."""
+    """Facts about a device."""
 
     name: str
     memory_nbytes: int
-    compute_capability: str | None
-    multiprocessors: int | None
+    compute_capability: str
+    multiprocessors: int
 
 
 class Accelerator:
-    """A kind of device beside the CPU. Every method with a `device` takes one of this kind."""
+    """A kind of device beside the CPU: NVIDIA's GPUs, and AMD's, which PyTorch for ROCm shows under
+    the same names. Every method with a `device` takes one of this kind."""
 
     def __init__(self, kind: str, title: str) -> None:
         self.kind = kind  # PyTorch's name of the device type, and the word in the configuration
@@ -67,10 +62,7 @@ class Accelerator:
 
     def is_available(self) -> bool:
         """Whether this process can compute on a device of this kind."""
-        try:
-            return bool(self._module.is_available())
-        except RuntimeError:  # the name is a plug-in's that is not installed
-            return False
+        return bool(self._module.is_available())
 
     def device_count(self) -> int:
         return int(self._module.device_count())
@@ -98,13 +90,13 @@ class Accelerator:
         kind."""
         import torch
 
-        version = getattr(torch.version, self.kind, None)
-        return version and f"{self.title} {version}"
+        if torch.version.hip:
+            return f"ROCm {torch.version.hip}"
+        return torch.version.cuda and f"{self.title} {torch.version.cuda}"
 
     def facts(self, device: torch.device) -> DeviceFacts:
         found = self._module.get_device_properties(device)
-        capability = f"{found.major}.{found.minor}" if hasattr(found, "major") else None
-        processors = getattr(found, "multi_processor_count", None)
+        capability, processors = f"{found.major}.{found.minor}", int(found.multi_processor_count)
         return DeviceFacts(found.name, int(found.total_memory), capability, processors)
 
     def free_nbytes(self, device: torch.device) -> int:
@@ -122,15 +114,13 @@ class Accelerator:
     # ---------------------------------------------------------------- streams
     def stream(self, device: torch.device) -> Stream:
         """A new stream."""
-        import torch
-
-        return torch.Stream(device)
+        made: Stream = self._module.Stream(device)
+        return made
 
     def current_stream(self, device: torch.device) -> Stream:
         """The stream that this thread's work on the device goes to."""
-        import torch
-
-        return torch.accelerator.current_stream(device)
+        found: Stream = self._module.current_stream(device)
+        return found
 
     def queue(self, device: torch.device) -> int | None:
         """The current stream's handle, which kernels of Triton are started with; None if another
@@ -142,70 +132,28 @@ class Accelerator:
 
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
         """A context in which `stream` is this thread's current stream, and its device current."""
-        where: AbstractContextManager[Any] = stream
+        where: AbstractContextManager[Any] = self._module.stream(stream)
         return where
 
     def event(self, device: torch.device, *, timing: bool = False) -> Event:
-        """A new event. A thread that waits for it sleeps where the kind's events can do that: it
-        must not take a core from the optimizer."""
-        import torch
-
-        return torch.Event(device, enable_timing=timing)
+        """A new event. A thread that waits for it sleeps: it must not take a core from the
+        optimizer."""
+        made: Event = self._module.Event(enable_timing=timing, blocking=True)
+        return made
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for everything that the device was given."""
         self._module.synchronize(device)
 
     def is_capturing(self) -> bool:
-        """Whether this thread's current stream records a graph instead of running what it is given.
-        False where this PyTorch has no graphs for the kind."""
-        ask = getattr(self._module, "is_current_stream_capturing", None)
-        return ask is not None and bool(ask())
+        """Whether this thread's current stream records a graph instead of running what it is
+        given."""
+        return bool(self._module.is_current_stream_capturing())
 
-    # ---------------------------------------------------------------- what not every kind has
+    # ---------------------------------------------------------------- pinning
     def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
         """Pin our own memory, so that copies between it and the device are asynchronous; returns
         why it could not be pinned, or None: such copies then go through pageable memory, slower."""
-        return f"PyTorch cannot pin existing memory for {self.title}"
-
-    def unregister(self, address: int, device: torch.device) -> None:
-        """Undo a `register` that succeeded, once nothing uses the memory any more."""
-
-    @property
-    def lacks_triton(self) -> str | None:
-        """The reason why our Triton kernels cannot run on this kind; None if they can."""
-        return f"our Triton kernels have not been made to run on {self.title}"
-
-
-class _OwnStreams(Accelerator):
-    """A kind whose module has streams and events of its own: its events let waiters sleep."""
-
-    def stream(self, device: torch.device) -> Stream:
-        made: Stream = self._module.Stream(device)
-        return made
-
-    def current_stream(self, device: torch.device) -> Stream:
-        found: Stream = self._module.current_stream(device)
-        return found
-
-    def entered(self, stream: Any) -> AbstractContextManager[Any]:
-        where: AbstractContextManager[Any] = self._module.stream(stream)
-        return where
-
-    def event(self, device: torch.device, *, timing: bool = False) -> Event:
-        made: Event = self._module.Event(enable_timing=timing, blocking=True)
-        return made
-
-
-class Cuda(_OwnStreams):
-    """NVIDIA's GPUs, and AMD's, which PyTorch for ROCm shows under the same names."""
-
-    def built_for(self) -> str | None:
-        import torch
-
-        return f"ROCm {torch.version.hip}" if torch.version.hip else super().built_for()
-
-    def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
         with self.on(device):
             status = int(self._module.cudart().cudaHostRegister(address, nbytes, 0))
             if status != 0:
@@ -224,25 +172,15 @@ class Cuda(_OwnStreams):
             return
 
     def unregister(self, address: int, device: torch.device) -> None:
+        """Undo a `register` that succeeded, once nothing uses the memory any more."""
         with self.on(device):
             try:
                 self._module.synchronize(device)
             finally:
                 self._module.cudart().cudaHostUnregister(address)
 
-    @property
-    def lacks_triton(self) -> str | None:
-        return None
 
-
-KINDS: dict[str, Accelerator] = {
-    each.kind: each
-    for each in (
-        Cuda("cuda", "CUDA"),
-        Accelerator("xpu", "XPU"),
-        _OwnStreams("npu", "NPU"),
-    )
-}
+KINDS: dict[str, Accelerator] = {"cuda": Accelerator("cuda", "CUDA")}
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -159,9 +159,9 @@ def _device(kind: accelerator.Accelerator, index: int) -> Check:
         said = str(error).partition("\n")[0]
         advice = "check the driver (nvidia-smi, rocm-smi), or train with device: cpu"
         return Check(f"gpu {index}", "fail", f"cannot be used: {said}", advice)
-    capability = facts.compute_capability and f"compute capability {facts.compute_capability}"
+    capability = f"compute capability {facts.compute_capability}"
     found = (facts.name, format_bytes(facts.memory_nbytes), capability, kind.built_for())
-    return Check(f"gpu {index}", "ok", ", ".join(filter(None, found)), kind.lacks_triton or "")
+    return Check(f"gpu {index}", "ok", ", ".join(filter(None, found)))
 
 
 def _file_system(path: Path) -> Check:

@@ -14,6 +14,7 @@ import pytest
 
 from offload import __version__
 from offload.cli.app import main
+from offload.tiers.accelerator import Accelerator
 from offload.tools.memest.cli import main as memest
 
 REPOSITORY = Path(__file__).parents[2]
@@ -189,15 +190,13 @@ def test_every_example_is_valid(name: str) -> None:
 
 
 def test_a_plan_for_a_gpu_that_is_not_here_names_the_command_of_memest(
-    config_file: Path, capsys: Any
+    config_file: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
-    kind = "npu" if torch.cuda.is_available() else "cuda"
-    config_file.write_text(f"precision: bf16\ndevice: {kind}\n")
+    monkeypatch.setattr(Accelerator, "is_available", lambda kind: False)
+    config_file.write_text("precision: bf16\ndevice: cuda\n")
     assert run("plan", str(config_file), "-o", "seed=3") == 2
     said = capsys.readouterr().err
-    assert f"{config_file}:2: device: {kind}, but this PyTorch sees no" in said
+    assert f"{config_file}:2: device: cuda, but this PyTorch sees no" in said
     assert f"memest {config_file} -o seed=3 --gpu 24GiB --ram 64GiB" in said
 
 

@@ -138,7 +138,7 @@ BAD_VALUES = [
     ("seed: 1\noptimizer:\n  lrr: 3", ["run.yaml:3: optimizer.lrr: unknown key", "`lr`", "betas"]),
     ("loss_scale: {intial: 4}\nprecision: fp16", ["run.yaml:1: loss_scale.intial", "`initial`"]),
     ("precision: fp8", ["run.yaml:1: precision: 'fp8' is not allowed", "fp32, bf16, fp16"]),
-    ("device: gpu", ["device: 'gpu' is not allowed", "auto, cpu, cuda, xpu, npu"]),
+    ("device: gpu", ["device: 'gpu' is not allowed", "auto, cpu, cuda"]),
     ("nvme: {backend: io_uring}", ["nvme.backend: 'io_uring' is not allowed", "threads, libaio"]),
     ("budget: {host: 8Gib2}", ["run.yaml:1: budget.host", "not a size", "8GiB"]),
     ("budget: {host: 8GoB}", ["budget.host: 'GoB' is not a unit of bytes", "GiB"]),

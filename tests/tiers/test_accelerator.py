@@ -1,6 +1,6 @@
-"""Kinds of accelerators, over a module that stands in for the one that PyTorch has for them.
+"""The kind of accelerator, over a module that stands in for the one that PyTorch has for it.
 
-None of their devices is there where these tests run: what a kind asks PyTorch for is tested, not
+None of its devices is there where these tests run: what the kind asks PyTorch for is tested, not
 what PyTorch makes of it.
 """
 
@@ -18,14 +18,13 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.memory.tier_manager import compute_device
 from offload.swap.device.streams import CopyStream
-from offload.tiers import accelerator
 from offload.tiers.accelerator import KINDS, Accelerator
 from offload.tiers.memory import HostMemory
 from offload.tiers.pinning import EXTENT_NBYTES
 
 
 class Device(NamedTuple):
-    """Of a kind that this PyTorch may not have a name for."""
+    """A device of the kind, with or without one in this machine."""
 
     type: str
     index: int = 0
@@ -116,31 +115,15 @@ class FakeModule:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
-    """What PyTorch has for every kind."""
+    """What PyTorch has for the kind."""
     fake = FakeModule()
     monkeypatch.setattr(Accelerator, "_module", property(lambda kind: fake))
-    monkeypatch.setattr(torch, "Stream", fake.Stream)
-    monkeypatch.setattr(torch, "Event", fake.Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", fake.current_stream)
     return fake
 
 
-@pytest.fixture
-def only(module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Leave PyTorch one kind."""
-
-    def leave(kind: str) -> None:
-        monkeypatch.setattr(accelerator, "KINDS", {kind: KINDS[kind]})
-
-    return leave
-
-
 # ---------------------------------------------------------------- streams
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_waits_for_the_model_and_is_marked_in_its_own_stream(
-    kind: str, module: FakeModule
-) -> None:
-    device: Any = Device(kind)
+def test_a_copy_waits_for_the_model_and_is_marked_in_its_own_stream(module: FakeModule) -> None:
+    device: Any = Device("cuda")
     source, there = torch.arange(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
     mark = CopyStream(device).copy(there, source)
     assert mark.event is not None
@@ -212,18 +195,16 @@ def test_memory_is_unpinned_also_where_the_device_has_failed(
 
 
 # ---------------------------------------------------------------- which one
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_one_kind_there_is_the_default(
-    kind: str, only: Any, module: FakeModule, monkeypatch: pytest.MonkeyPatch
+def test_the_kind_that_is_there_is_the_default(
+    module: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only(kind)
     monkeypatch.setattr(torch, "device", Device)
-    for asked in ("auto", kind):
-        assert compute_device(OffloadConfig(device=asked)) == Device(kind, 0)
+    for asked in ("auto", "cuda"):
+        assert compute_device(OffloadConfig(device=asked)) == Device("cuda", 0)
     module.available = False
     assert compute_device(OffloadConfig(device="auto")) == Device("cpu")
-    with pytest.raises(ConfigError, match=f"device: {kind}, but this PyTorch sees no"):
-        compute_device(OffloadConfig(device=kind))
+    with pytest.raises(ConfigError, match="device: cuda, but this PyTorch sees no"):
+        compute_device(OffloadConfig(device="cuda"))
 
 
 @pytest.mark.parametrize(
