@@ -17,7 +17,6 @@ import logging
 import mmap
 import os
 import secrets
-import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +113,6 @@ class SwapFile:
         self._left: TimeoutThread[None] | None = None  # a call that has not returned when it should
         self.nbytes = 0
         self.o_direct = False
-        self._preallocates = True
         call = TimeoutThread("making a swap file in", directory, self._make, directory)
         try:
             call.result(timeout_s)
@@ -161,7 +159,7 @@ class SwapFile:
 
     def _reserve(self, nbytes: int) -> None:
         try:
-            self._grow(nbytes)
+            fallocate(self.fd, self.nbytes, nbytes - self.nbytes)
         except OSError as error:
             # Half of the blocks may have been taken: give them back.
             with suppress(OSError):
@@ -212,25 +210,6 @@ class SwapFile:
             return
         self.o_direct = True
 
-    def _grow(self, nbytes: int) -> None:
-        if self._preallocates:
-            try:
-                fallocate(self.fd, self.nbytes, nbytes - self.nbytes)
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    raise
-                self._preallocates = False
-                _log.warning(
-                    "%s (%s) cannot reserve space (%s): a full device will show up only when "
-                    "something is written",
-                    self.path, file_system_of(self.directory), error.strerror,
-                )  # fmt: skip
-            else:
-                return
-        if _free_space(self.fd) < nbytes - self.nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.ftruncate(self.fd, nbytes)
-
     def _growth_error(self, nbytes: int, error: OSError) -> StorageError:
         needed_nbytes = nbytes - self.nbytes
         if error.errno in NO_SPACE or error.errno == errno.EFBIG:
@@ -243,8 +222,12 @@ class SwapFile:
                 path=self.path, offset_bytes=self.nbytes, nbytes=needed_nbytes,
                 errno=error.errno,
             )  # fmt: skip
+        remedy = ""
+        if error.errno in UNSUPPORTED:
+            kind = file_system_of(self.directory)
+            remedy = f"; {kind} cannot reserve space: name a folder on ext4 or xfs in nvme.paths"
         return StorageError(
-            f"{self.path} could not be made {format_bytes(nbytes)} long: {error.strerror}",
+            f"{self.path} could not be made {format_bytes(nbytes)} long: {error.strerror}{remedy}",
             path=self.path, offset_bytes=self.nbytes, nbytes=needed_nbytes,
             errno=error.errno,
         )  # fmt: skip
@@ -252,23 +235,13 @@ class SwapFile:
 
 def _unnamed_file(folder: PinnedFolder) -> int:
     """The descriptor of a new file without a name, mode 0600. Raises PathError."""
-    fd = -1
     try:
-        fd = _open_unnamed(folder)
-        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        return _open_unnamed(folder)
     except OSError as error:
-        close(fd)
         raise PathError(
             f"nvme.paths: a file cannot be created in {folder.path}: {error.strerror}; "
             "name another path"
         ) from error
-    if mode & 0o077:
-        _log.warning(
-            "%s (%s) gives files the mode %04o whatever they are made with: other users may be "
-            "able to open swap files there; mount it with umask=077, or name another folder",
-            folder.path, file_system_of(folder.path), mode,
-        )  # fmt: skip
-    return fd
 
 
 def _open_unnamed(folder: PinnedFolder) -> int:

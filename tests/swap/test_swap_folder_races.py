@@ -81,26 +81,6 @@ def test_a_folder_of_another_user_is_refused_and_one_in_it_is_not(tmp_path: Path
     SwapFile(theirs).close()
 
 
-@pytest.mark.parametrize("unnamed", [True, False], ids=["unnamed", "named"])
-def test_a_file_system_that_makes_files_for_all_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unnamed: bool
-) -> None:
-    if not unnamed:
-        named_files(monkeypatch)
-    real = os.open
-
-    def for_all(path: Any, flags: int, mode: int = 0o777, **keys: Any) -> int:
-        fd = real(path, flags, mode, **keys)
-        if mode == 0o600:
-            os.fchmod(fd, 0o755)
-        return fd
-
-    monkeypatch.setattr(os, "open", for_all)
-    SwapFile(tmp_path).close()
-    (record,) = [r for r in caplog.records if "umask=077" in r.getMessage()]
-    assert "mode 0755" in record.getMessage()
-
-
 # ----------------------------------------------------------------------- without O_TMPFILE
 def test_a_file_that_cannot_lose_its_name_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
