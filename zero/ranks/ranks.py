@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, RankError
 from offload.zero.ranks.collectives import Collectives, Group, all_gather_flat
-from offload.zero.ranks.rank_watch import RankWatch, limit_waits
+from offload.zero.ranks.rank_watch import RankWatch
 from offload.zero.ranks.sharding import Sharding
 
 _MOST_TEXT_NBYTES = 500  # of an error's text sent to other ranks
@@ -32,12 +32,10 @@ class Ranks:
     """This process among those that train together."""
 
     sharding: Sharding
-    mesh: DeviceMesh  # (replicas, ranks of a shard group)
     device: torch.device
     control: Group  # all ranks, between CPUs
     watch: RankWatch
     owns_world: bool  # the process group was made here
-    is_world: bool = True  # all of its ranks
     notes: list[str] = field(default_factory=list)  # since the last exchange
 
     @classmethod
@@ -67,29 +65,20 @@ class Ranks:
         *, owns_world: bool = False,
     ) -> Ranks:  # fmt: skip
         """Join as `join` does, where there is a process group, also of one rank."""
-        ranks = data_ranks(members)
+        ranks = sorted(data_ranks(members))  # as a process group counts them
         mine = dist.get_rank()
         assert dist.group.WORLD is not None, "there is a process group"
         store = dist.group.WORLD.get_group_store()
         watch = RankWatch(store, mine, ranks, timeout_s, device)
         try:
             with watch.during("the meeting in offload.initialize") as limit:
-                if members is None:
-                    control = dist.new_group(timeout=limit, backend="gloo")
-                else:
-                    control = _group_of(ranks, limit, "gloo")
-                assert control is not None, "every rank is in it"
+                control = _group_of(ranks, limit, "gloo")
                 _check_alike(alike or {}, control, device)
             sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
-            with watch.during("the making of a mesh of ranks") as limit:
-                if members is None:
-                    mesh = _make_mesh(sharding, device, limit)
-                else:
-                    mesh = _mesh_of(ranks, sharding, device)
         except BaseException:
             watch.close()
             raise
-        return cls(sharding, mesh, device, control, watch, owns_world, members is None)
+        return cls(sharding, device, control, watch, owns_world)
 
     @property
     def rank(self) -> int:
@@ -113,27 +102,19 @@ class Ranks:
         ranks = self.in_world[self.rank % ep_size :: ep_size]
         with self.watch.during("the making of process groups") as limit:
             control = _group_of(ranks, limit, "gloo")
-        mesh = _mesh_of(ranks, sharding, self.device)
-        return replace(
-            self, sharding=sharding, mesh=mesh, control=control, owns_world=False, is_world=False,
-            notes=[],
-        )  # fmt: skip
+        return replace(self, sharding=sharding, control=control, owns_world=False, notes=[])
 
     def collectives(self) -> Collectives:
         """Return the process groups of gathering and reducing, of their own: each is used by one
-        thread, and collectives in the mesh's groups do not come between. Every rank has to call
-        this.
-        """
-        shards, replicas = self.mesh.mesh.tolist(), self.mesh.mesh.t().tolist()
+        thread. Every rank has to call this."""
+        ranks, place = self.in_world, self.sharding
+        first = place.replica * place.ranks
+        shards, replicas = ranks[first : first + place.ranks], ranks[place.rank :: place.ranks]
         limit = timedelta(seconds=self.watch.timeout_s)
         if accelerator.is_accelerator(self.device):
             limit += _AFTER_OURS
         with self.watch.during("the making of process groups"):
-            gather, reduce, across = (
-                dist.new_subgroups_by_enumeration(ranks, timeout=limit)[0] if self.is_world
-                else _group_of(next(row for row in ranks if dist.get_rank() in row), limit)
-                for ranks in (shards, shards, replicas)
-            )  # fmt: skip
+            gather, reduce, across = (_group_of(each, limit) for each in (shards, shards, replicas))
         return Collectives(gather, reduce, across, self.watch)
 
     # ---------------------------------------------------------------- small things
@@ -345,13 +326,6 @@ def _check_alike(alike: Mapping[str, str], control: Group, device: torch.device)
             )
 
 
-def _mesh_of(ranks: Sequence[int], sharding: Sharding, device: torch.device) -> DeviceMesh:
-    """Return a mesh of some ranks, without process groups, which all others would have to make."""
-    table = torch.tensor(ranks).view(sharding.replicas, sharding.ranks)
-    names = ("replicas", "shards")
-    return DeviceMesh(device.type, table, mesh_dim_names=names, _init_backend=False)
-
-
 def _group_of(ranks: Sequence[int], limit: timedelta, backend: str | None = None) -> Group:
     """Return a process group made by its own ranks alone, this one among them."""
     group: Group | None = dist.new_group(
@@ -371,13 +345,3 @@ def control_device(device: torch.device, group: Group | None = None) -> torch.de
     """Return the device where a group of ranks that compute on `device` can exchange numbers."""
     gloo = "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if gloo else device
-
-
-def _make_mesh(sharding: Sharding, device: torch.device, limit: timedelta) -> DeviceMesh:
-    mesh = init_device_mesh(
-        device.type, (sharding.replicas, sharding.ranks), mesh_dim_names=("replicas", "shards")
-    )
-    if device.type == "cpu":
-        for group in mesh.get_all_groups():
-            limit_waits(group, limit)
-    return mesh
