@@ -105,17 +105,6 @@ def initialize(
         return Engine(model, loaded, lazy, parameters=parameters, mesh=mesh)
 
 
-# What other engines have, and what to use instead.
-_ELSEWHERE = {
-    "idle": "engine.backward(0 * loss) with any batch, on a rank without data",
-    "step": "engine.optimizer.step()",
-    "zero_grad": "engine.optimizer.zero_grad()",
-    "forward": "engine.module(...)",
-    **{name: f"engine.module.{name}()" for name in ("train", "eval", "parameters", "state_dict")},
-    "load_state_dict": "engine.module.load_state_dict(...)",
-}
-
-
 class Engine(TieredModel):
     """Owns the tiers of one model. A context manager; `close` gives everything back.
 
@@ -499,12 +488,6 @@ class Engine(TieredModel):
         self._check_open()
         assert self._runtime is not None, "made with the store"
         return self._runtime
-
-    if not TYPE_CHECKING:  # type checkers report unknown names themselves
-
-        def __getattr__(self, name: str) -> Any:
-            hint = f"; call {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-            raise AttributeError(f"'Engine' object has no attribute {name!r}{hint}")
 
     def _to_be_called(self) -> list[Callable[[], None]]:
         watch, self.watching = self.watching, None
