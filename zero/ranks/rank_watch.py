@@ -232,10 +232,10 @@ class RankWatch:
                 return
             self._look_at_device()
 
-    def leave(self, error: BaseException | None = None) -> None:
-        """Tell the others that this rank takes part in nothing any more, and why: `error`, or the
-        exception that is being handled. The first call counts. Blocks for 1.5 s at most."""
-        error = error or sys.exception()
+    def leave(self) -> None:
+        """Tell the others that this rank takes part in nothing any more, and why: the exception
+        that is being handled, if any. The first call counts. Blocks for 1.5 s at most."""
+        error = sys.exception()
         with self._lock:
             if self._left is not None:
                 return
