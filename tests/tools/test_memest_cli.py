@@ -111,7 +111,7 @@ def test_the_file_s_name_says_the_format(name: str, start: bytes, tmp_path: Path
     assert os.listdir(tmp_path) == [name]
 
 
-def test_ranks_share_the_states_and_add_up_their_tokens(capsys: Any) -> None:
+def test_ranks_share_the_states_and_have_no_times(capsys: Any) -> None:
     values = []
     for count in ("1", "4"):
         assert run(*SMALL, "--gpus", count, "--format", "json") == 0
@@ -120,8 +120,9 @@ def test_ranks_share_the_states_and_add_up_their_tokens(capsys: Any) -> None:
     held = [sum(by_class.get(name, 0) for name in ("parameters", "optimizer"))
             for by_class in (one, four)]  # fmt: skip
     assert 0 < held[1] < held[0] / 2
-    tokens = [v["step"]["tokens_per_s"] * v["step"]["seconds"] for v in values]
-    assert tokens == pytest.approx([64, 256])
+    assert values[0]["step"]["tokens_per_s"] * values[0]["step"]["seconds"] == pytest.approx(64)
+    assert values[1]["step"] is None
+    assert "no times: the network between the ranks is not known" in values[1]["notes"]
     said = "memory and disk (but for the checkpoint) are of one of 4 ranks, ZeRO stage 3"
     assert said in values[1]["notes"]
     assert values[1]["checkpoint_nbytes"] == values[0]["checkpoint_nbytes"]

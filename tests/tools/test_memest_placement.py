@@ -30,13 +30,12 @@ SIZES = {  # parameters: layers, width
     13_000_000_000: (40, 5120), 70_000_000_000: (80, 8192),
 }  # fmt: skip
 PARTS: dict[str, dict[str, Any]] = {
-    "DGX H100": {"gpus": 1},
     "H100": {"ram": "512GiB", "nvme": "8TiB"},
     "A100-80": {"ram": "256GiB", "nvme": "4TiB"},
     "H200": {"ram": "1TiB", "nvme": "4TiB"},
     "RTX 4090": {"ram": "64GiB", "nvme": "2TiB"},
 }
-SAMPLE = {(2_070_000_000, "DGX H100")}
+SAMPLE = {(2_070_000_000, "H100")}
 
 
 def profile_of(part: str) -> HardwareProfile:

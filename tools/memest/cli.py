@@ -153,7 +153,7 @@ def compare(asked: EstimateOptions) -> int:
 
 @app.command("profiles")
 def profiles() -> None:
-    """List the GPUs, SSDs and machines known by name, with their sources."""
+    """List the GPUs and SSDs known by name, with their sources."""
     from offload.tools.memest.commands.run_machine import print_profiles
 
     print_profiles()

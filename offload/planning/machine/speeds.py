@@ -44,43 +44,12 @@ class DiskSpeeds:
     io_lost_s_per_byte: Number = 0.0  # that compute loses to each byte moved beside it
 
 
-@dataclass(frozen=True)
-class Network:
-    """The links between ranks, in sustained bytes per second in one direction. Latencies are left
-    out, and nothing congests: networks are taken to carry what every machine can send."""
-
-    ranks_per_machine: int
-    inside_bytes_per_s: float  # of one GPU to those beside it
-    between_bytes_per_s: float  # of one machine to the others; 0: unknown
-
-    def knows(self, world_size: int) -> bool:
-        """Whether the times of exchanges among so many ranks are known."""
-        inside = world_size <= self.ranks_per_machine
-        return self.inside_bytes_per_s > 0 and (inside or self.between_bytes_per_s > 0)
-
-    def seconds(self, nbytes: int, ranks: int, *, apart: int, to_each: bool) -> float:
-        """Seconds of one call among `ranks` that are `apart` from each other, with a buffer of
-        `nbytes` each, while every rank of the world makes one like it: bytes over the slower link.
-
-        In an all-gather the ranks of a machine receive what comes from others once for all of them;
-        in an all-to-all (`to_each`) each rank sends to each.
-        """
-        here = min(ranks, max(1, self.ranks_per_machine // apart))
-        inside_s = nbytes * (here - 1) / ranks / self.inside_bytes_per_s
-        if here == ranks:
-            return inside_s
-        share = (1 if to_each else here) / self.ranks_per_machine
-        between_s = nbytes * (ranks - here) / ranks / (share * self.between_bytes_per_s)
-        return max(inside_s, between_s)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Speeds(ComputeSpeeds, DiskSpeeds):
     """Sustained rates of one rank's share of a machine, in bytes and operations per second."""
 
     name: str  # `this machine`, `RTX 4090 + Gen4 SSD`
     endurance_nbytes: int = 0  # that may be written to the SSDs in all; 0: unknown
-    network: Network | None = None  # between ranks; None: not known
 
 
 # Where nothing is measured: only the ratios matter, to say which link is the slowest.

@@ -10,9 +10,8 @@ record and gradient, its forward for its update, its backward for its parameters
 for as many groups ahead as the runtime fetches. Steps are run one after the other until they take
 equally long: what is left to do at the end of one is done in the next.
 
-With other ranks, collectives (`exchanges`) have a link of their own, `network`: a group
-is computed with when it is gathered, which begins with the use before it, and its gradient goes
-home when it is reduced.
+With other ranks, the bytes of collectives (`exchanges`) are those of a link of their own,
+`network`, whose speed is not known: it waits for nothing, and the step has no time that is shown.
 
 Where the model computes on a CPU, compute and optimizer are one link: both use all cores. What they
 lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
@@ -21,13 +20,13 @@ lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, tried_groups
-from offload.planning.step.exchanges import Exchange, exchanges_of
+from offload.planning.step.exchanges import exchanges_of
 from offload.planning.step.planned_run import MOST_PASSES, PlannedRun
 from offload.planning.step.program import Move, Verb, working_groups
 from offload.planning.step.traffic import step_traffic
@@ -129,15 +128,15 @@ class _Pipeline:
             TO_DEVICE: speeds.host_to_device_bytes_per_s,
             TO_HOST: speeds.device_to_host_bytes_per_s,
         }  # fmt: skip
-        self._exchanges = list(self._all_exchanges())  # by move
 
-    def _all_exchanges(self) -> Iterator[tuple[Exchange, ...]]:
+    def _exchanged_nbytes(self) -> Iterator[int]:
+        """Bytes of collectives, by move."""
         sharding = self._plan.sharding
         model = self._experts.model.sharded(sharding.ranks, sharding.replicas)
         used = None
         for action in (move.action for move in self._moves):
-            group = model.groups[action.group]
-            yield tuple(exchanges_of(action, used, group, sharding, self._config))
+            calls = exchanges_of(action, used, model.groups[action.group], sharding, self._config)
+            yield self._experts.used[action.group] * sum(each.nbytes for each in calls)
             used = action if action.verb in (Verb.FORWARD, Verb.BACKWARD) else used
 
     def _costs(self, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
@@ -175,13 +174,13 @@ class _Pipeline:
             for clock in self._clocks.values():
                 clock.busy_s = 0.0
             self._arrived, self._begun_s = [], ends[-1]
-            for move, exchanges in zip(self._moves, self._exchanges, strict=True):
+            for move in self._moves:
                 if move.action.verb is Verb.UPDATE:
-                    self._update(move, exchanges)
+                    self._update(move)
                 elif move.action.verb is Verb.GRADIENT:
-                    self._gradient(move, exchanges)
+                    self._gradient(move)
                 else:
-                    self._use(move, exchanges)
+                    self._use(move)
             ends.append(self._clocks[COMPUTE].free_s)
         links = self._links()
         slowest = max(links, key=lambda link: link.seconds)
@@ -195,16 +194,13 @@ class _Pipeline:
             READ: total.read, WRITE: total.written, TO_DEVICE: total.to_device,
             TO_HOST: total.to_host,
         }  # fmt: skip
-        nbytes[NETWORK] = sum(
-            self._experts.used[move.action.group] * sum(each.nbytes for each in exchanges)
-            for move, exchanges in zip(self._moves, self._exchanges, strict=True)
-        )
+        nbytes[NETWORK] = sum(self._exchanged_nbytes())
         names = [COMPUTE, OPTIMIZER, *(name for name, moved in nbytes.items() if moved)]
         return tuple(
             LinkTime(name, self._clocks[name].busy_s, nbytes.get(name, 0)) for name in names
         )
 
-    def _use(self, move: Move, exchanges: Sequence[Exchange]) -> None:
+    def _use(self, move: Move) -> None:
         group, moved = move.action.group, move.nbytes
         came_s = self._clocks[COMPUTE].free_s
         self._arrived.append(came_s)
@@ -226,13 +222,12 @@ class _Pipeline:
         before_s = self._arrived[max(0, len(self._arrived) - 2)]
         saved_s = self._carry(READ, before_s, moved.read - fetched_read)
         saved_s = self._carry(TO_DEVICE, saved_s, moved.to_device - fetched_sent)
-        there_s = self._exchange(max(before_s, self._ready[group]), group, exchanges)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
         seconds += moved.decoded / self._speeds.compute_bytes_per_s
-        end_s = self._clocks[COMPUTE].take(max(there_s, saved_s), seconds)
+        end_s = self._clocks[COMPUTE].take(max(self._ready[group], saved_s), seconds)
         self._carry(WRITE, self._carry(TO_HOST, end_s, moved.to_host), moved.written)
 
-    def _gradient(self, move: Move, exchanges: Sequence[Exchange]) -> None:
+    def _gradient(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         there_s = self._clocks[COMPUTE].free_s
         numel = self._experts.used[group] * plan.groups[group].layout.shard_trainable
@@ -241,14 +236,13 @@ class _Pipeline:
             summed=plan.groups[group].summed, first=move.action.number == 0,
         )  # fmt: skip
         before_s = self._carry(READ, there_s, moved.read)
-        there_s = self._exchange(there_s, group, exchanges)
         if plan.gpu:
             there_s = self._carry(TO_HOST, there_s, moved.to_host)
         else:
             there_s = self._clocks[COMPUTE].take(before_s, seconds + self._lost_s(move))
         self._gradient_home[group] = self._carry(WRITE, there_s, moved.written)
 
-    def _update(self, move: Move, exchanges: Sequence[Exchange]) -> None:
+    def _update(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         asked_s = max(self._begun_s, self._gradient_home[group])
         if self._config.optimizer.in_backward is True or group in self._tried:
@@ -266,7 +260,7 @@ class _Pipeline:
             compute.busy_s -= busy
             optimizer.busy_s += busy
         end_s = self._carry(TO_HOST, end_s, moved.to_host)
-        self._ready[group] = self._exchange(end_s, group, exchanges)  # which other ranks wait for
+        self._ready[group] = end_s
         self._carry(WRITE, end_s, moved.written)
 
     def _lost_s(self, move: Move) -> float:
@@ -294,20 +288,6 @@ class _Pipeline:
             other = WRITE if link == READ else READ
             self._clocks[other].free_s += (1 - self._disk_overlap) * seconds
         return self._clocks[link].take(ready_s, seconds)
-
-    def _exchange(self, ready_s: float, group: int, exchanges: Sequence[Exchange]) -> float:
-        """The time at which the collectives for a group are over."""
-        network, sharding = self._speeds.network, self._plan.sharding
-        if not exchanges or network is None or not network.knows(sharding.world_size):
-            return ready_s
-        seconds = self._experts.used[group] * sum(
-            network.seconds(
-                each.nbytes, sharding.replicas if each.replicas else sharding.ranks,
-                apart=sharding.ranks if each.replicas else 1, to_each=each.to_each,
-            )
-            for each in exchanges
-        )  # fmt: skip
-        return self._clocks[NETWORK].take(ready_s, seconds)
 
 
 def _request_nbytes(plan: Plan) -> float:

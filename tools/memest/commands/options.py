@@ -71,7 +71,7 @@ class EstimateOptions:
     new_tokens: Annotated[int | None, _number(_WORK, "Tokens to generate for each.")] = None
 
     gpu: Annotated[
-        str | None, _given(_MACHINE, "24GiB, 'RTX 4090', DGX-2, or none.", metavar="SIZE|NAME")
+        str | None, _given(_MACHINE, "24GiB, 'RTX 4090', or none.", metavar="SIZE|NAME")
     ] = None
     ram: Annotated[str | None, _given(_MACHINE, "64GiB.", metavar="SIZE")] = None
     nvme: Annotated[str | None, _given(_MACHINE, "Free disk, 1TiB.", metavar="SIZE")] = None

@@ -16,7 +16,7 @@ from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import PathError
 from offload.tiers.units import format_bytes
-from offload.tools.memest.hardware.parts import GPUS, MACHINES, SSDS
+from offload.tools.memest.hardware.parts import GPUS, SSDS
 from offload.tools.memest.show.render_terminal import plain, ruled, show
 from offload.tools.memest.show.view import counted, duration
 
@@ -79,11 +79,6 @@ def print_profiles() -> None:
         rates = f"{s.read_bytes_per_s / 1e9:.3g}", f"{s.write_bytes_per_s / 1e9:.3g}"
         ssds.add_row(s.name, format_bytes(s.nbytes), *rates, f"{s.endurance_nbytes / 1e12:,.0f}")
     _show(ssds, [(ssd.name, ssd.source) for ssd in SSDS])
-    machines = ruled("name", "GPUs", "RAM", "disks", title="Machines", left=["GPUs", "disks"])
-    for m in MACHINES:
-        drives = f"{m.ssds} x {m.ssd.name}" if m.ssd else "-"
-        machines.add_row(m.name, f"{m.gpus} x {m.gpu.name}", format_bytes(m.ram_nbytes), drives)
-    _show(machines, [(machine.name, machine.source) for machine in MACHINES])
 
 
 def _show(table: Table, named: Sequence[tuple[str, str]]) -> None:

@@ -59,7 +59,5 @@ def _rank_notes(case: Case) -> Iterator[str]:
     )
     if stage in (1, 2):
         yield "under `no_sync` a rank holds whole gradients, which are not counted here"
-    if case.timed:
-        yield "collectives are timed by the ratings of the links; latencies are left out"
-    elif case.speeds is not None and case.source.has_graph:
-        yield "no times: the network between the ranks is not known; name a machine (--gpu)"
+    if case.speeds is not None and case.source.has_graph:
+        yield "no times: the network between the ranks is not known"

@@ -51,13 +51,9 @@ class Case:
 
     @property
     def timed(self) -> bool:
-        """Whether a step can be predicted: work, speeds and, between ranks, the network are
-        known."""
-        if self.speeds is None or not self.source.has_graph:
-            return False
-        network = self.speeds.network
-        alone = self.profile.ranks == 1
-        return alone or (network is not None and network.knows(self.sharding.world_size))
+        """Whether a step can be predicted: work and speeds are known. Of the network between ranks
+        nothing is."""
+        return self.speeds is not None and self.source.has_graph and self.profile.ranks == 1
 
     @property
     def hardware(self) -> Hardware:

@@ -19,7 +19,7 @@ from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
-from offload.planning.plan.estimate import Estimate, InferenceEstimate, StepEstimate
+from offload.planning.plan.estimate import Estimate, InferenceEstimate
 from offload.planning.plan.experts import estimate_experts
 from offload.planning.plan.kv_plan import CacheShape
 from offload.planning.plan.sizes import ITEMSIZE
@@ -41,7 +41,7 @@ class Estimator:
         """Return the estimate of the best plan that the configuration allows, fitting or not."""
         planned = self._planned(case)
         best = planned.best
-        step = self._of_all_ranks(case, best.step if case.timed else None)
+        step = best.step if case.timed else None
         return Estimate(
             model=case.source.name,
             numel=case.source.shape.numel,
@@ -60,10 +60,6 @@ class Estimator:
             endurance_nbytes=case.speeds.endurance_nbytes if case.speeds is not None else 0,
         )
 
-    @staticmethod
-    def _of_all_ranks(case: Case, step: StepEstimate | None) -> StepEstimate | None:
-        return None if step is None else replace(step, tokens=step.tokens * case.profile.ranks)
-
     def _inference(self, case: Case, planned: RunPlan) -> InferenceEstimate:
         """The prefill and the cache of the generation that is asked for, where they are known."""
         best, generation = planned.best, case.generation
@@ -80,7 +76,7 @@ class Estimator:
             prefill = estimate_step(
                 best.plan, best.config, planned.model, facts, generation.prefill, case.speeds
             )
-        return InferenceEstimate(generation, self._of_all_ranks(case, prefill), held, token)
+        return InferenceEstimate(generation, prefill, held, token)
 
     def fits(self, case: Case) -> bool:
         """Whether any plan fits. This mostly takes a fraction of the time of an estimate; if the

@@ -217,7 +217,7 @@ def _hardware(case: Case, tiers: set[Tier]) -> Iterator[Knob]:
     if Tier.HOST in tiers:
         sizes = [n for n in _MEMORY_SIZES if n > profile.ram_nbytes]
         yield [_bought("--ram", n, "more RAM", HardwareProfile.with_ram) for n in sizes]
-    if Tier.DEVICE in tiers and profile.gpu_nbytes and not profile.whole:
+    if Tier.DEVICE in tiers and profile.gpu_nbytes:
         sizes = [n for n in _GPU_SIZES if n > profile.gpu_nbytes]
         yield [_bought("--gpu", n, "a GPU with more memory, as fast", _with_gpu) for n in sizes]
     if profile.nvme_nbytes // profile.ranks_per_node < _DISK_SIZES[-1]:

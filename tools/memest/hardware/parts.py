@@ -1,4 +1,4 @@
-"""The ratings of GPUs, links, SSDs and whole machines, each figure with its source.
+"""The ratings of GPUs, links and SSDs, each figure with its source.
 
 Rates are peaks, as their makers print them; bytes per second in one direction. Dense matrix
 products with 32-bit sums (what training uses), not the figures for sparse matrices or 16-bit sums.
@@ -17,7 +17,7 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class LinkPart:
-    """A connection of a GPU to its host, or to the other GPUs of its machine."""
+    """A connection of a GPU to its host."""
 
     name: str
     bytes_per_s: float
@@ -49,34 +49,11 @@ class SsdPart:
     source: str
 
 
-@dataclass(frozen=True)
-class MachinePart:
-    """A machine that is known by name."""
-
-    name: str
-    gpu: GpuPart
-    gpus: int
-    ram_nbytes: int
-    ram_bytes_per_s: float
-    uplinks: int  # links of the GPUs' kind that reach the host, shared by all GPUs
-    ssd: SsdPart | None
-    ssds: int
-    network_bytes_per_s: float  # of one machine to the others
-    source: str
-    inside: LinkPart | None = None  # of one GPU to the others; None: through the host
-
-
 # PCI-SIG: 8, 16, 32 GT/s x 16 lanes, 128b/130b encoding; GH200's data sheet: 900 GB/s both ways.
 PCIE3 = LinkPart("PCIe 3.0 x16", 15.75 * GB)
 PCIE4 = LinkPart("PCIe 4.0 x16", 31.5 * GB)
 PCIE5 = LinkPart("PCIe 5.0 x16", 63.0 * GB)
 NVLINK_C2C = LinkPart("NVLink-C2C", 450.0 * GB)
-
-# Through switches that all GPUs of a machine are connected to at this rate: half of what the data
-# sheets of V100, A100 and H100 (SXM) say of both ways.
-NVLINK2 = LinkPart("NVLink 2", 150.0 * GB)
-NVLINK3 = LinkPart("NVLink 3", 300.0 * GB)
-NVLINK4 = LinkPart("NVLink 4", 450.0 * GB)
 
 # JEDEC transfer rate x 8 bytes x channels; of Grace the data sheet's.
 DESKTOP_DDR4 = ("desktop, DDR4-3200 x 2", 51.2 * GB)
@@ -143,26 +120,3 @@ GEN5_SERVER = _ssd("Gen5 server SSD", 7680 * GB, 12000, 6800, 14016,
                    "Samsung PM9D3a 7.68 TB data sheet, 1 drive write a day for 5 "
                    "years")  # fmt: skip
 SSDS = (GEN3, GEN4, GEN5, GEN3_SERVER, GEN4_SERVER, GEN5_SERVER)
-
-_BY_NAME = {gpu.name: gpu for gpu in GPUS}
-
-MACHINES = (
-    MachinePart("DGX-2", _BY_NAME["V100-32"], 16, 1536 * GIB, 256 * GB, 4, GEN3_SERVER, 8,
-                100 * GB, "NVIDIA DGX-2 data sheet: 16 V100-32, 1.5 TB RAM, 30 TB NVMe, 8 x 100 "
-                "Gb/s; four x16 uplinks, as ZeRO-Infinity (2104.07857) measures 3 GB/s a GPU",
-                NVLINK2),
-    MachinePart("DGX A100-40", _BY_NAME["A100-40"], 8, 1024 * GIB, 409.6 * GB, 4, GEN4_SERVER,
-                4, 200 * GB, "NVIDIA DGX A100 data sheet (320 GB): 1 TB RAM, 15 TB NVMe, 8 x 200 "
-                "Gb/s; two GPUs share an x16 switch port to the host", NVLINK3),
-    MachinePart("DGX A100-80", _BY_NAME["A100-80"], 8, 2048 * GIB, 409.6 * GB, 4, GEN4_SERVER,
-                8, 200 * GB, "NVIDIA DGX A100 data sheet (640 GB): 2 TB RAM, 30 TB NVMe, 8 x 200 "
-                "Gb/s", NVLINK3),
-    MachinePart("ND A100 v4", _BY_NAME["A100-40"], 8, 900 * GIB, 409.6 * GB, 4, GEN4, 3,
-                200 * GB, "Azure ND A100 v4 series: 96 cores, 900 GiB RAM, 6.5 TB local NVMe, 8 x "
-                "200 Gb/s", NVLINK3),
-    MachinePart("DGX H100", _BY_NAME["H100"], 8, 2048 * GIB, 614.4 * GB, 8, GEN4_SERVER, 8,
-                400 * GB, "NVIDIA DGX H100 data sheet: 2 TB RAM, 8 x 3.84 TB NVMe, 8 x 400 Gb/s",
-                NVLINK4),
-    MachinePart("GH200", _BY_NAME["GH200"], 1, 480 * GB, 512 * GB, 1, None, 0,
-                25 * GB, "NVIDIA GH200 data sheet: 480 GB LPDDR5X"),
-)  # fmt: skip

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.planning.machine.speeds import Network, Speeds
+from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.plan import Hardware
 from offload.process import machine
 from offload.tiers.units import format_bytes
-from offload.tools.memest.hardware.parts import GpuPart, LinkPart, SsdPart
+from offload.tools.memest.hardware.parts import GpuPart, SsdPart
 from offload.zero.ranks.sharding import ALONE, Sharding
 
 # The share of a rated peak that a training step reaches in the long run.
 MATMUL_SHARE = 0.5  # PaLM (2204.02311) counts 46 % of the peak, Megatron-LM (2104.04473) 44-52 %
 MEMORY_SHARE = 0.8  # GPU and host: STREAM copies reach 75-90 % of the modules' ratings
 LINK_SHARE = 0.8  # pinned copies of megabytes: 12.3 of 15.75, 25 of 31.5 GB/s
-NETWORK_SHARE = 0.8  # of links between ranks: assumed to be as good as that of copies
 SSD_SHARE = 0.9  # large requests, several in flight, through a file system
 OPERATION_S = 6e-6  # PyTorch's eager dispatch takes 4-10 us per operation
 SYSTEM_NBYTES = 2 << 30  # of RAM, for the rest of an idle system
@@ -37,14 +36,10 @@ class HardwareProfile:
     ram_nbytes: int
     ram_free_nbytes: int
     ram_bytes_per_s: float  # 0: unknown
-    uplinks: int  # links that reach the host; all GPUs share them
     nvme_nbytes: int  # free
     ssds: tuple[SsdPart, ...] = ()  # empty: rates and endurance unknown
     nodes: int = 1
-    network_bytes_per_s: float = 0.0  # of one node; 0: unknown
-    inside: LinkPart | None = None  # of one GPU to those beside it; None: as to the host
     here: bool = False  # it computes where we are: speeds can be measured
-    whole: bool = False  # a machine by name: no option gives it other GPUs
     own_ram: bool = False  # the RAM is this machine's, as this process sees it
     notes: tuple[str, ...] = ()  # assumptions
 
@@ -134,7 +129,7 @@ class HardwareProfile:
         if gpu is None or not self.ram_bytes_per_s:
             return None
         ranks = self.ranks_per_node
-        crossing = gpu.link.bytes_per_s * LINK_SHARE * min(1.0, self.uplinks / ranks)
+        crossing = gpu.link.bytes_per_s * LINK_SHARE
         return Speeds(
             name=self.name,
             gpu=True,
@@ -147,18 +142,6 @@ class HardwareProfile:
             host_to_device_bytes_per_s=crossing,
             device_to_host_bytes_per_s=crossing,
             endurance_nbytes=endurance_nbytes,
-            network=self._network(gpu.link),
-        )
-
-    def _network(self, link: LinkPart) -> Network:
-        """Return the network between all ranks; `link` is a GPU's to its host."""
-        inside = self.inside or link
-        # without links of their own they share the ways to the host
-        share = 1.0 if self.inside is not None else min(1.0, self.uplinks / self.ranks_per_node)
-        return Network(
-            ranks_per_machine=self.ranks_per_node,
-            inside_bytes_per_s=inside.bytes_per_s * NETWORK_SHARE * share,
-            between_bytes_per_s=self.network_bytes_per_s * NETWORK_SHARE,
         )
 
     def _ssd_rates(self) -> tuple[float, float]:

@@ -14,8 +14,8 @@ from offload.config.remedies import suggestion
 from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes, parse_bytes
-from offload.tools.memest.hardware.parts import GEN4, GPUS, MACHINES, SSDS, TB, GpuPart, MachinePart
-from offload.tools.memest.hardware.profiles import SYSTEM_NBYTES, HardwareProfile
+from offload.tools.memest.hardware.parts import GEN4, GPUS, SSDS, TB, GpuPart
+from offload.tools.memest.hardware.profiles import HardwareProfile
 
 _QUERY_TIMEOUT_S = 30.0
 _QUERY = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")  # in MiB
@@ -32,9 +32,9 @@ def read_profile(
 ) -> HardwareProfile:  # fmt: skip
     """Return the hardware that options describe; what they leave open is taken from this machine.
 
-    `gpu`: a size (`24GiB`), a part (`RTX 4090`), a whole machine (`DGX-2`) or `none`; `ram`: a
-    size; `ssd`: drives (`Gen4 SSD`, `4 x Gen4 SSD`); `nvme`: how much of the disk is free, by
-    default all. Raise ConfigError, naming the option, for anything else.
+    `gpu`: a size (`24GiB`), a part (`RTX 4090`) or `none`; `ram`: a size; `ssd`: drives (`Gen4
+    SSD`, `4 x Gen4 SSD`); `nvme`: how much of the disk is free, by default all. Raise ConfigError,
+    naming the option, for anything else.
     """
     found = this_machine(nvme_paths)
     if gpu is not None:
@@ -45,11 +45,9 @@ def read_profile(
     if gpus and not found.gpu_nbytes:
         raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")
     if gpus:
-        found = replace(
-            found, gpus=gpus, uplinks=max(1, round(found.uplinks * gpus / max(1, found.gpus)))
-        )
+        found = replace(found, gpus=gpus)
     found = replace(found, nodes=nodes or 1)
-    if (gpu is not None and not found.whole) or (ram, nvme, ssd, gpus) != (None,) * 4:
+    if (gpu, ram, nvme, ssd, gpus) != (None,) * 5:
         return replace(found, name=_title(found))
     return replace(found, name=f"{nodes} x {found.name}" if found.nodes > 1 else found.name)
 
@@ -67,7 +65,6 @@ def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
         ram_nbytes=machine.memory_limit_nbytes(),
         ram_free_nbytes=machine.available_memory_nbytes(),
         ram_bytes_per_s=0.0,
-        uplinks=max(1, len(gpus)),
         nvme_nbytes=_free_disk(nvme_paths),
         here=True,
         own_ram=True,
@@ -128,11 +125,8 @@ def _known_gpu(found: LocalGpu | None) -> GpuPart | None:
 
 
 def _with_named(here: HardwareProfile, named: str, *, open_: bool) -> HardwareProfile:
-    """Return the profile of a GPU or machine, with this machine's RAM and disk if it has none.
-    `open_`: some of these will stay."""
-    whole = find_part(named, MACHINES)
-    if whole is not None:
-        return _of_machine(whole)
+    """Return the profile of a GPU, with this machine's RAM and disk. `open_`: some of these will
+    stay."""
     notes = ["RAM and disk, where not given, are this machine's"] if open_ else []
     if plain_name(named) in ("none", "cpu", "0"):
         local = here.gpu_nbytes == 0
@@ -144,36 +138,15 @@ def _with_named(here: HardwareProfile, named: str, *, open_: bool) -> HardwarePr
     host, ram_bytes_per_s = part.host
     notes.append(f"RAM as fast as in a {host} ({ram_bytes_per_s / 1e9:.0f} GB/s)")
     return replace(
-        here, gpu=part, gpu_nbytes=part.nbytes, gpu_free_nbytes=part.nbytes, gpus=1, uplinks=1,
+        here, gpu=part, gpu_nbytes=part.nbytes, gpu_free_nbytes=part.nbytes, gpus=1,
         ram_bytes_per_s=ram_bytes_per_s, here=False, notes=tuple(notes),
     )  # fmt: skip
-
-
-def _of_machine(part: MachinePart) -> HardwareProfile:
-    ssds = (part.ssd,) * part.ssds if part.ssd is not None else ()
-    return HardwareProfile(
-        name=part.name,
-        gpu=part.gpu,
-        gpu_nbytes=part.gpu.nbytes,
-        gpu_free_nbytes=part.gpu.nbytes,
-        gpus=part.gpus,
-        ram_nbytes=part.ram_nbytes,
-        ram_free_nbytes=part.ram_nbytes - SYSTEM_NBYTES,
-        ram_bytes_per_s=part.ram_bytes_per_s,
-        uplinks=part.uplinks,
-        nvme_nbytes=int(sum(ssd.nbytes for ssd in ssds) * FILE_SYSTEM_SHARE),
-        ssds=ssds,
-        network_bytes_per_s=part.network_bytes_per_s,
-        inside=part.inside,
-        whole=True,
-        notes=(part.source,),
-    )
 
 
 def _of_size(text: str) -> tuple[GpuPart, str]:
     """Return a GPU of this much memory, with the rates of the named one nearest in size."""
     if not text.strip()[:1].isdigit():
-        raise ConfigError(f"--gpu {text}: {_unknown(text, [*GPUS, *MACHINES])}")
+        raise ConfigError(f"--gpu {text}: {_unknown(text, GPUS)}")
     nbytes = _size(text, "--gpu", _LEAST_MEMORY, _MOST_MEMORY)
     near = min(GPUS, key=lambda gpu: (abs(gpu.nbytes - nbytes), gpu.flops_per_s["bf16"]))
     name = f"{format_bytes(nbytes)} GPU"
