@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
-from offload.kernels.floats import Array, Float
+from offload.kernels.cpu.weight_codes import encode_weights
+from offload.kernels.floats import Array
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantised import bitsandbytes, compressed_tensors
 from offload.quantised.matrix import Grouped, packed, piece_rows, unpacked
@@ -133,21 +133,9 @@ def _codes(tensor: Tensor, weights: WeightFormat) -> tuple[Array, Array]:
     words = np.empty(tensor.numel() // weights.group_size, dtype=np.uint32)
     codes = np.empty(weights.codes_nbytes(tensor.numel()), dtype=np.uint8)
     kind = FLOAT_OF[tensor.dtype]
-    encode_weights(_array(tensor, kind), words, codes, weights, kind)
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    encode_weights(array_of(flat, kind), words, codes, weights, kind)
     return words, codes
-
-
-def keeps(tensor: Tensor, weights: WeightFormat) -> bool:
-    """Whether the codes reproduce a tensor's values exactly."""
-    words, codes = _codes(tensor, weights)
-    kind = FLOAT_OF[tensor.dtype]
-    back = np.empty(tensor.numel(), dtype=kind.storage)
-    decode_weights(words, codes, back, weights, kind)
-    return bool(np.array_equal(back, _array(tensor, kind)))
-
-
-def _array(tensor: Tensor, kind: Float) -> Array:
-    return array_of(tensor.contiguous().view(-1).view(torch.uint8), kind)
 
 
 def _symmetric(name: str, tensor: Tensor, weights: WeightFormat, dtype: torch.dtype) -> Grouped:

@@ -10,21 +10,17 @@ a model whose experts are in one group, and dropped with the last row.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from offload.quantised.writing import keeps
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import MetaInitialiser
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.tensors.local_tensors import local_of
-
-_log = logging.getLogger("offload")
 
 
 class WeightInitialisation:
@@ -42,7 +38,6 @@ class WeightInitialisation:
             id(row): (each, number) for each in packed for number, row in enumerate(each.rows)
         }
         self._made: dict[PackedParam, torch.Tensor] = {}  # initialised, for the rows still to come
-        self._rounded: list[ParamSpec] = []
         anything = [*model.parameters(), *model.buffers()]
         self._initialiser = None
         if any(tensor.is_meta and tensor not in lazy for tensor in anything):
@@ -71,21 +66,13 @@ class WeightInitialisation:
                 param, whole = packed.param, packed.spec
             stored = self._lazy.get(param)
             if stored is not None:
-                found = stored.checked(spec.name, whole.shape, self._dtype, number)
-                if stored.is_quantised:
-                    self._note(spec, found)
-                return found
+                return stored.checked(spec.name, whole.shape, self._dtype, number)
             if spec.name in fresh:
                 return fresh[spec.name]
             given = local_of(params[spec]).detach()
             return given if tensor_parallel is None else tensor_parallel.agree_on(param, given)
 
         return value
-
-    def _note(self, spec: ParamSpec, value: torch.Tensor) -> None:
-        """Note a quantised weight that its codes in the tier round once more."""
-        if spec.stored is not None and not keeps(value.to(self._dtype), spec.stored):
-            self._rounded.append(spec)
 
     def _fresh_rows(
         self, rows: Mapping[ParamSpec, tuple[PackedParam, int]]
@@ -110,14 +97,6 @@ class WeightInitialisation:
         `device` then, and the same objects if they had values."""
         if self._initialiser is not None:
             self._initialiser.finish(device)
-        if self._rounded:
-            stored = self._rounded[0].stored
-            _log.warning(
-                "%d weights are quantised in their files, and are rounded once more to be stored "
-                "in %s (%s%s): the codes of the files are others; without storage they keep the "
-                "files' values", len(self._rounded), stored and stored.name, self._rounded[0].name,
-                ", ..." if len(self._rounded) > 1 else "",
-            )  # fmt: skip
         for tensor in (*self._model.buffers(), *others):
             if tensor.device != device:
                 tensor.data = tensor.data.to(device)

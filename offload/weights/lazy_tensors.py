@@ -161,13 +161,6 @@ def _is_source(value: object) -> bool:
     return isinstance(value, Stored | Matrix | _Moved)
 
 
-def _is_decoded(source: Source) -> bool:
-    if isinstance(source, _Moved):
-        inputs = pytree.tree_leaves((source.args, dict(source.kwargs)), is_leaf=_is_source)
-        return any(_is_decoded(each) for each in inputs if _is_source(each))
-    return isinstance(source, Matrix)
-
-
 def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
     """Return whether a cast may lose bits: to another format of at most as many bits, from one that
     fp32 holds exactly."""
@@ -195,11 +188,6 @@ class LazyTensor(torch.Tensor):
         )  # fmt: skip
         made.source, made.like = source, like
         return made
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether files hold codes for its values, or for some of them."""
-        return _is_decoded(self.source)
 
     def value(self) -> torch.Tensor:
         """Return the values, read now, as an ordinary tensor."""
