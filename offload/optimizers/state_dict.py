@@ -74,26 +74,6 @@ def check_kind(type_: str, present: Mapping[str, Any], numbers: Mapping[str, Any
             f"a param group has decoupled_weight_decay={numbers['decoupled_weight_decay']!r}, "
             f"optimizer.type: {type_} says the opposite"
         )
-    for key, value in numbers.items():
-        expected = present.get(key)
-        if isinstance(expected, list | tuple) and key not in mine:
-            continue  # the user's own
-        if not _is_alike(expected, value):
-            raise ValueError(f"{key} is {value!r:.40}, and {expected!r:.40} here")
-
-
-def _is_alike(present: Any, value: Any) -> bool:
-    if isinstance(present, bool):
-        return isinstance(value, bool) or (isinstance(value, Real) and value in (0, 1))
-    if isinstance(present, list | tuple):
-        return (
-            isinstance(value, list | tuple)
-            and len(value) == len(present)
-            and all(map(_is_alike, present, value))
-        )
-    if isinstance(present, Real | torch.Tensor):
-        return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    return True
 
 
 def check_state(kept: Kept, param: torch.Tensor, state: Any) -> dict[str, Any]:
