@@ -111,9 +111,9 @@ def test_foreign_paths_are_refused_with_what_they_are(
         folder.mkdir()
     (weights / "model.safetensors").write_bytes(b"")
 
-    assert "there is no such folder" in refusal(engine, tmp_path / "nothing")
-    assert "is a file, a checkpoint is a folder" in refusal(engine, tmp_path / "model.pt")
-    assert "no manifest.json in it (found nothing)" in refusal(engine, empty)
+    assert "No such file or directory" in refusal(engine, tmp_path / "nothing")
+    assert "Not a directory" in refusal(engine, tmp_path / "model.pt")
+    assert "no manifest.json in it; name a folder" in refusal(engine, empty)
     assert "weights=PATH" in refusal(engine, weights)
 
 

@@ -48,12 +48,6 @@ def storage_error(
     if error.errno in FULL:
         kind = NoSpaceError
         message += "; free space there, or save to another file system"
-    elif error.errno == errno.EMFILE:
-        message += "; raise the limit of open files (`ulimit -n`)"
-    elif error.errno == errno.EFBIG:
-        message += (
-            "; raise the limit of a file's size (`ulimit -f`), or save to another file system"
-        )
     return kind(
         message, path=str(path), offset_bytes=offset_bytes, nbytes=nbytes, errno=error.errno
     )

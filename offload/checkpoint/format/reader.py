@@ -15,7 +15,6 @@ import xxhash
 from offload.checkpoint.format.checked_files import REMEDY, CheckedFiles
 from offload.checkpoint.format.disk import (
     OpenFile,
-    entries,
     make_call,
     storage_error,
     storage_errors,
@@ -76,7 +75,11 @@ class CheckpointReader:
         try:
             file = self._open(MANIFEST)
         except FileNotFoundError:
-            raise NoCheckpointError(_without_manifest(self.path)) from None
+            raise NoCheckpointError(
+                f"{self.path} is no checkpoint: no {MANIFEST} in it; name a folder that "
+                "engine.save_checkpoint wrote (offload.initialize(model, config, weights=PATH) "
+                "starts from a folder of weights)"
+            ) from None
         with file:
             nbytes = file.status().st_size
             if nbytes > MOST_NBYTES:
@@ -290,30 +293,12 @@ def _is_at(fd: int, path: Path) -> bool:
 def _open_folder(path: Path) -> OpenFolder:
     try:
         return OpenFolder(path)
-    except ValueError as error:  # a NUL
-        raise NoCheckpointError(f"no checkpoint at {str(path)!r}: {error}") from None
-    except FileNotFoundError:
-        raise NoCheckpointError(f"no checkpoint at {path}: there is no such folder") from None
-    except NotADirectoryError:
+    except (ValueError, FileNotFoundError, NotADirectoryError) as error:  # ValueError: a NUL
         raise NoCheckpointError(
-            f"{path} is a file, a checkpoint is a folder that engine.save_checkpoint wrote"
+            f"no checkpoint at {str(path)!r}: {error}; name a folder that engine.save_checkpoint "
+            "wrote"
         ) from None
     except OSError as error:
         if error.errno in _NOT_THERE:
             raise CheckpointError(f"cannot open the checkpoint {path}: {error.strerror}") from None
         raise storage_error(error, "opening", path) from None
-
-
-def _without_manifest(path: Path) -> str:
-    """The message for a folder without a manifest."""
-    found = sorted(entry.name for entry in entries(path))
-    listing = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
-    advice = "name a folder that engine.save_checkpoint wrote"
-    if ".metadata" in found:
-        advice = (
-            "a folder of torch.distributed.checkpoint: load it with dcp.load, into what torch's "
-            "get_state_dict(model, engine.optimizer) returns"
-        )
-    elif any(name.endswith(".safetensors") for name in found):
-        advice = "to start from its weights: offload.initialize(model, config, weights=PATH)"
-    return f"{path} is no checkpoint: no {MANIFEST} in it (found {listing or 'nothing'}); {advice}"
