@@ -16,7 +16,7 @@ from offload.config.file import read_document
 from offload.pages.page import Figure, Page, Section, Table, to_html
 from offload.pages.pictures import Line, Picture, line_picture
 from offload.planning.choice.durations import duration
-from offload.planning.choice.run_check import MEASURED, Row, check_run, usual_step_s
+from offload.planning.choice.run_check import MEASURED, usual_step_s
 from offload.runs.metrics import StepMetrics, write_whole
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tiers.tier import Tier
@@ -49,7 +49,6 @@ def run_page(folder: Path) -> str:
         Section("Loss and pace", list(_curves(run))),
         _memory(run),
         _waits(run),
-        _check(run),
         Section("Configuration", code=run.config_text),
     )
     name = folder.resolve().name
@@ -261,26 +260,6 @@ def _waits(run: _Run) -> Section:
     )
     heads = ("waited for", "in all", "of the steps' time")
     return Section("Waiting", tables=[Table(heads, table)], lines=[note]) if table else Section("")
-
-
-def _check(run: _Run) -> Section:
-    """The comparison with the prediction; empty until the run has ended."""
-    try:
-        found = check_run(run.folder)
-    except ConfigError:
-        return Section("")
-    notes = list(found.missing)
-    if any(row.is_bound for row in found.rows):
-        notes.append("at most: the upper bound is predicted, not the usual value")
-    table = Table(("", "predicted", "measured", "ratio"), [_check_row(row) for row in found.rows])
-    return Section("Predicted and measured", tables=[table] if found.rows else (), lines=notes)
-
-
-def _check_row(row: Row) -> tuple[str, str, str, str]:
-    text = duration if row.unit == "seconds" else _bytes
-    at_most = "at most " if row.is_bound else ""
-    ratio = f"{row.ratio:.2f}" if row.measured else "-"
-    return row.name, at_most + text(row.predicted), text(row.measured), ratio
 
 
 # ---------------------------------------------------------------- words
