@@ -84,19 +84,12 @@ def plan(
     nodes: Annotated[
         int, typer.Option(metavar="M", min=1, max=_MOST, help="Machines like this one.")
     ] = 1,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="What to plan, as memest takes it: a folder, a file or module:function. "
-            "Default: what FILE was written for, or the built-in model.",
-        ),
-    ] = None,
 ) -> None:
-    """Print the placement of all states, and the bytes it takes, without training."""
+    """Print the placement of the built-in model's states, and the bytes it takes, without
+    training."""
     from offload.cli.plan import print_plan
 
-    print_plan(file, option or [], ranks, nodes, model)
+    print_plan(file, option or [], ranks, nodes)
 
 
 @app.command()

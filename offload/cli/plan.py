@@ -2,59 +2,47 @@
 
 from __future__ import annotations
 
-import importlib
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from offload.cli.errors import located
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
 from offload.gpt import build_meta_model
 from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
-from offload.planning.activations.facts import ActivationFacts
 from offload.planning.choice.plan_text import Planned, describe
 from offload.planning.choice.planner import check_plan
-from offload.planning.choice.solver import solve
 from offload.planning.machine.preflight import preflight
 from offload.planning.plan.experts import estimate_experts
 from offload.planning.plan.workload import Workload
-from offload.runs.forecast import Facts, FactsOf, forecast_of, workload_of
+from offload.runs.forecast import Facts, forecast_of, workload_of
 from offload.tiers.accelerator import KINDS
 from offload.tiers.errors import ConfigError
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.ranks.sharding import Sharding
 
-# Nothing below the tools may import them, so this module is found by its name.
-_READER = "offload.tools.memest.source.read_model"
 
-
-def print_plan(
-    file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int = 1, model: str | None = None
-) -> None:  # fmt: skip
-    """Describe the run of `file` without starting it: one rank of `ranks` on each of `nodes`, for
-    `model` (by default the one that the file was written for, or the built-in one)."""
+def print_plan(file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int = 1) -> None:
+    """Describe the run of `file` without starting it: one rank of `ranks` on each of `nodes`. Raise
+    ConfigError if the file was written for a model of one's own."""
     config = OffloadConfig.load(file, overrides)
     with located(file, overrides):
-        _check_device(config, file, overrides, model)
-        other = model is not None or config.written_for is not None
-        found = named(config, model) if other else built_in(config)
-        planned = _plan(found, ranks, nodes)
+        if config.written_for is not None:
+            config.written_for.refuse()
+        _check_device(config, file, overrides)
+        planned = _plan(built_in(config), ranks, nodes)
     PlainConsole().print(describe(planned))
 
 
-def _check_device(
-    config: OffloadConfig, file: Path, overrides: Sequence[str], model: str | None
-) -> None:
+def _check_device(config: OffloadConfig, file: Path, overrides: Sequence[str]) -> None:
     """Raise ConfigError if the file is for a machine with another device: memest plans for it."""
     kind = KINDS.get(config.device)
     if kind is None or kind.is_available():
         return
-    words = [str(file)] if model is None else [model, "--config", str(file)]
-    words += [word for text in overrides for word in ("-o", text)]
+    words = [str(file), *(word for text in overrides for word in ("-o", text))]
     command = shlex.join(["memest", *words, "--gpu", "24GiB", "--ram", "64GiB"])
     raise ConfigError(
         f"device: {config.device}, but this PyTorch sees no {kind.title} device, and `offload "
@@ -63,28 +51,25 @@ def _check_device(
 
 
 def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
-    """Plan as the training loop does, or by bytes alone where the passes are not known. Raise what
-    it would raise before anything is allocated."""
+    """Plan as the training loop does. Raise what it would raise before anything is allocated."""
     config, shape, workload = model.config, model.shape, model.workload
     sharding = Sharding.of(config.zero.stage, config.zero.shard_group, ranks * nodes, 0)
     if not config.splits_experts(sharding.world_size):
         shape = shape.joined
     shape = shape.stored(config.stored)
-    found = None
-    if model.facts is not None:
-        found = forecast_of(config, shape, model.facts, workload, sharding, ranks)
+    found = forecast_of(config, shape, model.facts, workload, sharding, ranks)
+    assert found is not None, "the built-in model's passes can be traced"
     device = compute_device(config)
     hardware = this_machine(config.nvme, device, sharding, ranks)
-    solution = solve(config, shape, hardware) if found is None else found.solution
-    best = solution.best
+    best = found.solution.best
     check_plan(best.plan, hardware)
     paths = nvme_paths(config.nvme)
     notes = preflight(best.plan, paths, passing_nbytes=best.passing_nbytes)
     experts = estimate_experts(best.plan, shape, workload)
-    timed = found is not None and found.timed
     return Planned(
-        model.name, config, workload, solution, device.type, timed, ranks, experts, notes
-    )
+        model.name, config, workload, found.solution, device.type, found.timed, ranks, experts,
+        notes,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- which model
@@ -96,7 +81,7 @@ class PlannedModel:
     config: OffloadConfig
     shape: ModelShape
     workload: Workload
-    facts: FactsOf | None  # of a pass; None: the model's code is not known
+    facts: Facts  # of a pass
 
 
 def built_in(config: OffloadConfig) -> PlannedModel:
@@ -110,31 +95,3 @@ def built_in(config: OffloadConfig) -> PlannedModel:
     whose = "of train.model" if stated else "at its default size, as the file names no model"
     name = f"built-in model {whose}"
     return PlannedModel(name, config, shape, workload, facts)
-
-
-def named(config: OffloadConfig, source: str | None) -> PlannedModel:
-    """Return the model at `source`, else the one that the configuration was written for.
-
-    Raise ConfigError if the configuration was written for another model, or its model is gone.
-    """
-    found, size = _read(config, source), config.written_for or config.train
-    workload = Workload(size.batch, size.sequence, config.gradient_accumulation_steps)
-    device = compute_device(config).type
-
-    def facts(config: OffloadConfig) -> ActivationFacts:
-        traced: ActivationFacts = found.activations(config, workload, device, trains=True)
-        return traced
-
-    has_graph: bool = found.has_graph
-    return PlannedModel(found.name, config, found.shape, workload, facts if has_graph else None)
-
-
-def _read(config: OffloadConfig, source: str | None) -> Any:
-    """Return memest's model at `source`, or the one that the configuration was written for."""
-    reader: Any = importlib.import_module(_READER)
-    if config.written_for is not None:
-        return reader.read_written_for(config, config.written_for, source)
-    found = reader.read_model(source, blocks=config.groups.blocks)
-    if found.config is not None:
-        raise ConfigError(f"--model {source}: is a configuration, too; name the model itself")
-    return found

@@ -18,7 +18,7 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
     config = OffloadConfig.load(file, overrides)
     if config.written_for is not None:
         with located(file, overrides):
-            config.written_for.refuse_training()
+            config.written_for.refuse()
     if resume and run_dir is None:
         raise ConfigError("--resume: which run? add --run-dir DIR")
     if int(os.environ.get("RANK", "0")):  # of `torchrun`: the first rank has the folder

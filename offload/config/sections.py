@@ -293,7 +293,7 @@ class ZeroConfig(Section):
 
 
 class WrittenFor(Section):
-    """The model that `memest --write` wrote a configuration for, and that `offload plan` plans."""
+    """The model that `memest --write` wrote a configuration for."""
 
     model: str = key(..., example="Llama-3-8B")
     """Its name."""
@@ -318,12 +318,13 @@ class WrittenFor(Section):
                 "the same, remove written_for"
             )
 
-    def refuse_training(self) -> None:
-        """Raise ConfigError: `offload train` cannot build this model."""
+    def refuse(self) -> None:
+        """Raise ConfigError: `offload train` and `offload plan` cannot build this model."""
         raise ConfigError(
-            f"written_for: this file was written for {self}, and `offload train` trains only its "
-            "built-in model; train in a loop of your own with offload.initialize(model, FILE), or, "
-            "for the built-in model, describe it under train.model and remove written_for"
+            f"written_for: this file was written for {self}, and `offload train` and `offload "
+            "plan` know only the built-in model; `memest FILE` plans this one, and "
+            "offload.initialize(model, FILE) trains it in a loop of your own; for the built-in "
+            "model, describe it under train.model and remove written_for"
         )
 
 

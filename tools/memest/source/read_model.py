@@ -151,21 +151,19 @@ def read_yaml(path: Path) -> ModelSource:
     )
 
 
-def read_written_for(
-    config: OffloadConfig, written_for: WrittenFor, source: str | None = None
-) -> ModelSource:
-    """Return the model that `config` was written for, from `source` or from its path at that time.
+def read_written_for(config: OffloadConfig, written_for: WrittenFor) -> ModelSource:
+    """Return the model that `config` was written for, from its path at that time.
 
     Raise ConfigError if it is no longer there, or is another one. A function that only the
     configuration names is not called: its code runs if the user names it.
     """
-    place = source or written_for.source
-    if place is None or (source is None and is_named(place)):
+    place = written_for.source
+    if place is None or is_named(place):
         code = f" as {place}, code that runs only if you name it" if place is not None else ""
         raise ConfigError(
             f"written_for: this file was written for {written_for}{code}; {_name_it(place)}"
         )
-    if source is None and not os.path.exists(place):
+    if not os.path.exists(place):
         raise ConfigError(
             f"written_for: this file was written for {written_for}, which is not at {place} any "
             f"more; {_name_it(None)}"
@@ -179,7 +177,7 @@ def read_written_for(
 
 def _name_it(source: str | None) -> str:
     source = source or "MODEL"
-    return f"name it: `offload plan FILE --model {source}`, or `memest {source} --config FILE`"
+    return f"name it: `memest {source} --config FILE`"
 
 
 def read_stated(sizes: StatedSizes) -> ModelSource:
