@@ -1,17 +1,16 @@
 """Loggers, which receive the figures of every step of a run.
 
-    engine.watch(loggers=[JSONLinesLogger("run.jsonl"), TensorBoardLogger("tb"), print_it])
+    engine.watch(loggers=[JSONLinesLogger("run.jsonl"), print_it])
     def print_it(values, step): ...
 
 A logger is anything with a method `log(values, step)`, or that can be called so. `values` are those
 of a `StepMetrics` (`offload/runs/metrics.py`) by name; unknown ones are None. `close()` is
-called at the end, if there is one. The libraries behind these are imported when one is made.
+called at the end, if there is one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import math
 import os
@@ -145,102 +144,6 @@ def _ends_amid_a_line(path: Path) -> bool:
         return file.read() != b"\n"
 
 
-# ---------------------------------------------------------------- programs with curves
-class TensorBoardLogger:
-    """Curves for TensorBoard, in a folder of its own."""
-
-    def __init__(self, folder: StrPath, *, purge_step: int | None = None) -> None:
-        """`purge_step`: curves of an earlier run in the folder end before this step. Raises
-        ConfigError if the package `tensorboard` is missing."""
-        logs = str(path_of(folder, "folder"))
-        _check("TensorBoardLogger", "tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(logs, purge_step=purge_step)
-        self._curves = _Curves()
-
-    def log(self, values: Values, step: int) -> None:
-        for name, value in self._curves.of(values):
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbLogger:
-    """Curves for Weights & Biases, named `offload/...` over `offload/step`: in the run that the
-    program has begun, or in a new one with `options` for `wandb.init`."""
-
-    def __init__(self, **options: Any) -> None:
-        """Raises ConfigError if the package `wandb` is missing, and for options beside a run that
-        has begun; wandb's own errors if it is not logged in."""
-        _check("WandbLogger", "wandb")
-        import wandb
-
-        self._own = wandb.run is None
-        if options and not self._own:
-            raise ConfigError(
-                f"WandbLogger({', '.join(options)}=...): the program's own wandb.init has begun a "
-                "run, which is logged to; give the options there, or end that run first"
-            )
-        self._run = wandb.init(**options) if self._own else wandb.run
-        self._run.define_metric("offload/step")
-        self._run.define_metric("offload/*", step_metric="offload/step")
-        self._curves = _Curves()
-
-    def log(self, values: Values, step: int) -> None:
-        named = {f"offload/{name}": value for name, value in self._curves.of(values)}
-        self._run.log({**named, "offload/step": step})
-
-    def close(self) -> None:
-        if self._own:
-            self._run.finish()
-
-
-class _Curves:
-    """Converts a row to numbers by name. Totals since the start are shown per second: `GB per
-    s/nvme read`, and the seconds waited in a step as shares of it: `waiting/nvme`."""
-
-    def __init__(self) -> None:
-        self._before: Values = {}
-
-    def of(self, values: Values) -> Iterator[tuple[str, float]]:
-        before, self._before = self._before, values
-        rest = {name: value for name, value in values.items() if name not in _COUNTED}
-        ours = dict(_flat(rest))
-        for name, value in ours.items():
-            if value is not None:
-                yield name, value
-        for name, value in values["figures"].items():
-            yield (f"figures/{name}" if name in ours else name), value
-        if values["seconds"] > 0:
-            for key, value in values["waited"].items():
-                yield f"waiting/{key}", value / values["seconds"]
-        seconds = values["elapsed_seconds"] - before.get("elapsed_seconds", math.inf)
-        if seconds <= 0:  # the first row
-            return
-        for key, value in values["moved"].items():
-            yield f"GB per s/{key}", (value - before["moved"].get(key, 0)) / seconds / 1e9
-
-
-_COUNTED = ("moved", "waited", "elapsed_seconds", "figures")
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Raise ConfigError if the library behind one of `train.loggers` is missing."""
-    for name in names:
-        _check(f"train.loggers: {name}", name)
-
-
-def _flat(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield figures by name; those of an inner mapping are named like `tiers/host`."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
@@ -252,13 +155,3 @@ def _make_parent(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PathError(f"cannot create {path.parent}: {error.strerror}") from None
-
-
-def _check(who: str, package: str) -> None:
-    # a folder of that name, such as wandb makes where it runs, would be found as a package, too
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        raise ConfigError(
-            f"{who} needs the package {package}, which is not installed; pip install {package}, "
-            "or leave that logger out"
-        )

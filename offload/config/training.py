@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from offload.config.fields import KeyedError, PathText, Section, key, section
 
@@ -191,11 +191,6 @@ class TrainConfig(Section):
     """Checkpoints that stay: the last ones."""
     keep_every: int | None = key(None, example=1000, ge=1, unit="steps", absent="none of them")
     """Of older checkpoints those of each so-manieth step stay, too."""
-    loggers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = key(
-        (), example=["tensorboard"]
-    )
-    """Where figures of each step go beside the run folder's metrics.jsonl: tensorboard/ in that
-    folder, or Weights & Biases."""
     sample: SampleConfig = section(SampleConfig)
     """The text to generate, to see what was learnt."""
 

@@ -2,7 +2,6 @@
 
 config.resolved.yaml     the configuration, with every default filled in
 metrics.jsonl            one line per step
-tensorboard, wandb       the same, if train.loggers requests it
 prediction.json          the expected memory and step time
 measured.json            the measured memory and step time, once the run has ended
 run.html                 everything on one page
@@ -13,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -29,7 +27,7 @@ from offload.checkpoint.format.steps import has_steps
 from offload.config import OffloadConfig
 from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml
-from offload.loggers import Logger, TensorBoardLogger, Values, WandbLogger
+from offload.loggers import Logger, Values
 from offload.planning.choice.run_check import (
     MEASURED,
     PREDICTION,
@@ -78,7 +76,6 @@ class RunFolder:
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.page = path / PAGE
         self._lock: OpenFolder | None = None
-        self._config: dict[str, Any] = {}
 
     @classmethod
     def new(cls, path: Path) -> RunFolder:
@@ -137,7 +134,6 @@ class RunFolder:
 
     def write_config(self, config: OffloadConfig) -> None:
         """Write config.resolved.yaml."""
-        self._config = config.to_dict()
         self._write("config.resolved.yaml", dump_yaml(config.resolved().to_dict()))
 
     def write_prediction(self, prediction: Prediction) -> None:
@@ -154,25 +150,13 @@ class RunFolder:
         if self._writes:
             write_whole(self.path / name, text)
 
-    def loggers(self, steps_done: int, names: Sequence[str] = ()) -> list[Logger]:
-        """Return the loggers of the following steps, metrics.jsonl first; each keeps `steps_done`
-        steps of an earlier run. `names` is train.loggers. Raise ConfigError if a library is
-        missing."""
+    def loggers(self, steps_done: int) -> list[Logger]:
+        """Return the loggers of the following steps: metrics.jsonl, of which `steps_done` steps of
+        an earlier run are kept."""
         if not self._writes:
             return []
         self.metrics.begin(steps_done)
-        return [self.metrics, *(self._logger(name, steps_done) for name in dict.fromkeys(names))]
-
-    def _logger(self, name: str, steps_done: int) -> Logger:
-        if name == "tensorboard":
-            return TensorBoardLogger(self.path / "tensorboard", purge_step=steps_done + 1)
-        kept = self.path / "wandb-run-id"  # one run there, however often it is resumed
-        if not kept.exists():
-            write_whole(kept, f"{secrets.token_hex(4)}\n")
-        return WandbLogger(
-            id=kept.read_text().strip(), name=self.path.name, dir=str(self.path), resume="allow",
-            config=self._config,
-        )  # fmt: skip
+        return [self.metrics]
 
     def checkpoint_path(self, step: int) -> Path:
         """The path of the checkpoint of `step`."""

@@ -17,7 +17,7 @@ from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
 from offload.display.training import Run
 from offload.gpt import LanguageModel, build_meta_model, evaluating, generate
-from offload.loggers import Logger, check_names, closing_all
+from offload.loggers import Logger, closing_all
 from offload.memory.tier_manager import compute_device
 from offload.planning.choice.run_check import SETTLING_STEPS, compare
 from offload.process.interrupts import Interrupts, noted_interrupts
@@ -67,7 +67,6 @@ def run(
     import offload
 
     config = config.owning_the_loop()
-    check_names(config.train.loggers)
     with World.joined(config, compute_device(config)) as world:
         told = world.tell(str(folder.path.absolute()))
         if not world.is_first:
@@ -144,7 +143,7 @@ class Trainer:
     def train(self) -> None:
         """Train all remaining steps, with the samples, files and tables around them."""
         start, steps = self.steps_done, self.settings.steps
-        loggers = self.folder.loggers(start, self.settings.loggers)
+        loggers = self.folder.loggers(start)
         if start < steps:
             if self.forecast is not None:
                 self.folder.write_prediction(self.forecast.prediction())

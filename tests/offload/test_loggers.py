@@ -1,4 +1,4 @@
-"""Loggers: what they are given, the files that they make, and what is said where one is missing."""
+"""Loggers: what they are given, and the files that they make."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 
 from offload.errors import ConfigError
-from offload.loggers import (
-    JSONLinesLogger,
-    TensorBoardLogger,
-    WandbLogger,
-    closing_all,
-    loggers_of,
-)
+from offload.loggers import JSONLinesLogger, closing_all, loggers_of
 from offload.runs.metrics import MetricsFile, StepMetrics
 
 
@@ -87,7 +81,7 @@ def test_anything_that_can_be_called_or_logs_is_a_logger() -> None:
         (print, "is not a list; put it into one"),
         ("wandb", "is not a list"),
         (["wandb"], "a str has no method log"),
-        ([WandbLogger], "WandbLogger is a class; make one of it"),
+        ([JSONLinesLogger], "JSONLinesLogger is a class; make one of it"),
         ([3], r"a int has no method log\(values, step\)"),
         ([{}], "a dict has no method"),
     ],
@@ -95,22 +89,6 @@ def test_anything_that_can_be_called_or_logs_is_a_logger() -> None:
 def test_what_is_no_logger_is_refused(given: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         loggers_of(given)
-
-
-@pytest.mark.parametrize(
-    ("logger", "package"), [(TensorBoardLogger, "tensorboard"), (WandbLogger, "wandb")]
-)
-def test_a_library_that_is_missing_is_named(
-    logger: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("sys.path", [str(tmp_path)])
-    for name in [name for name in __import__("sys").modules if name.split(".")[0] == package]:
-        monkeypatch.delitem(__import__("sys").modules, name)
-    (tmp_path / package).mkdir()  # what wandb leaves behind is no package
-    arguments = (tmp_path,) if logger is TensorBoardLogger else ()
-    with pytest.raises(ConfigError, match=f"needs the package {package}.*pip install {package}"):
-        logger(*arguments)
 
 
 def test_all_loggers_are_closed_where_one_of_them_fails(tmp_path: Path) -> None:
@@ -130,32 +108,6 @@ def test_all_loggers_are_closed_where_one_of_them_fails(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="first"), closing_all([Failing("first"), Failing("second")]):
         pass
     assert closed == ["second", "first"]
-
-
-# ---------------------------------------------------------------- where the libraries are
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_of_weights_and_biases_gets_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.chdir(tmp_path)
-    with closing_all([logger := WandbLogger(project="mine")]):
-        for step in (1, 2):
-            logger.log(row(step), step)
-        assert wandb.run.summary["offload/loss"] == 0.5
-        assert wandb.run.summary["offload/step"] == 2
-        assert wandb.run.summary["offload/GB per s/nvme read"] > 0
-    assert wandb.run is None
-    with wandb.init(project="mine") as own:
-        with closing_all([logger := WandbLogger()]):
-            logger.log(row(3), 3)
-        assert wandb.run is own, "the program's own run goes on"
-        with pytest.raises(ConfigError, match=r"WandbLogger\(project=\.\.\.\): the program's own"):
-            WandbLogger(project="another")
 
 
 def test_what_a_killed_program_left_of_a_line_spoils_no_other(tmp_path: Path) -> None:

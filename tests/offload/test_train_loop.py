@@ -114,16 +114,6 @@ def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_logger_without_its_library_is_refused_before_anything_is_made(
-    name: str, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    with pytest.raises(ConfigError, match=f"train.loggers: {name} needs .*pip install {name}"):
-        run_quietly(make_config({"loggers": [name]}), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def interrupted(
     config: OffloadConfig, path: Path, number: int = signal.SIGINT, again_s: float | None = None
 ) -> str:
