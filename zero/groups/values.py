@@ -20,7 +20,7 @@ from offload.kernels.floats import Array, Float
 from offload.kernels.variants import Master
 from offload.swap.states.state import State
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.tiers.errors import StateError
 from offload.zero.groups.bits import array_of, flat_array
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
@@ -70,21 +70,6 @@ class ParameterValues(WeightValues):
         ranks = self._runtime.rank_work.of(group.ep_size)
         whole = ranks.combine(torch.from_numpy(out), f"{field} of {spec.name}")
         return like(param, whole.view(spec.shape))
-
-    def part_of(self, param: nn.Parameter) -> slice:
-        """Return the elements of a parameter, flat, whose states this rank keeps. Raises
-        UnsupportedError for a packed one of several ranks: they keep parts of each row."""
-        packed = self._store.packed_of(param)
-        if packed is not None:
-            if self._runtime.ranks is not None:
-                raise UnsupportedError(
-                    f"{packed.name}: each rank keeps parts of every expert, which are no one range "
-                    "of the parameter; use engine.save_checkpoint"
-                )
-            return slice(0, param.numel())
-        group, index = self._find(param)
-        part = self._state_of(group).parts.get(index)
-        return slice(0, 0) if part is None else slice(part.start, part.start + part.spec.numel)
 
     @defer_signals
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
