@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -13,23 +12,14 @@ import torch
 from torch import nn
 
 from offload.config.paths import StrPath, path_of
-from offload.deepspeed.saved import LoopState, load_saved, save_all, save_weights
+from offload.deepspeed.saved import LoopState, load_saved, save_all
 from offload.deepspeed.settings import Settings
 from offload.engine import Engine
-from offload.tiers.errors import (
-    CheckpointError,
-    NoCheckpointError,
-    StateError,
-    UnsupportedError,
-)
+from offload.tiers.errors import StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-_log = logging.getLogger("offload")
-_WEIGHTS_ALONE = (
-    "call `offload checkpoint export FOLDER/TAG OUT.safetensors`, and load that file into the model"
-)
 # Those of this process: DeepSpeed's functions take a parameter alone.
 _ENGINES: weakref.WeakSet[EngineModule] = weakref.WeakSet()
 
@@ -160,11 +150,6 @@ class EngineModule(nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        every = self._settings.made.get("steps_per_print")
-        if every and self.global_rank == 0 and self.global_steps % int(every) == 0:
-            _log.info(
-                "step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr()
-            )
 
     def _need_optimizer(self, what: str) -> None:
         if self.optimizer is None:
@@ -247,24 +232,17 @@ class EngineModule(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Load what `save_checkpoint` wrote. Return the folder and the client state; (None, None),
         with a warning, without a tag and a `latest`. Names of parameters have to be those of
-        the checkpoint: with `load_module_strict=False` the error for others is an UnsupportedError,
-        as it is for the weights alone, and for a function that loads."""
+        the checkpoint, also with `load_module_strict=False`: others are a CheckpointError. Raise
+        UnsupportedError for the weights alone, and for a function that loads."""
         if load_module_only or not load_optimizer_states or custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint loads weights and optimizer states together. For the weights "
-                f"alone {_WEIGHTS_ALONE} before initialize; other values are written inside "
+                "alone call `offload checkpoint export FOLDER/TAG OUT.safetensors`, and load that "
+                "file into the model before initialize; other values are written inside "
                 "zero.GatheredParameters"
             )
         folder = path_of(load_dir, "load_dir")
-        try:
-            found = load_saved(self.offload, folder, None if tag is None else str(tag))
-        except CheckpointError as error:
-            if load_module_strict or isinstance(error, NoCheckpointError):
-                raise
-            raise UnsupportedError(
-                f"{error}; load_module_strict=False leaves no parameters out here: for the weights "
-                f"that both have {_WEIGHTS_ALONE} before initialize"
-            ) from error
+        found = load_saved(self.offload, folder, None if tag is None else str(tag))
         if found is None:
             return None, None
         path, state = found
@@ -275,14 +253,6 @@ class EngineModule(nn.Module):
         self.global_steps, self.global_samples = state.global_steps, state.global_samples
         self.skipped_steps = state.skipped_steps
         return str(path), state.client_state
-
-    def save_16bit_model(
-        self, save_dir: StrPath, save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:  # fmt: skip
-        """Write the weights, in the format that the model computes with, to a safetensors file."""
-        save_weights(self.offload, path_of(save_dir, "save_dir"), save_filename)
-        return True
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any

@@ -58,7 +58,6 @@ MAPPED: dict[str, dict[str, Key]] = {
             "clip_grad_norm", Number, "0: no clipping. Absent: 1, as in DeepSpeed since 0.19"
         ),
         "communication_data_type": Key("zero.reduce_dtype", str, "absent: fp32"),
-        "steps_per_print": Key("", Any, "`offload.deepspeed` alone"),
         "dataloader_drop_last": Key("", bool, "`offload.deepspeed` alone"),
         "offload": Key("", Any, "keys of ours, as budget, laid over what the others become"),
     },
@@ -142,7 +141,7 @@ FILLED = (
 # Without them the results are the same, or the program says less of itself.
 IGNORED: dict[str, tuple[str, ...]] = {
     "": (
-        "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
+        "steps_per_print", "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
         "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "wall_clock_breakdown",
         "memory_breakdown", "dump_state", "disable_python_gc", "vocabulary_size", "log_level",
         "seq_parallel_communication_data_type", "aio", "data_types", "checkpoint", "flops_profiler",

@@ -17,16 +17,14 @@ from typing import Any
 import torch
 
 from offload.checkpoint.engine.shards import on_all
-from offload.checkpoint.foreign.exporting import export
 from offload.checkpoint.format.disk import (
     entries,
     is_folder,
     is_there,
     make_call,
-    pending_path,
     storage_errors,
 )
-from offload.checkpoint.format.folder import adopt, discard
+from offload.checkpoint.format.folder import adopt
 from offload.checkpoint.format.manifest import RunRecord
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.user_state import packed, run_of, state_in
@@ -112,26 +110,6 @@ def load_saved(engine: Engine, folder: Path, tag: str | None) -> tuple[Path, Loo
     with _agreed(engine, f"{path} was not loaded"):
         _check_is_a_loops(path)
     return path, LoopState.read(engine.load_checkpoint(path).get(_KEY), path)
-
-
-def save_weights(engine: Engine, folder: Path, name: str) -> None:
-    """Write the weights to a safetensors file, streamed from a temporary checkpoint beside it,
-    which is removed again."""
-    out = folder / f"{Path(name).stem}.safetensors"
-    if out.name != name:
-        _log.warning(
-            "save_16bit_model: %s holds the weights; nothing is pickled into %s", out, name
-        )
-    pending = pending_path(folder / "weights")
-    kept = engine.last_checkpoint
-    engine.save_checkpoint(pending, state={})  # of which the weights alone are kept
-    engine.last_checkpoint = kept  # it is none to go on from
-    with _agreed(engine, f"{out} was not saved"):
-        if _is_first_rank(engine):
-            try:
-                export(pending, out, replaces=True)
-            finally:
-                discard(pending)
 
 
 def last_tag(folder: Path) -> str | None:

@@ -56,8 +56,7 @@ class ExportedTensor:
 
 
 def export(
-    path: Path, out: Path, dtype: str | None = None, source: Path | None = None, *,
-    replaces: bool = False,
+    path: Path, out: Path, dtype: str | None = None, source: Path | None = None
 ) -> list[Path]:  # fmt: skip
     """Write the model of checkpoint `path` to `out`; return the files written.
 
@@ -67,16 +66,15 @@ def export(
     `source` is a folder with the files of the tokenizer and, if the checkpoint does not know it, of
     the configuration; by default the one that the model came from, where that is there still. What
     is read is compared with its hashes. `out` is complete or absent, and must not exist
-    (PathError), unless it `replaces` a file.
+    (PathError).
     """
-    if not replaces:
-        check_new(out)
+    check_new(out)
     if source is not None and not source.is_dir():
         raise PathError(f"{source} is no folder; name the model's, with config.json in it")
     with CheckpointReader(path) as reader:
         reader.check(contents=False)
         weights = _Weights(reader, dtype)
-        with pending_output(out, replaces=replaces) as pending:
+        with pending_output(out) as pending:
             names = _write(weights, out, pending, source)
     return [out / name for name in names] or [out]
 
