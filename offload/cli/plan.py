@@ -15,7 +15,6 @@ from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
 from offload.planning.choice.plan_text import Planned, describe
 from offload.planning.choice.planner import check_plan
 from offload.planning.machine.preflight import preflight
-from offload.planning.plan.experts import estimate_experts
 from offload.planning.plan.workload import Workload
 from offload.runs.forecast import Facts, forecast_of, workload_of
 from offload.tiers.accelerator import KINDS
@@ -65,11 +64,9 @@ def _plan(model: PlannedModel, ranks: int, nodes: int) -> Planned:
     check_plan(best.plan, hardware)
     paths = nvme_paths(config.nvme)
     notes = preflight(best.plan, paths, passing_nbytes=best.passing_nbytes)
-    experts = estimate_experts(best.plan, shape, workload)
     return Planned(
-        model.name, config, workload, found.solution, device.type, found.timed, ranks, experts,
-        notes,
-    )  # fmt: skip
+        model.name, config, workload, found.solution, device.type, found.timed, ranks, notes
+    )
 
 
 # ---------------------------------------------------------------- which model

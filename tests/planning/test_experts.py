@@ -13,7 +13,7 @@ from torch import nn
 import offload
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import make_plan
-from offload.planning.plan.experts import active_numel, estimate_experts, touched
+from offload.planning.plan.experts import active_numel, touched
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.sizes import pages
 from offload.planning.plan.workload import Workload
@@ -71,18 +71,6 @@ def test_a_token_is_computed_with_the_experts_chosen_for_it() -> None:
     expert = 3 * 64 * 64
     assert shape.numel - active_numel(shape) == 4 * (64 - 4) * expert
     assert active_numel(model(None)) == active_numel(model(64)) == shape.numel
-
-
-def test_a_step_touches_the_experts_of_all_its_passes() -> None:
-    shape = model(1, num_experts=128)
-    plan, _ = plan_of(shape, **NVME)
-    found = estimate_experts(plan, shape, Workload(1, 64))
-    assert found is not None
-    assert found.touched_pass == pytest.approx(1 - (127 / 128) ** 64)
-    more = estimate_experts(plan, shape, Workload(1, 64, passes=4))
-    assert more is not None
-    assert more.touched_step == pytest.approx(1 - (127 / 128) ** 256)
-    assert more.touched_pass == found.touched_pass
 
 
 # ---------------------------------------------------------------- memory

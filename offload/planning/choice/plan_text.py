@@ -1,4 +1,4 @@
-"""The text of a plan, as `offload plan` prints it; memest shows the same facts of experts."""
+"""The text of a plan, as `offload plan` prints it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.choice.durations import counted, duration, three_digits
+from offload.planning.choice.durations import duration
 from offload.planning.choice.solver import Solution
-from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.planning.plan.sizes import PlacedClass
 from offload.tiers.ledger import StateClass
@@ -44,7 +43,6 @@ class Planned:
     device: str
     timed: bool  # whether the predicted times are of this machine's measured speeds
     ranks_here: int = 1  # on each machine
-    experts: ExpertEstimate | None = None  # of a model that has some, moved one by one
     notes: tuple[str, ...] = ()  # sentences
 
     @property
@@ -66,8 +64,6 @@ def describe(planned: Planned) -> RenderableType:
             "no step time: this machine's speed has not been measured; "
             f"`memest calibrate{paths}` does that"
         )
-    if planned.experts is not None:
-        parts += ["", "Experts", *expert_facts(planned.experts)]
     parts += [f"note: {note}" for note in planned.notes]
     return Group(*parts)
 
@@ -214,28 +210,3 @@ def _reason(solution: Solution, state_class: PlacedClass, placement: Placement) 
     if missing > 0:
         return f"{format_bytes(missing)} more of {above} would hold it all"
     return f"{above} has room, but a step would not be faster"
-
-
-# ---------------------------------------------------------------- experts
-def expert_facts(found: ExpertEstimate) -> tuple[str, ...]:
-    """Sentences on the number of experts and on how many of them take part."""
-    there = f"{found.experts:,} experts in {found.tables:,} tables"
-    if found.chosen is None:
-        return (
-            f"{there} with {counted(found.numel)} parameters; how many are chosen for a token is "
-            "not known: all are counted as touched",
-        )
-    in_pass = f"{_share(found.touched_pass)} in a pass of {found.tokens:,} tokens"
-    in_step = ""
-    if found.touched_step != found.touched_pass:
-        in_step = f", {_share(found.touched_step)} in a step"
-    return (
-        f"{there} with {counted(found.numel)} parameters; a token is sent to {found.chosen} of "
-        f"each table, and computed with {counted(found.active_numel)} parameters of the model",
-        f"experts used, assuming uniform routing: {in_pass}{in_step}",
-    )
-
-
-def _share(fraction: float) -> str:
-    percent = 100 * fraction
-    return ">99.9 %" if 99.95 <= percent < 100 else f"{three_digits(percent)} %"

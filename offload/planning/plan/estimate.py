@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offload.config import OffloadConfig
-from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.tier import Tier
@@ -151,7 +150,7 @@ class Estimate:
     shortfalls: tuple[Shortfall, ...] = ()
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = field(default_factory=tuple)  # what was assumed
-    experts: ExpertEstimate | None = None  # of a model that has some, moved one by one
+    active_numel: int | None = None  # that compute one token; None: the model has no experts
     inference: InferenceEstimate | None = None  # `step` is then a pass of one token per sequence
     system_nbytes: int = 0  # of a rank's RAM, kept for the system and in no capacity
     endurance_nbytes: int = 0  # that the SSDs are rated to take in writes; 0: unknown

@@ -55,42 +55,6 @@ def tables_of(model: ModelShape) -> list[Table]:
     return [Table(t, model.groups[t[0]].ep_size) for t in model.tables.values()]
 
 
-@dataclass(frozen=True)
-class ExpertEstimate:
-    """The experts of a model in one step."""
-
-    tables: int  # modules of experts
-    experts: int  # of all of them
-    chosen: int | None  # for a token, of each table; None: not known
-    numel: int  # parameters of all experts
-    active_numel: int  # parameters of the model that one token is computed with
-    tokens: int  # of a pass
-    touched_pass: float  # share of the experts that a pass is expected to touch
-    touched_step: float  # and all passes of a step
-
-
-def estimate_experts(
-    plan: Plan, model: ModelShape, workload: Workload
-) -> ExpertEstimate | None:  # fmt: skip
-    """Estimate the experts of a step; None for a model without experts that move one by one."""
-    tables = tables_of(model)
-    if not tables:
-        return None
-    chosen = model.experts_per_token
-    in_pass = workload.batch * workload.sequence
-    in_step = workload.tokens * plan.sharding.world_size
-    return ExpertEstimate(
-        tables=len(tables),
-        experts=sum(table.experts for table in tables),
-        chosen=chosen,
-        numel=sum(_numel(model, table) for table in tables),
-        active_numel=active_numel(model),
-        tokens=in_pass,
-        touched_pass=_touched_share(tables, chosen, in_pass),
-        touched_step=_touched_share(tables, chosen, in_step),
-    )
-
-
 def idle_nbytes(plan: Plan, model: ModelShape, workload: Workload) -> Held:
     """The bytes at home of experts that a step is expected not to touch; 0 if experts have no homes
     of their own, since every tier then has the same share of them."""

@@ -20,7 +20,7 @@ from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import Estimate, InferenceEstimate
-from offload.planning.plan.experts import estimate_experts
+from offload.planning.plan.experts import active_numel
 from offload.planning.plan.kv_plan import CacheShape
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.plan.workload import Generation, Workload
@@ -54,7 +54,7 @@ class Estimator:
             step=step,
             shortfalls=planned.shortfalls,
             notes=(planned.run.baseline.note,),
-            experts=estimate_experts(best.plan, case.shape, case.workload),
+            active_numel=active_numel(case.shape) if case.shape.tables else None,
             inference=None if case.generation is None else self._inference(case, planned),
             system_nbytes=case.profile.system_nbytes // case.profile.ranks_per_node,
             endurance_nbytes=case.speeds.endurance_nbytes if case.speeds is not None else 0,

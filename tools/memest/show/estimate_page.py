@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from offload.pages.page import Cell, Figure, Page, Section, Table
 from offload.pages.pictures import Picture, Stretch, bar_picture
-from offload.planning.choice.plan_text import expert_facts
 from offload.planning.plan.estimate import (
     Change,
     Estimate,
@@ -114,9 +113,6 @@ def _sections(estimate: Estimate, *, drawn: bool) -> Iterator[Section]:
     for title, step in _passes_of(estimate):
         title = f"{title}: {duration(step.seconds)}, bound by {step.bottleneck}"
         yield Section(title, tables=[_links(estimate, step)])
-    found = estimate.experts
-    if found is not None:
-        yield Section("Experts", lines=expert_facts(found))
     yield _homes(estimate)
     yield Section("Notes", lines=tuple(dict.fromkeys(estimate.notes)))
 

@@ -10,12 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 from offload.planning.plan.estimate import Estimate, InferenceEstimate, StepEstimate
-from offload.planning.plan.experts import ExpertEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.tier import Tier
 from offload.tools.memest.show import view
 
-SCHEMA = "memest/2"
+SCHEMA = "memest/3"
 
 
 def to_dict(estimate: Estimate) -> dict[str, Any]:
@@ -30,6 +29,7 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
             "name": estimate.model,
             "parameters": estimate.numel,
             "trainable": estimate.numel_trainable,
+            "active": estimate.active_numel,
         },
         "hardware": estimate.hardware,
         "workload": {
@@ -50,7 +50,6 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
         "checkpoint_nbytes": memory.checkpoint_nbytes,
         "step": None if estimate.step is None else _step(estimate.step),
         "inference": None if estimate.inference is None else _inference(estimate.inference),
-        "experts": None if estimate.experts is None else _experts(estimate.experts),
         "ssd": {
             "endurance_nbytes": estimate.endurance_nbytes or None,
             "life_steps": estimate.ssd_life_steps,
@@ -81,18 +80,6 @@ def _inference(found: InferenceEstimate) -> dict[str, Any]:
         "prefill": None if found.prefill is None else _step(found.prefill),
         "cache_nbytes": found.cache_nbytes,
         "cache_nbytes_per_token": found.token_nbytes,
-    }
-
-
-def _experts(found: ExpertEstimate) -> dict[str, Any]:
-    return {
-        "tables": found.tables,
-        "experts": found.experts,
-        "per_token": found.chosen,
-        "parameters": found.numel,
-        "active_parameters": found.active_numel,
-        "touched_per_pass": found.touched_pass,
-        "touched_per_step": found.touched_step,
     }
 
 

@@ -111,9 +111,8 @@ def model_text(estimate: Estimate, name: str = "") -> str:
         text = f"{name}: {text}"
     if estimate.numel_trainable != estimate.numel and estimate.inference is None:
         text += f", {counted(estimate.numel_trainable)} trained"
-    experts = estimate.experts
-    if experts is not None and experts.active_numel != estimate.numel:
-        text += f", {counted(experts.active_numel)} active per token"
+    if estimate.active_numel not in (None, estimate.numel):
+        text += f", {counted(estimate.active_numel)} active per token"
     return text
 
 
