@@ -17,9 +17,8 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +51,6 @@ _PRODUCT = (512, 1024, 4096)  # tokens, inputs, outputs: a layer of some hundred
 _PRODUCT_GPU = (4096, 4096, 16384)
 _TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a fast kernel
 _MOST_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
-_FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # sequences, in a pass that decodes
-_OUT_OF_CACHE = 8  # such weights are used in turn: 64 MiB in 16 bits
 _OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
 _BLOCK_NBYTES = 8 << 20
 _IN_FLIGHT_NBYTES = 64 << 20
@@ -112,7 +109,6 @@ def measure_compute() -> ComputeSpeeds:
         matmul_flops_per_s=products,
         compute_bytes_per_s=touching["fp32"],
         compute_bytes_per_s_in=touching,
-        forward_flops_per_s=dict(_forward_rates(products, device)),
         operation_s=operation_s,
         host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
         optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
@@ -134,29 +130,6 @@ def matmul_rate(
     if _is_slow(trial, wanted) and not gpu:
         return trial
     return _product_rate(dtype, device, wanted)
-
-
-def _forward_rates(
-    products: Mapping[str, float], device: torch.device
-) -> Iterator[tuple[str, float]]:
-    """FLOP/s of a layer's forward product by format and rows, for formats with a fast kernel."""
-    gpu = accelerator.is_accelerator(device)
-    _, inputs, outputs = _PRODUCT_GPU if gpu else _PRODUCT
-    for name, dtype in DTYPES.items():
-        if not gpu and _is_slow(products[name], _PRODUCT):
-            continue
-        weights = [_random(device, outputs, inputs).to(dtype) for _ in range(_OUT_OF_CACHE)]
-        for rows in _FEW_ROWS:
-            x = _random(device, rows, inputs).to(dtype)
-            work = partial(_products, x, weights)
-            took_s = seconds(work, device=device)
-            yield f"{name} x {rows}", 2 * rows * inputs * outputs * len(weights) / took_s
-
-
-def _products(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for weight in weights:
-            F.linear(x, weight)
 
 
 def _is_slow(flops_per_s: float, shape: tuple[int, int, int]) -> bool:

@@ -22,9 +22,6 @@ class ComputeSpeeds:
     compute_bytes_per_s: Positive  # operations bound by the memory of the compute device
     compute_bytes_per_s_in: Rates = field(default_factory=dict)
     # ... by precision, where that makes a difference
-    # of a product of so many rows (`bf16 x 8`) with weights that are in no cache: with few rows
-    # reading them is all of the work, or there is no fast kernel
-    forward_flops_per_s: Mapping[str, Positive] = field(default_factory=dict)
     operation_s: Number  # what one call of a kernel costs beside its work
     host_bytes_per_s: Positive  # the optimizer's traffic over the memory bus, all cores
     optimizer_parameters_per_s: Rates = field(default_factory=dict)

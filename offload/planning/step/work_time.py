@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from offload.kernels.rules import StateFormat
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import ITEMSIZE, record_kinds
@@ -31,28 +29,13 @@ def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
 def forward_s(cost: PassCost, numel: float, precision: str, speeds: Speeds) -> float:
     """Seconds of a forward without gradients: few rows take as long as reading weights, of which
     `numel` elements are read, anew for each piece of the batch."""
-    rows = cost.flops / (2 * numel) if numel else 0.0
-    touched = max(0.0, cost.touched_nbytes - numel * ITEMSIZE[precision])
+    weights_nbytes = numel * ITEMSIZE[precision]
+    touched = max(0.0, cost.touched_nbytes - weights_nbytes)
     rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
-    work_s = touched / rate + numel * _weight_s(rows, precision, speeds)
+    products_s = cost.flops / _matmul_rate(precision, speeds)
+    work_s = touched / rate + max(products_s, weights_nbytes / speeds.compute_bytes_per_s)
     calls_s = cost.operations * speeds.operation_s
     return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
-
-
-def _weight_s(rows: float, precision: str, speeds: Speeds) -> float:
-    """Seconds per element of weights in a product of `rows` rows, interpolated linearly between the
-    measurements of their format."""
-    rates = {
-        int(key.rpartition(" ")[2]): rate
-        for key, rate in speeds.forward_flops_per_s.items()
-        if key.partition(" ")[0] == precision
-    }
-    if not rates:
-        read_s = ITEMSIZE[precision] / speeds.compute_bytes_per_s
-        return max(2 * rows / _matmul_rate(precision, speeds), read_s)
-    measured = sorted(rates)
-    seconds = np.interp(rows, measured, [2 * each / rates[each] for each in measured])
-    return float(seconds) * max(1.0, rows / measured[-1])
 
 
 def _matmul_rate(precision: str, speeds: Speeds) -> float:
