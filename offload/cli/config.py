@@ -1,11 +1,10 @@
-"""`offload config`: the keys of the configuration, its JSON Schema, and a file with all values.
+"""`offload config`: the keys of the configuration, and a file with all values.
 
 `offload migrate` makes such a file of a configuration of DeepSpeed.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,14 +26,6 @@ Overrides = Annotated[
         help="Replace a value of the file, for example -o optimizer.lr=1e-4. Repeatable.",
     ),
 ]  # fmt: skip
-
-
-@config_app.command()
-def schema() -> None:
-    """Print the JSON Schema of the configuration, for editors that check YAML files."""
-    from offload.config import OffloadConfig
-
-    typer.echo(json.dumps(OffloadConfig.model_json_schema(), indent=2))
 
 
 @config_app.command()

@@ -1,7 +1,7 @@
 """Field types of the configuration that a plain annotation cannot express.
 
 Each is one `Annotated` alias: parsed by one function whose ValueError is written for the user, and
-described for the JSON Schema and, by a `Kind`, for `offload config explain`.
+described by a `Kind` for `offload config explain`.
 """
 
 from __future__ import annotations
@@ -316,31 +316,28 @@ def _check_path(value: str) -> str:
     return value
 
 
-_SplitText = TierText | Literal["auto"] | dict[TierText, str] | None
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_check_path), Kind("path")]
 Budget = Annotated[
     int | Percent | None,
-    PlainValidator(_parse_budget, json_schema_input_type=int | str | None),
+    PlainValidator(_parse_budget),
     PlainSerializer(_dump_budget),
     Kind("size (8GiB, 8GB or a number), percentage or auto", absent="auto"),
 ]
 Split = Annotated[
     Placement | None,
-    PlainValidator(parse_split, json_schema_input_type=_SplitText),
+    PlainValidator(parse_split),
     PlainSerializer(_dump_split),
     Kind("tier, split over tiers, or auto", absent="auto"),
 ]
 States = Annotated[
     StateFormats,
-    PlainValidator(
-        _parse_states, json_schema_input_type=StateFormatName | dict[TierText, StateFormatName]
-    ),
+    PlainValidator(_parse_states),
     PlainSerializer(_dump_states),
     Kind("fp32, bf16, int8, or one of them per tier"),
 ]
 MicroBatches = Annotated[
     int,
-    PlainValidator(_parse_micro_batches, json_schema_input_type=int | Literal["auto"]),
+    PlainValidator(_parse_micro_batches),
     PlainSerializer(_dump_micro_batches),
     Kind("whole number from 1, or auto"),
 ]

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, GetJsonSchemaHandler, TypeAdapter, ValidationError, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import Field, ValidationError, model_validator
 
 from offload.config.errors import render
 from offload.config.fields import (
@@ -104,17 +102,6 @@ class ActivationConfig(Section):
     known beforehand (`offload train`, memest); otherwise false."""
 
 
-class _OrSplit:
-    """The JSON Schema of `ExpertPlacement._of_all_classes`."""
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        by_class, _ = handler(core_schema)["anyOf"]
-        return {"anyOf": [by_class, *TypeAdapter(Split).json_schema()["anyOf"]]}
-
-
 class ExpertPlacement(Section):
     """The home of the states of experts; an absent class is placed automatically."""
 
@@ -146,9 +133,7 @@ class PlacementConfig(Section):
     """Home of the gradients between backward and update, as for parameters."""
     optimizer: Split = key(None, example={"host": "40%", "nvme": "60%"}, per_rank=True)
     """Home of the optimizer's states and of master weights, as for parameters."""
-    experts: Annotated[ExpertPlacement | None, _OrSplit] = key(
-        None, per_rank=True, absent="where the rest is"
-    )
+    experts: ExpertPlacement | None = key(None, per_rank=True, absent="where the rest is")
     """Home of the states of experts that move one by one; the keys beside it then speak of all
     else. A tier or shares of several for every class, or keys by class. Shares are the same of each
     table of experts, so that no layer has more in slow tiers than others; experts of lower number
@@ -328,11 +313,6 @@ class WrittenFor(Section):
         )
 
 
-def _or_auto(schema: dict[str, Any]) -> None:
-    """The JSON Schema of `_expand_auto_placement`."""
-    schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"const": "auto"}]
-
-
 class OffloadConfig(Section):
     """Everything a run needs to know; every key is optional."""
 
@@ -349,7 +329,7 @@ class OffloadConfig(Section):
     """Most bytes that each tier may hold."""
     nvme: NvmeConfig = section(NvmeConfig, per_rank=True)
     """Swap files: where they are, and how they are read and written."""
-    placement: PlacementConfig = Field(default_factory=PlacementConfig, json_schema_extra=_or_auto)
+    placement: PlacementConfig = section(PlacementConfig)
     """The home of each class of state. auto, or a class that is absent: the fastest placement
     within the budgets, by predicted time (`offload plan` shows it)."""
     kv: KVConfig = section(KVConfig, per_rank=True)

@@ -394,26 +394,6 @@ def test_anything_else_is_a_config_error() -> None:
     assert "expected a path, a mapping" in message(3)
 
 
-def _descriptions(schema: dict[str, Any]) -> list[tuple[str, bool]]:
-    sections = {"OffloadConfig": schema, **schema["$defs"]}
-    return [
-        (f"{section}.{key}", bool(value.get("description")))
-        for section, values in sections.items()
-        for key, value in values.get("properties", {}).items()
-    ]
-
-
-def test_every_key_of_the_schema_is_described() -> None:
-    described = _descriptions(OffloadConfig.model_json_schema())
-    assert len(described) > 60
-    assert [key for key, has in described if not has] == []
-
-
-def test_the_schema_takes_a_placement_of_one_word() -> None:
-    placement = OffloadConfig.model_json_schema()["properties"]["placement"]
-    assert {"const": "auto"} in placement["anyOf"]
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_is_read_or_refused_with_a_config_error(text: str) -> None:
