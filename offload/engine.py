@@ -18,7 +18,7 @@ from offload.checkpoint.engine.background import BackgroundSaves
 from offload.config import OffloadConfig
 from offload.config.fields import shared_settings
 from offload.config.paths import StrPath, local_path_of
-from offload.memory.tier_manager import TieredHomes
+from offload.memory.tier_manager import TieredHomes, ranks_here
 from offload.models.activations import Activations
 from offload.models.closing import GivenBack, Keep, close_weights
 from offload.models.trained import SavedCheckpoint
@@ -27,6 +27,7 @@ from offload.optimizers.optimizer import (
     optimizer_class,
     refuse_foreign_optimizers,
 )
+from offload.planning.choice.planner import update_threads
 from offload.planning.plan.plan import spare_host_nbytes
 from offload.process import machine
 from offload.process.interrupts import noted_interrupts, why_not_noted
@@ -165,7 +166,7 @@ class Engine(TieredModel):
         self._make_plan(config, discovery)
         trained = _listed(parameters)
         first = self._initialisation(discovery, dtype, lazy)
-        self._run = ParallelRunner(int(self.config.threads.optimizer))
+        self._run = ParallelRunner(update_threads(self.plan, ranks_here()))
         self._open_tiers(config, dtype)
         self._runtime = self._make_runtime(discovery, dtype, self._run)
         self._store = self._runtime.store
@@ -646,10 +647,7 @@ def _loss_scale(config: OffloadConfig) -> LossScale | None:
     scaling = config.scaling
     if scaling is None:
         return None
-    return LossScale(
-        scaling.initial, scaling.growth_interval, scaling.growth_factor,
-        scaling.backoff_factor, scaling.min or 0.0,
-    )  # fmt: skip
+    return LossScale(scaling.initial, scaling.growth_interval, scaling.min or 0.0)
 
 
 def _refuse_parts(what: str, runtime: Runtime) -> None:

@@ -28,7 +28,6 @@ from offload.memory.tier_manager import (
     TieredHomes,
     compute_device,
     nvme_paths,
-    ranks_here,
     this_machine,
 )
 from offload.models.closing import GivenBack, Keep, check_keep
@@ -124,7 +123,7 @@ class TieredModel(abc.ABC):
         shape = discovery.shape()
         _say_if_another(config, self.module, shape.numel_of_all_ranks)
         self.plan = make_plan(config, shape, hardware)
-        self.config = resolved_config(config, self.plan, self.device.type, ranks_here())
+        self.config = resolved_config(config, self.plan, self.device.type)
         _look_ahead(self.plan, config, self.module)
         _say_slow(config.precision, self.device)
 
@@ -140,8 +139,6 @@ class TieredModel(abc.ABC):
 
     @defer_signals  # nobody else would end the threads
     def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
-        if self.config.threads.torch != "auto":
-            torch.set_num_threads(self.config.threads.torch)
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype)
 
     def _load(self, first: WeightInitialisation) -> None:

@@ -8,4 +8,3 @@ errors      one line that names the key
 
 from offload.config.sections import NvmeConfig as NvmeConfig
 from offload.config.sections import OffloadConfig as OffloadConfig
-from offload.config.sections import ThreadsConfig as ThreadsConfig

@@ -93,7 +93,7 @@ def parse_document(text: str, source: str) -> Document:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
         problem = error.problem or error.context or "cannot be parsed"
-        raise ConfigError(f"{where}: not valid YAML: {problem}{_yaml_hint(problem)}") from None
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
@@ -219,19 +219,3 @@ def _scalar_of(node: yaml.Node, source: str) -> str | int | float | bool | None:
     if node.tag == f"{_TAG}int" and _INT.fullmatch(text):
         raise ConfigError(f"{source}:{line}: {shown} has {len(text)} digits; no key takes so many")
     raise ConfigError(f"{source}:{line}: {shown!r} with tag {node.tag!r} is not supported here")
-
-
-def _yaml_hint(problem: str) -> str:
-    if "\\t" in problem:
-        return "; indent with spaces, not tabs"
-    if "expected <block end>" in problem:
-        return "; keys of one section begin in the same column: check the indentation"
-    if "but got '<stream end>'" in problem:
-        return "; a bracket that was opened with { or [ is not closed"
-    if "mapping values are not allowed" in problem:
-        return "; check the indentation and quote values that contain `: `"
-    if "got '{'" in problem:
-        return "; braces begin a mapping: quote a path that has some"
-    if "could not find expected ':'" in problem:
-        return "; write `key: value`"
-    return ""

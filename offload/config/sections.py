@@ -207,16 +207,13 @@ class KVConfig(Section):
 
 
 class LossScaleConfig(Section):
-    """Dynamic loss scaling, for precision: fp16."""
+    """Dynamic loss scaling, for precision: fp16. The scale is halved after an overflow, whose step
+    is skipped, and doubled after many steps without one."""
 
     initial: float = key(65536.0, example=1024.0, ge=2.0**-126, le=2.0**126)
     """The loss is multiplied with this at first, and gradients are divided by it."""
     growth_interval: int = key(2000, example=1000, ge=1, unit="steps")
-    """Steps in a row without an overflow before the scale grows."""
-    growth_factor: float = key(2.0, example=2.0, gt=1)
-    """The scale grows by this factor."""
-    backoff_factor: float = key(0.5, example=0.5, gt=0, lt=1)
-    """The scale shrinks by this factor after an overflow, whose step is skipped."""
+    """Steps in a row without an overflow before the scale is doubled."""
     min: float | None = key(None, example=1.0, gt=0, absent="none, as of torch's GradScaler")
     """Smallest scale; after an overflow there it stays, and the step is skipped."""
 
@@ -230,16 +227,6 @@ class LossScaleConfig(Section):
                 "min",
             )
         return self
-
-
-class ThreadsConfig(Section):
-    """How the cores are shared out. I/O threads are under `nvme`."""
-
-    optimizer: AutoThreads = key("auto", example=8, unit="threads")
-    """Threads of the CPU optimizer. auto: all cores where the model computes on the CPU, too (it
-    waits meanwhile, or both share); beside a GPU all but two."""
-    torch: AutoThreads = key("auto", example=8, unit="threads")
-    """PyTorch's threads on the CPU. auto: as PyTorch has them."""
 
 
 class GroupsConfig(Section):
@@ -356,8 +343,6 @@ class OffloadConfig(Section):
     otherwise 1. Another number rounds differently."""
     prefetch: AutoDepth = key("auto", example=4, per_rank=True, unit="groups")
     """Groups fetched ahead of their use; 0: none. auto: so many that some 48 MiB move."""
-    threads: ThreadsConfig = section(ThreadsConfig, per_rank=True)
-    """How the cores are shared out."""
     groups: GroupsConfig = section(GroupsConfig, per_rank=True)
     """Which parameters move together."""
     storage: StorageConfig | None = key(None, absent="as the model computes with them")

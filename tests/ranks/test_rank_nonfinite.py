@@ -109,7 +109,7 @@ def follow(row: Row, folder: str) -> None:
         Path(folder), row.placement, budget=BUDGET, optimizer=OPTIMIZER, precision="fp16",
         **row.keys,
     )  # fmt: skip
-    pair, data = Pair(16.0, row.interval, 2.0, 0.5), batches(row.passes * world_size)
+    pair, data = Pair(16.0, row.interval), batches(row.passes * world_size)
     with offload.initialize(seeded(TinyLM), keys) as engine:
         now = (-1, -1)
 

@@ -29,8 +29,6 @@ class LossScale:
 
     scale: float = 65536.0
     growth_interval: int = 2000
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
     min_scale: float = 0.0
     good_steps: int = 0
 
@@ -41,12 +39,12 @@ class LossScale:
         """Change the scale after a step that was skipped for an `overflow`, or made."""
         if overflow:
             self.good_steps = 0
-            self._change_to(max(self.scale * self.backoff_factor, self.min_scale))
+            self._change_to(max(self.scale / 2, self.min_scale))
             return
         self.good_steps += 1
         if self.good_steps >= self.growth_interval:
             self.good_steps = 0
-            self._change_to(self.scale * self.growth_factor)
+            self._change_to(self.scale * 2)
 
     def _change_to(self, scale: float) -> None:
         """Change the scale, unless gradients could not be divided by it."""

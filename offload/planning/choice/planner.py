@@ -15,7 +15,7 @@ from offload.tiers.ledger import StateClass
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from offload.config import OffloadConfig, ThreadsConfig
+    from offload.config import OffloadConfig
 
 _log = logging.getLogger("offload")
 
@@ -34,22 +34,17 @@ def chosen_config(config: OffloadConfig, plan: Plan) -> OffloadConfig:
     return config.model_copy(update=update)
 
 
-def resolved_config(
-    config: OffloadConfig, plan: Plan, device: str, ranks_here: int = 1
-) -> OffloadConfig:
-    """Return `config` with every `auto` that the machine and the model decide filled in.
-    `ranks_here` is the number of ranks that share the machine's cores."""
-    threads = _threads(config, available_cores() // ranks_here, gpu=plan.gpu)
-    chosen = chosen_config(config.resolved(), plan)
-    return chosen.model_copy(update={"device": device, "threads": threads})
+def resolved_config(config: OffloadConfig, plan: Plan, device: str) -> OffloadConfig:
+    """Return `config` with every `auto` that the machine and the model decide filled in."""
+    return chosen_config(config.resolved(), plan).model_copy(update={"device": device})
 
 
-def _threads(config: OffloadConfig, cores: int, *, gpu: bool) -> ThreadsConfig:
-    if config.threads.optimizer != "auto":
-        return config.threads
-    # Beside a GPU the model's thread and I/O keep a core each: a kernel launched late costs more
-    # than an optimizer with two threads fewer.
-    return config.threads.model_copy(update={"optimizer": max(1, cores - 2 if gpu else cores)})
+def update_threads(plan: Plan, ranks_here: int) -> int:
+    """Return the number of threads for the CPU's updates; `ranks_here` share the machine's cores.
+    Beside a GPU the model's thread and I/O keep a core each: a kernel launched late costs more than
+    an optimizer with two threads fewer."""
+    cores = available_cores() // ranks_here
+    return max(1, cores - 2 if plan.gpu else cores)
 
 
 def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:

@@ -255,10 +255,8 @@ def tuned(
         each = STAGING_BUFFERS * (sizes.itemsize + beside)
         numel = streamed_chunk(sum(nbytes), each, budget)
     else:
-        threads = config.threads.optimizer
         copied = hardware.device_nbytes > 0 and any(Tier.DEVICE in each.tiers for each in named)
-        cores = hardware.cores if threads == "auto" else threads
-        numel = chunk_in_memory(cores, copied=copied)
+        numel = chunk_in_memory(hardware.cores, copied=copied)
     while numel < _least_chunk(model):
         numel *= 2
     optimizer = config.optimizer.model_copy(update={"chunk": numel})
