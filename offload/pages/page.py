@@ -47,7 +47,6 @@ class Section:
     pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
     lines: Sequence[str] = ()
-    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

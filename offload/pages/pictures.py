@@ -18,9 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from offload.display.plain_text import plain
 
 # What memory and files hold, in the order in which it is stacked.
@@ -41,8 +38,6 @@ DARK = dict(zip(CLASSES, (
 
 _INK, _LINE = "#1b1b1a", "#deddd8"  # these stand for var(--ink) and var(--line) below
 _WIDTH = 9.4  # inches, of 100 pixels
-_LINE_COLOURS = (_INK, *(LIGHT[name] for name in ("parameters", "gradients", "activations")))
-_MAX_VALUE = 1e100  # that can be drawn
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "offload", "text.parse_math": False,
     "font.family": "sans-serif", "font.size": 9, "text.color": _INK, "axes.labelcolor": _INK,
@@ -63,44 +58,12 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A line over steps; nan is unknown."""
-
-    name: str
-    xs: npt.ArrayLike  # ascending
-    ys: npt.ArrayLike
-
-
-@dataclass(frozen=True, slots=True)
 class Stretch:
     """A coloured part of a bar."""
 
     meaning: str  # of its colour
     start: float
     stop: float
-
-
-def line_picture(
-    title: str, lines: Sequence[Line], text: Text, *, from_zero: bool = False
-) -> Picture:
-    """Draw lines over steps on one scale; `text` formats a value."""
-    with _figure(2.3) as (axes, picture):
-        for colour, line in zip(_LINE_COLOURS * len(lines), lines, strict=False):
-            xs, ys = line.xs, np.clip(np.asarray(line.ys, float), -_MAX_VALUE, _MAX_VALUE)
-            # markers show a value without neighbours
-            axes.plot(xs, ys, color=colour, linewidth=1.4, label=_name(line.name),
-                      marker="." if np.isfinite(ys).sum() < 30 else None)  # fmt: skip
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("step")
-        axes.margins(x=0)
-        if from_zero:
-            axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda y, _: text(y))
-        axes.grid(axis="y")
-        if len(lines) > 1:
-            axes.legend(ncols=len(lines), loc="best")
-    said = (_said(line, text) for line in lines)
-    return Picture(picture(), f"{title}: {'; '.join(filter(None, said))}")
 
 
 def bar_picture(
@@ -151,15 +114,6 @@ def _inline(svg: str) -> str:
     for name, colour in {"ink": _INK, "line": _LINE, **LIGHT}.items():
         svg = svg.replace(colour, f"var(--{name.replace(' ', '-')})")
     return svg
-
-
-def _said(line: Line, text: Text) -> str:
-    xs, ys = np.asarray(line.xs, float), np.asarray(line.ys, float)
-    known = np.flatnonzero(~np.isnan(ys))
-    if not len(known):
-        return ""
-    ends = (f"{text(ys[at])} at {xs[at]:,.0f}" for at in (known[0], known[-1]))
-    return f"{line.name}: {', '.join(ends)}"
 
 
 def _name(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,8 +162,7 @@ class Trainer:
             except KeyboardInterrupt:
                 measured = self.record.measured()  # saving may close the engine
                 self._complete_save()
-                saved = self._saved_step == self.steps_done
-                self.record.write(replace(measured, stopped=saved, cut_short=not saved))
+                self.record.write(measured)
                 self._say_interrupted()
                 raise
         self._sample("after")
@@ -324,7 +323,6 @@ class Trainer:
             console.print(f"{report.skipped_steps} steps skipped: gradients not finite")
         console.print(loss_line(rows))
         console.print(f"run folder: {self.folder.path}", soft_wrap=True)
-        console.print(f"page: {self.folder.page}", soft_wrap=True)
 
 
 def readable(text: bytes) -> str:

@@ -55,10 +55,10 @@ def test_colours_are_apart_for_all_eyes(theme: dict[str, str], eyes: object) -> 
 def test_a_page_has_both_schemes_and_escapes_all_texts() -> None:
     evil = "<script>&\x1b[31m"
     cell = Cell(evil, code=[evil], meaning="kv cache", state="bad", strong=True)
-    section = Section(evil, tables=[Table([evil, "n"], [[cell, "1"]])], lines=[evil], code=evil)
+    section = Section(evil, tables=[Table([evil, "n"], [[cell, "1"]])], lines=[evil])
     figure = Figure(evil, evil, evil)
     html = to_html(Page(evil, evil, [evil], evil, "good", [figure], [section]), by=evil)
-    assert html.count("&lt;script&gt;&amp;\\x1b[31m") == 14
+    assert html.count("&lt;script&gt;&amp;\\x1b[31m") == 13
     assert "<script" not in html
     assert "\x1b" not in html
     assert "screen and (prefers-color-scheme: dark)" in html
