@@ -230,7 +230,6 @@ class TieredModel(abc.ABC):
         return {
             "tiers": tiers,
             "bytes_moved": {**self._homes.bytes_moved(), **store.ranks.moved_nbytes()},
-            "bytes_saved": self._homes.bytes_saved(),
             "prefetch_hits": store.trace.hits,
             "prefetch_misses": store.trace.misses,
             "evictions": self._homes.pool.evictions,

@@ -329,16 +329,6 @@ class TieredHomes:
             **(self.activations.bytes_moved() if self.activations is not None else {}),
         }
 
-    def bytes_saved(self) -> dict[str, int]:
-        """Return the bytes that did not have to cross a link, because they were still where they
-        are used, or were used up before they were written."""
-        host, device = self.pool.traffic, self._device.pool.traffic
-        return {
-            "nvme read": host.saved_reads_nbytes,
-            "nvme write": host.saved_writes_nbytes,
-            "host to device": device.saved_reads_nbytes,
-        }
-
     def lanes(self) -> list[Lane]:
         """Return the lanes that the model's thread waits for: files, and links of the device."""
         files = [] if self.store is None else [self.store.backend.lane]

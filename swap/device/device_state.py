@@ -160,7 +160,6 @@ class MirroredState(SlotState):
             for span in self._spans(self._lacking):
                 target = self._slot.tensor[span]
                 self._arrival = self._links.to_device.copy(target, source[span], after=before)
-                self._pool.traffic.filled_nbytes += span.stop - span.start
             self._lacking = set()
             # The home must keep the bytes in host memory, as they are, until they have left.
             self._home_read = self._links.to_device.transfer(
@@ -193,10 +192,6 @@ class MirroredState(SlotState):
     def note_use(self) -> None:
         with self._lock:
             self._reads.mark()
-            self._pool.traffic.needed_nbytes += self.nbytes
-            mirrored = self._is_whole()
-        if not mirrored:
-            self._home.note_use()
 
     def mark_dirty(self, *, to_edge: bool = False) -> None:
         with self._lock:

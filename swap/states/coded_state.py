@@ -171,9 +171,6 @@ class CodedState(SlotState):
         self._home.mark_dirty()
         self._is_blank, self._is_stored = False, True
 
-    def note_use(self) -> None:
-        self._home.note_use()
-
     def residency(self) -> Residency:
         with self._lock:
             if self._has_values:

@@ -165,10 +165,6 @@ class FileState(SlotState):
             leaving = [] if fill is None else list(self._writes.values())
         return leaving or None
 
-    def note_use(self) -> None:
-        with self._lock:
-            self._pool.traffic.needed_nbytes += self.nbytes
-
     @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
         while True:
@@ -223,7 +219,6 @@ class FileState(SlotState):
     def host_piece(self, piece: int) -> HostPiece | None:
         self._raise_failure()
         with self._lock:
-            self._pool.traffic.needed_nbytes += self._piece_nbytes(piece)
             if self._slot is None:
                 return None
             moving = (self._arrivals.get(piece), self._writes.get(piece))
@@ -315,8 +310,6 @@ class FileState(SlotState):
 
     def _forget(self) -> None:
         with self._lock:
-            unsent = range(self.pieces) if self._filling else self._dirty
-            self._pool.traffic.dropped_nbytes += sum(map(self._piece_nbytes, unsent))
             self._dirty.clear()
             self._filling = False
             if self._slot is not None:
@@ -349,10 +342,6 @@ class FileState(SlotState):
         span = self.span(piece)
         return self._slot.pages(span.start, round_up(span.stop, PAGE_NBYTES))
 
-    def _piece_nbytes(self, piece: int) -> int:
-        span = self.span(piece)
-        return int(span.stop - span.start)
-
     def _staged_pages(self, piece: int, staged: torch.Tensor) -> memoryview:
         span = self.span(piece)
         nbytes = round_up(span.stop - span.start, PAGE_NBYTES)
@@ -363,7 +352,6 @@ class FileState(SlotState):
     def _read(self, piece: int, pages: memoryview, priority: Priority) -> Transfer[None]:
         block = self._blocks[piece]
         assert block is not None, "checked by the caller"
-        self._pool.traffic.filled_nbytes += self._piece_nbytes(piece)
         return self._store.read(block, pages, priority=priority)
 
     def _write_back(self, piece: int, pages: memoryview) -> Transfer[None]:

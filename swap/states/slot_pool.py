@@ -23,7 +23,6 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from offload.tiers.ledger import StateClass
@@ -70,24 +69,6 @@ def furthest_first(pieces: Iterable[CachedPiece]) -> Iterator[CachedPiece]:
     return (piece for piece in ordered if piece.can_evict())
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of the states that borrow from a pool. Bytes needed and not filled were still in memory
-    from their last use; dropped bytes were consumed before they were ever written."""
-
-    needed_nbytes: int = 0
-    filled_nbytes: int = 0
-    dropped_nbytes: int = 0
-
-    @property
-    def saved_reads_nbytes(self) -> int:
-        return max(0, self.needed_nbytes - self.filled_nbytes)
-
-    @property
-    def saved_writes_nbytes(self) -> int:
-        return self.dropped_nbytes
-
-
 class SlotPool:
     """Leases memory of `tier`, evicting copies to make room. Thread-safe."""
 
@@ -109,7 +90,6 @@ class SlotPool:
         self.await_progress: Callable[[], bool] = lambda: False
         self.uses_left: Callable[[], float] = lambda: math.inf  # until the step's end; set as above
         self.evictions = 0
-        self.traffic = Traffic()
 
     @property
     def limit_nbytes(self) -> int | None:

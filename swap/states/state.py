@@ -195,8 +195,8 @@ class State(abc.ABC):
         for their arrival, and any view keeps them there."""
         raise StateError(f"{self.name} has no codes that a model computes with")
 
-    def note_use(self) -> None:  # noqa: B027 - what never moves has nothing to count
-        """Count a use of the buffer by the compute side, to tell how much was still in memory."""
+    def note_use(self) -> None:  # noqa: B027 - a device alone reads behind the host
+        """Note a use of the buffer by the compute side."""
 
     @abc.abstractmethod
     def residency(self) -> Residency: ...

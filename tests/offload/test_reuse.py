@@ -15,22 +15,17 @@ pytestmark = MARKS
 STEPS = 4
 
 
-def trained(
-    folder: Path, **keys: Any
-) -> tuple[offload.engine.Report, offload.planning.plan.plan.Plan]:
+def trained(folder: Path, **keys: Any) -> offload.engine.Report:
     keys = {"optimizer": {"chunk": 2048}, **keys}
     model = seeded(lambda: TinyLM(blocks=12))
     with offload.initialize(model, config(folder, NVME, **keys)) as engine:
         losses_of(engine, batches(STEPS))
         engine.settle()
-        return engine.report(), engine.plan
+        return engine.report()
 
 
 def test_with_room_for_everything_nothing_is_read_back(tmp_path: Path) -> None:
-    report, plan = trained(tmp_path)
-    assert report.bytes_moved["nvme read"] == 0
-    records = sum(group.optimizer for group in plan.groups)
-    assert report.bytes_saved["nvme read"] >= (STEPS - 1) * records * 0.9
+    assert trained(tmp_path).bytes_moved["nvme read"] == 0
 
 
 @pytest.mark.slow
@@ -38,7 +33,5 @@ def test_with_room_for_everything_nothing_is_read_back(tmp_path: Path) -> None:
 def test_gradients_that_find_room_until_they_are_used_up_are_never_written(
     keys: dict[str, Any], tmp_path: Path
 ) -> None:
-    report, plan = trained(tmp_path, optimizer={"chunk": 2048, **keys})
-    gradients = STEPS * sum(4 * group.layout.numel_trainable for group in plan.groups)
-    assert report.bytes_saved["nvme write"] == gradients
+    report = trained(tmp_path, optimizer={"chunk": 2048, **keys})
     assert report.tiers["nvme"].peak_by_class.get("gradients", 0) == 0

@@ -503,18 +503,6 @@ class BorrowingConformance(StateConformance):
             state.mark_dirty()
         assert torch.equal(self.computed_with(state), content(1, state.nbytes))
 
-    def test_what_was_in_memory_is_counted_as_a_saved_read(
-        self, places: Places, filled: Callable[[int], SlotState]
-    ) -> None:
-        state = filled(1)
-        state.tensor()
-        traffic = self.pool(places).traffic
-        before = traffic.needed_nbytes, traffic.filled_nbytes
-        state.note_use()
-        state.tensor()
-        assert traffic.needed_nbytes - before[0] == state.nbytes
-        assert traffic.filled_nbytes == before[1]
-
 
 class FileHomeConformance(StateConformance):
     """A state whose home is a file, directly or behind another state."""

@@ -219,4 +219,4 @@ class PlannedGroup:
         return self.bring_at(next_use)
 
     def note_use(self) -> None:
-        """Do nothing: bytes are counted as they move."""
+        """Do nothing: no device reads behind the host."""
