@@ -124,7 +124,7 @@ class Report(TierTraffic):
     over gradients that are clipped already); `loss_scale` is None unless the precision is fp16.
     `trials` counts the groups of parameters that were updated during backward as if the step would
     clip and skip nothing: `kept`, `redone` in the step, or `taken_back` before it, since their
-    values or gradients were read or changed; and says why there are none now (`why_off`).
+    values or gradients were read or changed.
     """
 
     steps: int

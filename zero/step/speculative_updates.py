@@ -47,16 +47,14 @@ class SpeculationCounts:
     kept: int = 0
     redone: int = 0  # the step clipped, skipped, or had other numbers
     taken_back: int = 0  # the group was needed as it was before
-    why_off: str = "a first step comes before"  # empty where they are on
 
     def __str__(self) -> str:
         """Return one line; empty if there were none."""
         if not (self.kept or self.redone or self.taken_back):
             return ""
-        off = f"; off: {self.why_off}" if self.why_off else ""
         return (
             f"{self.kept:,} updates made in backward counted, {self.redone:,} were redone, "
-            f"{self.taken_back:,} taken back{off}"
+            f"{self.taken_back:,} taken back"
         )
 
 
@@ -80,11 +78,6 @@ class SpeculativeUpdates:
         self._nbytes = [_old_nbytes(state) for state in states]
         self.counts = SpeculationCounts()
         self._is_possible = any(n is not None and spare.holds(n) for n in self._nbytes)
-        if not self._is_possible:
-            self.counts.why_off = (
-                "no group has all optimizer states on nvme, parameters there or in host "
-                "memory, and room for old versions"
-            )
         self.passes = 1  # backward passes that the last step had
         self.on = False  # in this step
         self._pause = self._last_pause = 0
@@ -205,14 +198,6 @@ class SpeculativeUpdates:
         self._pause = max(0, self._pause - 1)
         self.passes = passes
         self.on = not changed and not self._pause and passes > 0
-        if changed:
-            self.counts.why_off = "the last step clipped its gradients, or was skipped"
-        elif not passes:
-            self.counts.why_off = "no group had all of its gradients before the last step"
-        elif self._pause:
-            self.counts.why_off = "parameters or numbers were needed or changed before the step"
-        else:
-            self.counts.why_off = ""
 
 
 def _undoable(state: OptimizerState) -> list[Undoable]:
