@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -19,7 +17,6 @@ from offload.display.plain_text import plain_lines
 from offload.process.interrupts import Terminated
 from offload.tiers.errors import BudgetError, ConfigError, OffloadError
 
-_KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)*): ")
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -96,27 +93,6 @@ def failing_io(*, debug: bool, failed: int = EXIT_FAILED) -> Iterator[None]:
         what = f" {error.filename}" if error.filename is not None else ""
         print_error(f"cannot read or write{what}: {error.strerror or error}; --debug shows where")
         sys.exit(failed)
-
-
-@contextmanager
-def located(file: Path, overrides: Sequence[str]) -> Iterator[None]:
-    """Add the file and line to errors about budgets, paths and devices that begin with a key.
-
-    These errors are raised long after `file` was read, by code that does not know it.
-    """
-    from offload.config import OffloadConfig
-    from offload.config.source import load_source
-
-    try:
-        yield
-    except (BudgetError, ConfigError) as error:
-        key = _KEY.match(str(error))
-        path = key.group(1).split(".") if key else [""]
-        if path[0] not in OffloadConfig.model_fields:
-            raise
-        place = load_source(file, overrides).place_of(tuple(path))
-        kind = BudgetError if isinstance(error, BudgetError) else ConfigError
-        raise kind(f"{place}: {error}") from error
 
 
 class _PlainFormatter(logging.Formatter):

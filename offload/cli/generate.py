@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import offload
-from offload.cli.errors import located
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
 from offload.display.plain_text import without_controls
@@ -45,9 +43,7 @@ def run_generation(asked: Asked, file: Path | None, overrides: list[str]) -> Non
     if asked.new_tokens is not None and asked.new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {asked.new_tokens}: at least 1")
     config = OffloadConfig.load(file or {}, overrides)
-    place = nullcontext() if file is None else located(file, overrides)
-    with place:
-        _generate(asked, config)
+    _generate(asked, config)
 
 
 def _generate(asked: Asked, config: OffloadConfig) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.cli.errors import located
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
 from offload.gpt import build_meta_model
@@ -28,11 +27,10 @@ def print_plan(file: Path, overrides: Sequence[str], ranks: int = 1, nodes: int 
     """Describe the run of `file` without starting it: one rank of `ranks` on each of `nodes`. Raise
     ConfigError if the file was written for a model of one's own."""
     config = OffloadConfig.load(file, overrides)
-    with located(file, overrides):
-        if config.written_for is not None:
-            config.written_for.refuse()
-        _check_device(config, file, overrides)
-        planned = _plan(built_in(config), ranks, nodes)
+    if config.written_for is not None:
+        config.written_for.refuse()
+    _check_device(config, file, overrides)
+    planned = _plan(built_in(config), ranks, nodes)
     PlainConsole().print(describe(planned))
 
 

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from offload.cli.errors import located
 from offload.config import OffloadConfig
 from offload.runs.folder import RunFolder, default_path
 from offload.tiers.errors import ConfigError
@@ -17,8 +16,7 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
     """Train as `file` says. Raise ConfigError before anything heavy is imported."""
     config = OffloadConfig.load(file, overrides)
     if config.written_for is not None:
-        with located(file, overrides):
-            config.written_for.refuse()
+        config.written_for.refuse()
     if resume and run_dir is None:
         raise ConfigError("--resume: which run? add --run-dir DIR")
     if int(os.environ.get("RANK", "0")):  # of `torchrun`: the first rank has the folder
@@ -29,13 +27,7 @@ def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, res
         folder = RunFolder.new(run_dir or default_path(file.stem))
     from offload.train.loop import run
 
-    with located(file, overrides):
-        run(
-            config,
-            folder,
-            resume=resume,
-            resume_with=resuming_command(file, overrides, folder.path),
-        )
+    run(config, folder, resume=resume, resume_with=resuming_command(file, overrides, folder.path))
 
 
 def resuming_command(file: Path, overrides: Sequence[str], run_dir: Path) -> str:

@@ -196,7 +196,7 @@ def test_a_plan_for_a_gpu_that_is_not_here_names_the_command_of_memest(
     config_file.write_text("precision: bf16\ndevice: cuda\n")
     assert run("plan", str(config_file), "-o", "seed=3") == 2
     said = capsys.readouterr().err
-    assert f"{config_file}:2: device: cuda, but this PyTorch sees no" in said
+    assert "error: device: cuda, but this PyTorch sees no" in said
     assert f"memest {config_file} -o seed=3 --gpu 24GiB --ram 64GiB" in said
 
 
@@ -205,14 +205,14 @@ def test_a_plan_for_a_gpu_that_is_not_here_names_the_command_of_memest(
 @pytest.mark.parametrize(
     ("line", "fragment"),
     [
-        ("budget: {host: 64KiB}", ":2: budget.host: 0.1 MiB is "),
-        ("budget: {host: 900TiB}", ":2: budget.host: 900.0 TiB is more than"),
-        ("nvme: {paths: [FOLDER/missing/deeper]}", ":2: nvme.paths: "),
+        ("budget: {host: 64KiB}", "budget.host: 0.1 MiB is "),
+        ("budget: {host: 900TiB}", "budget.host: 900.0 TiB is more than"),
+        ("nvme: {paths: [FOLDER/missing/deeper]}", "nvme.paths: "),
         ("nvme: {paths: [FOLDER, FOLDER/../FOLDER_NAME]}", "is named twice"),
-        ("groups: {blocks: [Nope]}", ":2: groups.blocks: "),
+        ("groups: {blocks: [Nope]}", "groups.blocks: "),
     ],
 )
-def test_what_this_machine_cannot_do_names_file_line_and_key(
+def test_what_this_machine_cannot_do_names_the_key(
     command: str, line: str, fragment: str, config_file: Path, tmp_path: Path, capsys: Any
 ) -> None:
     line = line.replace("FOLDER_NAME", tmp_path.name).replace("FOLDER", str(tmp_path))
@@ -222,7 +222,6 @@ def test_what_this_machine_cannot_do_names_file_line_and_key(
     folder = ["--run-dir", str(tmp_path / "run")] if command == "train" else []
     assert run(command, str(config_file), *folder) == 2
     captured = capsys.readouterr()
-    assert f"{config_file}:2: " in captured.err
     assert fragment in captured.err
     assert "Traceback" not in captured.err
     assert not (tmp_path / "run").exists()
