@@ -23,31 +23,7 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
-class TidyGroup(typer.core.TyperGroup):
-    """A group whose help shows flags without a type, and a command's text without the line breaks
-    of its source."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command that `typer` finds, with its help tidied."""
-        command = super().get_command(ctx, cmd_name)
-        return None if command is None else _tidied(command, ctx)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the group's own help."""
-        _tidied(self, ctx)
-        super().format_help(ctx, formatter)
-
-
-def _tidied(command: Any, ctx: Any) -> Any:
-    for param in command.get_params(ctx):
-        if getattr(param, "is_flag", False):
-            param.metavar = ""
-    if command.help:
-        command.short_help = " ".join(command.help.partition("\n\n")[0].split())
-    return command
-
-
-class GuardedGroup(TidyGroup):
+class GuardedGroup(typer.core.TyperGroup):
     """A group of commands whose expected errors end in a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:

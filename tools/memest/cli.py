@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from offload import __version__
-from offload.cli.errors import EXIT_BAD_INPUT, TidyGroup, failing_io, guarded, print_error
+from offload.cli.errors import EXIT_BAD_INPUT, failing_io, guarded, print_error
 from offload.tools.memest.commands.options import EstimateOptions
 
 DEFAULT = "estimate"
@@ -21,7 +21,7 @@ DEFAULT = "estimate"
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-class MemestGroup(TidyGroup):
+class MemestGroup(typer.core.TyperGroup):
     """Commands of which one may be left unnamed.
 
     Whatever is no command and no option of the group belongs to that one. A model in a folder
