@@ -183,7 +183,7 @@ def test_a_trainer_takes_the_model_of_another_engine_over(tmp_path: Path) -> Non
     assert tiers_of(nn.Sequential(model)) == [second] == tiers_of(model.blocks)
     assert found + losses_of(second, batches(3)) == expected
     for use in (
-        lambda: before.load_state_dict(saved), before.state_dict, lambda: before.state.clear(),
+        lambda: before.load_state_dict(saved), before.state_dict,
         before.step,
     ):  # fmt: skip
         with pytest.raises(StateError, match="closed"):
