@@ -3,7 +3,6 @@ itself."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import subprocess
@@ -333,23 +332,6 @@ def test_what_cannot_be_combined_is_refused_before_training(
 ) -> None:
     with pytest.raises(OffloadError, match=what):
         make(ours.OffloadTrainer, tmp_path / "run", **keys).train()
-
-
-# --------------------------------------------------------------------------- arguments and versions
-def test_the_configuration_is_a_key_of_the_arguments(
-    tmp_path: Path, open_engines: list[Any]
-) -> None:
-    @dataclasses.dataclass
-    class Arguments(ours.OffloadArguments, transformers.TrainingArguments):  # type: ignore[misc, name-defined]
-        pass
-
-    file = tmp_path / "offload.yaml"
-    file.write_text(offload.OffloadConfig.load(settings(tmp_path)).to_yaml())
-    line = ["--output_dir", str(tmp_path / "run"), "--offload", str(file), "--use_cpu", "true"]
-    (args,) = transformers.HfArgumentParser(Arguments).parse_args_into_dataclasses(line)
-    trainer = ours.OffloadTrainer(tiny_llama(), args)
-    open_engines.append(trainer)
-    assert trainer.engine.config.to_dict()["placement"]["parameters"] == "nvme"
 
 
 # --------------------------------------------------------------------------- weights in files

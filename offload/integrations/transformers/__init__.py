@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload.integrations.transformers.trainer import (
-        OffloadArguments,
         OffloadMixin,
         OffloadTrainer,
     )
     from offload.integrations.transformers.trainer_watch import WatchCallback
 
-__all__ = ["OffloadArguments", "OffloadMixin", "OffloadTrainer", "WatchCallback"]
+__all__ = ["OffloadMixin", "OffloadTrainer", "WatchCallback"]
 
 
 def __getattr__(name: str) -> Any:

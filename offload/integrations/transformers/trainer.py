@@ -17,7 +17,6 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +60,6 @@ _MAKES_ITS_OWN = (
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
-@dataclass
-class OffloadArguments:
-    """Adds the key `offload`, the path of a YAML file, to TrainingArguments, also for
-    HfArgumentParser:
-
-        @dataclass
-        class Arguments(OffloadArguments, TrainingArguments): ...
-    """
-
-    offload: str | None = field(
-        default=None, metadata={"help": "Path of offload's configuration, a YAML file."}
-    )
-
-
 class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     """A mixin that precedes a trainer in the bases: `class Mine(OffloadMixin, SFTTrainer)`.
 
@@ -91,7 +76,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, offload: Source | None = None, **kwargs: Any) -> None:
         if isinstance(offload, Engine):
             raise ConfigError(_MAKES_ITS_OWN.format("offload= is an engine"))
-        self._offload = offload
+        self._offload: Source = {} if offload is None else offload
         self._engine: Engine | None = None
         self._own: OffloadOptimizer | None = None  # the optimizer that this trainer trains with
         self._is_fresh = False  # `_own` was made for a training that has not begun
@@ -173,7 +158,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         config = self._settled(model)
         client = client_of(self)
         if not isinstance(client.given, GroupsOnly):  # whose numbers the configuration has
-            named = dict(named_keys(self._source()).get("optimizer") or {})
+            named = dict(named_keys(self._offload).get("optimizer") or {})
             config = OffloadConfig.load({**config.to_dict(), "optimizer": client.merged(named)})
         if self.accelerator.native_amp:  # around the model's forward, as in plain Trainer
             self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -222,12 +207,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
             )
 
     def _settled(self, model: nn.Module | None) -> OffloadConfig:
-        return settle(self._source(), self.args, model)
-
-    def _source(self) -> Source:
-        if self._offload is None:
-            return getattr(self.args, "offload", None) or {}
-        return self._offload
+        return settle(self._offload, self.args, model)
 
     def _refuse(self) -> None:
         args = self.args
