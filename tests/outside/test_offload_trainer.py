@@ -262,20 +262,16 @@ def test_trainers_file_for_deepspeed_trains_by_the_lines_that_migrate_prints(
     with pytest.raises(SystemExit):
         main(["migrate", str(file), "-o", str(out)])
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line[:4] == "    "]
-    assert len(lines) == 3
+    assert len(lines) == 2
     keys = {**KEYS, **SHORT, "learning_rate": 3e-3, "warmup_steps": 2, "max_grad_norm": 0.3}
     known: dict[str, Any] = {
-        "model": tiny_llama(), "rows": Rows(72, seed=1), "keys": {**keys, "output_dir": tmp_path},
-        "TrainingArguments": transformers.TrainingArguments,
+        "model": tiny_llama(), "rows": Rows(72, seed=1),
+        "args": transformers.TrainingArguments(**{**keys, "output_dir": tmp_path}),
     }  # fmt: skip
-    text = "\n".join(lines)
-    text = text.replace("train_dataset=...", "train_dataset=rows").replace("(...", "(**keys")
-    exec(text, known)
+    exec("\n".join(lines).replace("args,", "args, train_dataset=rows,"), known)
     open_engines.append(known["trainer"])
     known["trainer"].train()
-    plain = make(
-        transformers.Trainer, tmp_path / "plain", **keys, lr_scheduler_type="constant_with_warmup"
-    )
+    plain = make(transformers.Trainer, tmp_path / "plain", **keys)
     plain.train()
     assert_close(values_of(known["trainer"].model), values_of(plain.model))
 
@@ -284,7 +280,7 @@ def test_trainers_file_for_deepspeed_trains_by_the_lines_that_migrate_prints(
 @pytest.mark.parametrize(
     "keys",
     [
-        {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true", "learning_rate": 0.1},
+        {"optim": "sgd", "learning_rate": 0.1},
         {"optim": "adagrad", "learning_rate": 0.05},
         {"optim": "adamw_torch"},
         {"max_grad_norm": 0.0},
@@ -317,6 +313,7 @@ def test_other_arguments_do_what_they_do_there(
     [
         ({"optim": "adafactor"}, "adafactor"),
         ({"optim": "adamw_8bit"}, "states: int8"),
+        ({"optim": "sgd", "optim_args": "momentum=0.9"}, "under optimizer:"),
         (
             {"optimizers": (torch.optim.AdamW([nn.Parameter(torch.ones(2))]), None)},
             "is not one of the model",

@@ -30,16 +30,11 @@ _TYPES = {
     "paged_adamw_32bit": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion_32bit": "lion",
     "paged_lion_32bit": "lion",
 }  # fmt: skip
-_BITS_8 = {
-    "adamw_torch_8bit": "adamw", "adamw_bnb_8bit": "adamw", "adamw_8bit": "adamw",
-    "paged_adamw_8bit": "adamw", "lion_8bit": "lion", "paged_lion_8bit": "lion",
-}  # fmt: skip
 # a key of `optimizer:` -> the arguments that say the same
 _NUMBERS = {
     "lr": ("learning_rate",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",),
     "weight_decay": ("weight_decay",),
 }  # fmt: skip
-_OF_OPTIM_ARGS = ("momentum", "dampening", "lr_decay", "eps", "weight_decay")
 _PRECISIONS: dict[torch.dtype | None, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -159,12 +154,14 @@ def _dtype_of(model: nn.Module | None) -> torch.dtype | None:
 def _optimizer(named: Mapping[str, Any], args: TrainingArguments) -> dict[str, Any]:
     type_ = _type(named, args)
     defaults = KINDS[type_].defaults
-    theirs = {**_of_optim_args(args, type_), **_of_arguments(args, type_)}
-    found = {
-        key: _pick(
-            named, args, key, value, *_NUMBERS.get(key, ("optim_args",)), section="optimizer."
+    if type_ in ("sgd", "adagrad") and args.optim_args:  # which Trainer reads for them
+        raise UnsupportedError(
+            f"optim_args={args.optim_args!r}: leave it out, and write these numbers under "
+            "optimizer: in the offload configuration"
         )
-        for key, value in theirs.items()
+    found = {
+        key: _pick(named, args, key, value, *_NUMBERS[key], section="optimizer.")
+        for key, value in _of_arguments(args, type_).items()
         if key in defaults
     }
     return {**named, "type": type_, **found}
@@ -183,15 +180,10 @@ def _type(named: Mapping[str, Any], args: TrainingArguments) -> str:
         )
     if theirs is not None:
         return theirs
-    if optim in _BITS_8:
-        raise UnsupportedError(
-            f"optim={optim!r}: leave it out, and write optimizer: {{type: {_BITS_8[optim]}, "
-            "states: int8} in the offload configuration, which keeps states in 8 bits"
-        )
     raise UnsupportedError(
         f"optim={optim!r} is no optimizer that offload has ({', '.join(KINDS)}); set optim to one "
         f"of {', '.join(_TYPES)}, or leave it out and set optimizer.type in the offload "
-        "configuration"
+        "configuration (and states: int8 there for states in 8 bits)"
     )
 
 
@@ -202,17 +194,3 @@ def _of_arguments(args: TrainingArguments, type_: str) -> dict[str, Any]:
     if type_ in ("adamw", "adam"):
         numbers["eps"] = args.adam_epsilon
     return numbers
-
-
-def _of_optim_args(args: TrainingArguments, type_: str) -> dict[str, Any]:
-    """Parse `optim_args="momentum=0.9,nesterov=true"`, which Trainer reads for sgd and adagrad."""
-    if type_ not in ("sgd", "adagrad") or not args.optim_args:
-        return {}
-    found: dict[str, Any] = {}
-    for pair in args.optim_args.replace(" ", "").split(","):
-        key, _, value = pair.partition("=")
-        if key == "nesterov":
-            found[key] = value.lower() in ("true", "1", "yes")
-        elif key in _OF_OPTIM_ARGS:
-            found[key] = float(value)
-    return found
