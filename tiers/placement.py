@@ -64,16 +64,6 @@ class Placement:
             assigned += [tiers[index] for index in _deal(size, rest, weights, behind)]
         return assigned
 
-    def blocks(self, count: int) -> list[Tier]:
-        """A tier for each of `count` pieces that are alike: the first in the fastest, and so on, as
-        near to the shares as whole pieces come."""
-        tiers: list[Tier] = []
-        reached = 0.0
-        for tier, share in self.shares:
-            reached += share
-            tiers += [tier] * (round(reached * count) - len(tiers))
-        return tiers
-
     def describe(self) -> str:
         """`host`, or `host 40% + nvme 60%`."""
         if len(self.tiers) == 1:

@@ -232,13 +232,6 @@ def parse_split(value: Any) -> Placement | None:
     return Placement(tuple((Tier(tier), share) for tier, share in shares.items()))
 
 
-def is_split(value: Any) -> bool:
-    """Whether a mapping stands for shares of tiers."""
-    return any(
-        tier in _TIERS or (isinstance(share, str) and "%" in share) for tier, share in value.items()
-    )
-
-
 def _parse_share(tier: Any, share: Any) -> float:
     if tier not in _TIERS:
         raise UnknownNameError(str(tier), _TIERS, "a tier")

@@ -21,11 +21,6 @@ from offload.config.remedies import unknown_key
 from offload.config.sections import OffloadConfig
 from offload.tiers.errors import ConfigError
 
-_SECTIONS = {  # that may be a value instead
-    ("placement",): "auto, or the keys below it",
-    ("placement", "experts"): "auto, a tier, a split over tiers, or the keys below it",
-}
-
 
 @dataclass(frozen=True)
 class Key:
@@ -73,7 +68,7 @@ def explained(name: str) -> Key:
 
 def _section(path: tuple[str, ...], model: type[BaseModel], meaning: str, absent: str) -> Key:
     keys = tuple(_key((*path, name), model, field) for name, field in model.model_fields.items())
-    kind = _SECTIONS.get(path, "the keys below it")
+    kind = "auto, or the keys below it" if path == ("placement",) else "the keys below it"
     return Key(path, kind, "", absent, meaning or (model.__doc__ or "").strip(), "", keys)
 
 

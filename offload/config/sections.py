@@ -28,9 +28,7 @@ from offload.config.fields import (
     Split,
     TierText,
     WeightFormatName,
-    is_split,
     key,
-    parse_split,
     section,
 )
 from offload.config.file import dump_yaml
@@ -102,28 +100,6 @@ class ActivationConfig(Section):
     known beforehand (`offload train`, memest); otherwise false."""
 
 
-class ExpertPlacement(Section):
-    """The home of the states of experts; an absent class is placed automatically."""
-
-    parameters: Split = key(None, example="nvme")
-    """Home of the parameters of experts: a tier, or shares of each table's experts."""
-    gradients: Split = key(None, example="host")
-    """Home of the gradients of experts between backward and update."""
-    optimizer: Split = key(None, example={"host": "25%", "nvme": "75%"})
-    """Home of the optimizer's states and of master weights of experts."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_all_classes(cls, value: Any) -> Any:
-        """Apply a tier, shares or auto to every class."""
-        by_class = isinstance(value, Mapping) and (
-            not is_split(value) or not value.keys().isdisjoint(cls.model_fields)
-        )
-        if by_class or isinstance(value, cls):
-            return value
-        return dict.fromkeys(cls.model_fields, parse_split(value))
-
-
 class PlacementConfig(Section):
     """The home of each class of state; an absent class is placed automatically."""
 
@@ -133,11 +109,6 @@ class PlacementConfig(Section):
     """Home of the gradients between backward and update, as for parameters."""
     optimizer: Split = key(None, example={"host": "40%", "nvme": "60%"}, per_rank=True)
     """Home of the optimizer's states and of master weights, as for parameters."""
-    experts: ExpertPlacement | None = key(None, per_rank=True, absent="where the rest is")
-    """Home of the states of experts that move one by one; the keys beside it then speak of all
-    else. A tier or shares of several for every class, or keys by class. Shares are the same of each
-    table of experts, so that no layer has more in slow tiers than others; experts of lower number
-    are in the faster ones. auto: chosen apart from the rest. Absent: they are where the rest is."""
     activations: ActivationConfig = section(ActivationConfig)
     """What forward saves for backward."""
     kv: Split = key(
@@ -150,22 +121,9 @@ class PlacementConfig(Section):
     sum to 100%."""
 
     def homes(self) -> dict[str, Placement | None]:
-        """The home of each class of states by its key (`optimizer`, and `experts.optimizer` if
-        experts have homes of their own); None: chosen automatically."""
-        apart = () if self.experts is None else ExpertPlacement.model_fields
-        return {
-            **{name: getattr(self, name) for name in ExpertPlacement.model_fields},
-            **{f"experts.{name}": getattr(self.experts, name) for name in apart},
-        }
-
-    def with_homes(self, homes: Mapping[str, Placement]) -> PlacementConfig:
-        """Return a copy with these homes of classes, under the keys that `homes` uses."""
-        rest = {name: home for name, home in homes.items() if "." not in name}
-        apart = {name.partition(".")[2]: home for name, home in homes.items() if name not in rest}
-        experts = self.experts
-        if apart:
-            experts = (experts or ExpertPlacement()).model_copy(update=apart)
-        return self.model_copy(update={**rest, "experts": experts})
+        """The home of each class of states by its key; None: chosen automatically."""
+        names = ("parameters", "gradients", "optimizer")
+        return {name: getattr(self, name) for name in names}
 
 
 class StorageConfig(Section):
@@ -374,7 +332,6 @@ class OffloadConfig(Section):
         if self.optimizer.in_backward is True:
             self._check_in_backward()
         self._check_gradient_sums()
-        self._check_experts()
         if self.loss_scale is not None and self.precision != "fp16":
             raise KeyedError(
                 f"loss_scale: contradicts precision: {self.precision}; "
@@ -405,27 +362,16 @@ class OffloadConfig(Section):
         return self.precision != "fp32" and self.gradient_accumulation_steps > 1
 
     def _check_gradient_sums(self) -> None:
-        for name, split in self.placement.homes().items():
-            on_disk = split is not None and any(tier.is_file for tier in split.tiers)
-            if not (name.endswith("gradients") and on_disk and self.sums_gradients):
-                continue
+        split = self.placement.gradients
+        on_disk = split is not None and any(tier.is_file for tier in split.tiers)
+        if on_disk and self.sums_gradients:
             raise KeyedError(
-                f"placement.{name}: nvme contradicts gradient_accumulation_steps: "
+                "placement.gradients: nvme contradicts gradient_accumulation_steps: "
                 f"{self.gradient_accumulation_steps} in {self.precision}: sums are kept in fp32, "
-                f"and twice the bytes on disk never pay; set placement.{name}: host, or "
+                "and twice the bytes on disk never pay; set placement.gradients: host, or "
                 "micro_batches instead of accumulation, whose gradients move once in 16 bits",
-                f"placement.{name}",
+                "placement.gradients",
                 "gradient_accumulation_steps",
-            )
-
-    def _check_experts(self) -> None:
-        if self.placement.experts is not None and not self.splits_experts(1):
-            raise KeyedError(
-                f"placement.experts contradicts micro_batches: {self.micro_batches}, under which "
-                "a block computes all pieces with all of its experts, which stay with it; remove "
-                "one of the two",
-                "placement.experts",
-                "micro_batches",
             )
 
     def _check_in_backward(self) -> None:
@@ -531,14 +477,9 @@ class OffloadConfig(Section):
         """Return a copy without the settings that only training uses, and settled: only parameters
         have a home, and ranks share nothing."""
         host = Placement.on(Tier.HOST)
-        experts = self.placement.experts
-        if experts is not None:
-            experts = experts.model_copy(update={"gradients": host, "optimizer": host})
-        none = {"gradients": host, "optimizer": host, "experts": experts}
+        none = {"gradients": host, "optimizer": host, "activations": ActivationConfig()}
         update: dict[str, Any] = {
-            "placement": self.placement.model_copy(
-                update={**none, "activations": ActivationConfig()}
-            ),
+            "placement": self.placement.model_copy(update=none),
             "optimizer": OptimizerConfig(),
             "clip_grad_norm": None,
             "skip_nonfinite": "auto",

@@ -49,9 +49,7 @@ _FIXED_KEYS = (
     "train.validation", "train.batch", "train.sequence",
 )  # fmt: skip
 # ... where tiers keep optimizer states in different formats: which states are where, too
-_FIXED_BY_TIERS = (
-    "placement.optimizer", "placement.experts.optimizer", "optimizer.chunk", "optimizer.states",
-)  # fmt: skip
+_FIXED_BY_TIERS = ("placement.optimizer", "optimizer.chunk", "optimizer.states")
 
 
 @dataclass(frozen=True)

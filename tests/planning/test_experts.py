@@ -141,19 +141,10 @@ class _Block(nn.Module):
         return out
 
 
-REST = {"parameters": "host", "gradients": "host", "optimizer": "host"}
-
-
-@pytest.mark.parametrize(
-    ("placement", "host"), [(NVME["placement"], "6MiB"), ({**REST, "experts": "nvme"}, "8MiB")],
-    ids=["all on nvme", "experts on nvme"],
-)  # fmt: skip
-def test_a_step_with_experts_moves_the_predicted_bytes(
-    monkeypatch: pytest.MonkeyPatch, placement: Any, host: str
-) -> None:
+def test_a_step_with_experts_moves_the_predicted_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In training three blocks of experts, of which all get tokens."""
-    keys = {"budget": {"host": host, "nvme": "1GiB"}, "optimizer": {"chunk": 65536}}
-    config = OffloadConfig.load({**keys, "placement": placement})
+    keys = {"budget": {"host": "6MiB", "nvme": "1GiB"}, "optimizer": {"chunk": 65536}}
+    config = OffloadConfig.load({**keys, **NVME})
     in_turn = OneAfterTheOther(monkeypatch)
     torch.manual_seed(0)
     net = nn.Sequential(*(_Block() for _ in range(3)))

@@ -61,8 +61,7 @@ FAMILIES: dict[str, list[Case]] = {
     ],
     # one pass: sums of several that not all ranks had gradients in are rounded per group
     "experts": [
-        *(case for homes in (HOST, NVME) for case in every_stage(Case(3, homes, Experts))),
-        Case(2, {**HOST, "experts": {"host": "25%", "nvme": "75%"}}, Experts),
+        case for homes in (HOST, NVME) for case in every_stage(Case(3, homes, Experts))
     ],
     "branches apart": every_stage(Case(3, HOST, Branches))[:3],  # groups that not all ranks use
     "in backward": [

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload.planning.machine.speeds import NOMINAL, Speeds
-from offload.planning.plan.experts import Held
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.planning.plan.sizes import CLASSES
 from offload.tiers.tier import Tier
@@ -20,22 +19,20 @@ if TYPE_CHECKING:
 _BESIDE = 0.01  # of links beside the slowest: of plans that are as fast the one that moves less
 
 
-def slowest_link_s(
-    plan: Plan, config: OffloadConfig, speeds: Speeds, idle: Held | None = None
-) -> float:
-    """Seconds for which the slowest link of one step is busy. Unknown rates are those of `NOMINAL`;
-    `idle` is the bytes at home that a step does not move."""
+def slowest_link_s(plan: Plan, config: OffloadConfig, speeds: Speeds) -> float:
+    """Seconds for which the slowest link of one step is busy. Unknown rates are those of
+    `NOMINAL`."""
     passes = config.gradient_accumulation_steps
-    links = [_nvme_s(plan, idle or {}, passes, config.optimizer.in_backward is True, speeds)]
+    links = [_nvme_s(plan, passes, config.optimizer.in_backward is True, speeds)]
     if plan.gpu:
-        links += _beside_gpu_s(plan, idle or {}, passes, speeds)
+        links += _beside_gpu_s(plan, passes, speeds)
     return max(links) + _BESIDE * sum(links)
 
 
-def _nvme_s(plan: Plan, idle: Held, passes: int, ahead: bool, speeds: Speeds) -> float:
+def _nvme_s(plan: Plan, passes: int, ahead: bool, speeds: Speeds) -> float:
     """Seconds of nvme. Parameters are read in both directions of a pass, unless spare memory has a
     copy; gradients are written and read back unless updates use them at once (`ahead`)."""
-    weights, gradients, records = _used(plan, idle, Tier.NVME)
+    weights, gradients, records = _used(plan, Tier.NVME)
     states = (passes - ahead) * gradients + records
     spare = _spare(plan, Tier.HOST)
     read = 2 * passes * max(0, weights - spare) + max(0, states - max(0, spare - weights))
@@ -44,9 +41,9 @@ def _nvme_s(plan: Plan, idle: Held, passes: int, ahead: bool, speeds: Speeds) ->
     ) / (speeds.nvme_write_bytes_per_s or NOMINAL.nvme_write_bytes_per_s)
 
 
-def _beside_gpu_s(plan: Plan, idle: Held, passes: int, speeds: Speeds) -> list[float]:
+def _beside_gpu_s(plan: Plan, passes: int, speeds: Speeds) -> list[float]:
     """Seconds of the links to and from the GPU, and of the memory bus for updates on the CPU."""
-    below = _used(plan, idle, Tier.HOST), _used(plan, idle, Tier.NVME)
+    below = _used(plan, Tier.HOST), _used(plan, Tier.NVME)
     weights, gradients, records = map(sum, zip(*below, strict=True))
     down = 2 * passes * max(0, weights - _spare(plan, Tier.DEVICE))
     return [
@@ -57,10 +54,9 @@ def _beside_gpu_s(plan: Plan, idle: Held, passes: int, speeds: Speeds) -> list[f
     ]  # fmt: skip
 
 
-def _used(plan: Plan, idle: Held, tier: Tier) -> list[int]:
-    """The bytes at home in a tier that a step uses, by class."""
-    left = idle.get(tier, {})
-    return [plan.expected[tier].get(each, 0) - left.get(each, 0) for each in CLASSES]
+def _used(plan: Plan, tier: Tier) -> list[int]:
+    """The bytes at home in a tier, by class."""
+    return [plan.expected[tier].get(each, 0) for each in CLASSES]
 
 
 def _spare(plan: Plan, tier: Tier) -> int:

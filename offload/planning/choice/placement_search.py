@@ -5,10 +5,6 @@
               share that the faster tier holds; in every order of the classes, and once more
               without nvme, which costs buffers and windows in memory as soon as anything is there
 
-If experts have homes of their own, their classes go where those of the other parameters do, or all
-to the slowest tier (corners), and are raised after all of the others, which every token uses
-(filled).
-
 Shares are whole per cents. The search is deterministic, in the order of classes and tiers.
 """
 
@@ -17,19 +13,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from offload.planning.plan.sizes import (
-    CLASSES,
-    EXPERTS_OF,
-    ExpertClass,
-    PlacedClass,
-    Placements,
-    class_of,
-)
+from offload.planning.plan.sizes import CLASSES, Placements
+from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
 
 # Of classes that the configuration does not name, fastest first.
-OpenTiers = Mapping[PlacedClass, tuple[Tier, ...]]
+OpenTiers = Mapping[StateClass, tuple[Tier, ...]]
 # Bytes that a tier lacks under a placement; what it has to spare is negative.
 Lacking = Callable[[Placements, Tier], int]
 
@@ -48,15 +38,8 @@ def shifted(placement: Placement, to: Tier, source: Tier, move: float) -> Placem
 
 def corners(named: Placements, open_tiers: OpenTiers) -> Iterator[Placements]:
     """Placements with every open class whole in one tier, beside those that are `named`."""
-    lowest: dict[PlacedClass, Tier] = {
-        c: tiers[-1] for c, tiers in open_tiers.items() if isinstance(c, ExpertClass)
-    }
-    rest = {c: tiers for c, tiers in open_tiers.items() if c not in lowest} or open_tiers
-    for tiers in itertools.product(*rest.values()):
-        homes = dict(zip(rest, tiers, strict=True))
-        beside = {c: homes.get(class_of(c), tier) for c, tier in lowest.items()}
-        for experts in (beside, lowest):
-            yield {**named, **_whole({**experts, **homes})}
+    for tiers in itertools.product(*open_tiers.values()):
+        yield {**named, **_whole(dict(zip(open_tiers, tiers, strict=True)))}
 
 
 def filled(
@@ -74,12 +57,12 @@ def filled(
             yield placements
 
 
-def _whole(homes: Mapping[PlacedClass, Tier]) -> dict[PlacedClass, Placement]:
+def _whole(homes: Mapping[StateClass, Tier]) -> dict[StateClass, Placement]:
     return {placed: Placement.on(tier) for placed, tier in homes.items()}
 
 
 def _raised(
-    placements: Placements, placed: PlacedClass, tier: Tier, lacking: Lacking, least: int
+    placements: Placements, placed: StateClass, tier: Tier, lacking: Lacking, least: int
 ) -> Placements:
     """Raise as much of the class as fits into `tier`, from the slowest tier with some of it."""
     here = placements[placed]
@@ -107,13 +90,9 @@ def _raised(
     return moved(percent) if percent >= min(least, most) else placements
 
 
-def _orders(open_tiers: OpenTiers) -> Iterable[tuple[PlacedClass, ...]]:
-    """The different orders of the open classes, experts' classes after all others."""
-    found: dict[tuple[PlacedClass, ...], None] = {}
-    for order in itertools.permutations(CLASSES):
-        both: list[PlacedClass] = [*order, *(EXPERTS_OF[each] for each in order)]
-        found[tuple(each for each in both if each in open_tiers)] = None
-    return found
+def _orders(open_tiers: OpenTiers) -> Iterable[tuple[StateClass, ...]]:
+    """The orders of the open classes."""
+    return itertools.permutations(each for each in CLASSES if each in open_tiers)
 
 
 def _without_nvme(tiers: Sequence[Tier]) -> tuple[Tier, ...]:

@@ -13,7 +13,6 @@ from rich.text import Text
 from offload.planning.choice.durations import duration
 from offload.planning.choice.solver import Solution
 from offload.planning.plan.plan import Plan, needed_nbytes
-from offload.planning.plan.sizes import PlacedClass
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import Tier
@@ -189,7 +188,7 @@ def _time(step: StepEstimate) -> RenderableType:
 
 
 # ---------------------------------------------------------------- why a class is where it is
-def reasons(solution: Solution) -> dict[PlacedClass, str]:
+def reasons(solution: Solution) -> dict[StateClass, str]:
     """Return a sentence for each class, on the faster tier that it does not fit."""
     return {
         state_class: _reason(solution, state_class, placement)
@@ -199,7 +198,7 @@ def reasons(solution: Solution) -> dict[PlacedClass, str]:
     }
 
 
-def _reason(solution: Solution, state_class: PlacedClass, placement: Placement) -> str:
+def _reason(solution: Solution, state_class: StateClass, placement: Placement) -> str:
     plan = solution.best.plan
     slowest = placement.tiers[-1]
     above = _FASTER.get(slowest)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from offload.planning.choice.solver import solve
 from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.plan.shortfalls import shortfalls
-from offload.planning.plan.sizes import class_of
 from offload.swap.threads.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.tiers.ledger import StateClass
@@ -23,11 +22,11 @@ _log = logging.getLogger("offload")
 def chosen_config(config: OffloadConfig, plan: Plan) -> OffloadConfig:
     """Return `config` with the plan's placement, chunk and prefetch as explicit values, and with
     its budgets, since the free memory may change."""
-    homes = {str(placed): placement for placed, placement in plan.placements.items()}
+    homes = {str(name): placement for name, placement in plan.placements.items()}
     budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
     update = {
         "budget": config.budget.model_copy(update=budgets),
-        "placement": config.placement.with_homes(homes),
+        "placement": config.placement.model_copy(update=homes),
         "prefetch": plan.prefetch,
         "optimizer": config.optimizer.model_copy(update={"chunk": plan.chunk_numel}),
     }
@@ -71,11 +70,9 @@ def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
     """Warn if the results depend on the machine."""
     if config.optimizer.states.uniform:
         return
-    homes = config.placement.homes()
-    for placed, placement in plan.placements.items():
-        if class_of(placed) is StateClass.OPTIMIZER and homes[placed] is None:
-            _log.warning(
-                "optimizer.states differ by tier, and placement.%s is open: here it is %s, in "
-                "chunks of %d; name both, or another machine keeps other states in other formats",
-                placed, placement.describe(), plan.chunk_numel,
-            )  # fmt: skip
+    if config.placement.optimizer is None:
+        _log.warning(
+            "optimizer.states differ by tier, and placement.optimizer is open: here it is %s, in "
+            "chunks of %d; name both, or another machine keeps other states in other formats",
+            plan.placements[StateClass.OPTIMIZER].describe(), plan.chunk_numel,
+        )  # fmt: skip

@@ -16,7 +16,6 @@ from offload.planning.activations.facts import NOTHING
 from offload.planning.choice.solver import Candidate, RunFacts, Solution, solve
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, Shortfall
 from offload.planning.plan.plan import Hardware, Plan
-from offload.planning.plan.sizes import class_of
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
@@ -155,5 +154,4 @@ def _key_of(name: MemoryClass, tier: Tier, plan: Plan) -> str:
         return "placement.activations.checkpoint"
     if name not in _CLASSES:
         return f"budget.{tier}"
-    held = [placed for placed in plan.placements if class_of(placed) is _CLASSES[name]]
-    return f"placement.{max(held, key=lambda placed: plan.homes[placed].get(tier, 0))}"
+    return f"placement.{_CLASSES[name]}"

@@ -26,12 +26,11 @@ from offload.planning.choice.link_time import slowest_link_s
 from offload.planning.choice.placement_search import corners, filled
 from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
-from offload.planning.plan.builder import PlanBuilder, placed_classes, reserve_nbytes
+from offload.planning.plan.builder import PlanBuilder, reserve_nbytes
 from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
-from offload.planning.plan.experts import idle_nbytes
 from offload.planning.plan.plan import Hardware, Plan, ahead_nbytes, least_window, ram_nbytes
 from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
-from offload.planning.plan.sizes import PLACED, PlacedClass, Placements, class_of
+from offload.planning.plan.sizes import CLASSES, Placements
 from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import estimate_step
 from offload.tiers.ledger import StateClass
@@ -242,10 +241,8 @@ class _Search:
         return sorted(map(self._candidate, different.values()), key=lambda each: each.rank)
 
     def _candidate(self, placements: Placements) -> Candidate:
-        plan, run, idle = self._plan(placements), self._run, None
-        if run is not None:
-            idle = idle_nbytes(plan, self._model, run.workload)
-        links_s = slowest_link_s(plan, self._config, NOMINAL if run is None else run.speeds, idle)
+        plan, run = self._plan(placements), self._run
+        links_s = slowest_link_s(plan, self._config, NOMINAL if run is None else run.speeds)
         beyond = 0
         if run is not None and not plan.gpu:
             beyond = ram_nbytes(plan) + self._passing_nbytes - self._hardware.host_free_nbytes
@@ -271,7 +268,7 @@ class _Search:
         return replace(candidate, step=step)
 
     @cached_property
-    def _open_tiers(self) -> dict[PlacedClass, tuple[Tier, ...]]:
+    def _open_tiers(self) -> dict[StateClass, tuple[Tier, ...]]:
         """The tiers open to each class that the configuration does not name."""
         config, builder = self._config, self._builder
         below = [Tier.HOST]
@@ -280,23 +277,22 @@ class _Search:
         kernels = builder.gpu and builder.hardware.kernels_missing is None
         # what is left of a GPU is known where the batch is, or where a budget says it
         known = self._run is not None or config.budget.device is not None
-        tiers: dict[PlacedClass, tuple[Tier, ...]] = {}
-        for placed in placed_classes(config):
-            if placed in builder.explicit:
+        tiers: dict[StateClass, tuple[Tier, ...]] = {}
+        for state_class in CLASSES:
+            if state_class in builder.explicit:
                 continue
-            state_class = class_of(placed)
             there = list(below)
             if state_class is StateClass.GRADIENTS and config.sums_gradients:
                 there = [Tier.HOST]  # never an fp32 gradient file
             first = state_class is StateClass.PARAMETERS or (kernels and known)
             if first and builder.budgets[Tier.DEVICE] > 0:
                 there.insert(0, Tier.DEVICE)
-            tiers[placed] = tuple(there)
+            tiers[state_class] = tuple(there)
         return tiers
 
 
 def _key(placements: Placements) -> tuple[Placement | None, ...]:
-    return tuple(placements.get(placed) for placed in PLACED)
+    return tuple(placements.get(each) for each in CLASSES)
 
 
 def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:

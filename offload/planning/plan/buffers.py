@@ -18,7 +18,6 @@ from offload.planning.plan.sizes import (
     GroupBytes,
     Placements,
     Sizes,
-    class_of,
     largest_unit,
     pages,
     pages_or_none,
@@ -149,11 +148,11 @@ def _check_unneeded(
     placements: Placements, groups: Iterable[GroupBytes], kernels_missing: str
 ) -> None:  # fmt: skip
     """Raise UnsupportedError for what only kernels on the GPU can do."""
-    for placed, home in placements.items():
-        if class_of(placed) is not StateClass.PARAMETERS and Tier.DEVICE in home.tiers:
+    for name, home in placements.items():
+        if name is not StateClass.PARAMETERS and Tier.DEVICE in home.tiers:
             raise UnsupportedError(
-                f"placement.{placed}: device needs kernels on the GPU, and {kernels_missing}; or "
-                f"set placement.{placed}: host"
+                f"placement.{name}: device needs kernels on the GPU, and {kernels_missing}; or "
+                f"set placement.{name}: host"
             )
     if any(group.decoded for group in groups):
         raise UnsupportedError(

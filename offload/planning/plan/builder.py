@@ -31,13 +31,9 @@ from offload.planning.plan.plan import (
 )
 from offload.planning.plan.sizes import (
     CLASSES,
-    EXPERTS_OF,
-    PLACED,
     STAGING_BUFFERS,
     GroupBytes,
-    PlacedClass,
     Placements,
-    class_of,
     gathered_unit,
     largest_unit,
     least_nbytes,
@@ -51,8 +47,7 @@ from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, Tier
-from offload.zero.groups.model_shape import SMALL_TABLE_NUMEL, ModelShape
-from offload.zero.ranks.sharding import Sharding
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -72,7 +67,6 @@ class PlanBuilder:
         the model needs."""
         config = config.settled()
         sharding = hardware.sharding
-        _check_experts(config, model, sharding)
         model = model.sharded(sharding.ranks, sharding.replicas)
         self.explicit = explicit_placements(config)
         self.config = tuned(config, self.explicit, model, hardware)
@@ -97,7 +91,7 @@ class PlanBuilder:
             for moves in (False, True)
         }
         self.kv = plan_kv(self.config, model, itemsize=self.sizes.itemsize, gpu=self.gpu)
-        self._assigned: dict[tuple[StateClass, Placement, Placement | None], _Assigned] = {}
+        self._assigned: dict[tuple[StateClass, Placement], _Assigned] = {}
 
     def share_with(self, other: PlanBuilder) -> None:
         """Reuse the assignments of `other` if both have the same groups and sizes."""
@@ -106,17 +100,17 @@ class PlanBuilder:
 
     def build(self, placements: Placements) -> Plan:
         """Build the plan of `placements`, whether or not it fits."""
-        placements = {placed: placements[placed] for placed in PLACED if placed in placements}
+        placements = {each: placements[each] for each in CLASSES}
         parameters, gradients, records = (self._assign(placements, each) for each in CLASSES)
         staging = staging_nbytes_of(placements, self._kinds, self.sizes, self.gpu)
         computing = {Tier.DEVICE} if self.gpu else {Tier.DEVICE, Tier.HOST}
         moves = bool(tiers_of(placements, StateClass.PARAMETERS) - computing)
-        homes = {**parameters.homes, **gradients.homes, **records.homes}
+        homes = parameters.homes, gradients.homes, records.homes
         plan = Plan(
             budgets=dict(self.budgets), groups=records.groups, placements=placements,
             parameters=tuple(itertools.chain.from_iterable(parameters.tiers)),
             gradients=tuple(itertools.chain.from_iterable(gradients.tiers)),
-            records=records.tiers, homes={each: homes.get(each, {}) for each in placements},
+            records=records.tiers, homes=dict(zip(CLASSES, homes, strict=True)),
             record_formats=self.sizes.record_formats, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
@@ -138,29 +132,16 @@ class PlanBuilder:
     def _assign(self, placements: Placements, state_class: StateClass) -> _Assigned:
         """Assign the pieces of a class to tiers, once per placement: a large model has hundreds of
         thousands of records, and compared plans often differ in other classes only."""
-        key = state_class, placements[state_class], placements.get(EXPERTS_OF[state_class])
+        key = state_class, placements[state_class]
         if key not in self._assigned:
             self._assigned[key] = self._newly_assigned(*key)
         return self._assigned[key]
 
-    def _newly_assigned(
-        self, state_class: StateClass, placement: Placement, of_experts: Placement | None
-    ) -> _Assigned:
-        """Assign all pieces in one sequence, so that each tier's share holds across groups; experts
-        with a home of their own get equal shares of each table."""
-        experts: dict[int, Tier] = {}
-        if of_experts is not None:
-            for table in self.model.tables.values():
-                experts.update(zip(table, of_experts.blocks(len(table)), strict=True))
-        counts = [len(group.pieces(state_class)) for group in self.groups]
-        rest = (group for index, group in enumerate(self.groups) if index not in experts)
-        others = iter(placement.assign([n for group in rest for n in group.pieces(state_class)]))
-        tiers = tuple(
-            (experts[index],) * count
-            if index in experts
-            else tuple(itertools.islice(others, count))
-            for index, count in enumerate(counts)
-        )
+    def _newly_assigned(self, state_class: StateClass, placement: Placement) -> _Assigned:
+        """Assign all pieces in one sequence, so that each tier's share holds across groups."""
+        pieces = [group.pieces(state_class) for group in self.groups]
+        assigned = iter(placement.assign(list(itertools.chain.from_iterable(pieces))))
+        tiers = tuple(tuple(itertools.islice(assigned, len(each))) for each in pieces)
         pairs = list(zip(self.groups, tiers, strict=True))
         groups = self.groups
         if state_class is StateClass.GRADIENTS:  # fp32 sums are never kept in files
@@ -170,18 +151,15 @@ class PlanBuilder:
             )
         if state_class is StateClass.OPTIMIZER:
             groups = tuple(with_records(group, each, self.sizes) for group, each in pairs)
-        homes: dict[PlacedClass, dict[Tier, int]] = {}
-        for index, (group, each) in enumerate(zip(groups, tiers, strict=True)):
-            placed = EXPERTS_OF[state_class] if index in experts else state_class
-            held = homes.setdefault(placed, defaultdict(int))
+        homes: dict[Tier, int] = defaultdict(int)
+        for group, each in zip(groups, tiers, strict=True):
             for tier, nbytes in zip(each, group.pieces(state_class), strict=True):
-                held[tier] += nbytes
+                homes[tier] += nbytes
         return _Assigned(tiers, groups, homes)
 
     def _device_demand(self) -> int:
         """Return an upper bound of the bytes that explicit placements put into the device tier."""
-        named = {class_of(placed) for placed in self.explicit}
-        there = [name for name in named if Tier.DEVICE in tiers_of(self.explicit, name)]
+        there = [name for name in self.explicit if Tier.DEVICE in tiers_of(self.explicit, name)]
         return sum(getattr(group, name) for name in there for group in self.groups)
 
 
@@ -191,14 +169,14 @@ class _Assigned:
 
     tiers: tuple[tuple[Tier, ...], ...]  # per group and piece
     groups: tuple[GroupBytes, ...]  # with the bytes of records in their tiers
-    homes: Mapping[PlacedClass, Mapping[Tier, int]]  # bytes
+    homes: Mapping[Tier, int]  # bytes
 
 
 def _expected(plan: Plan) -> dict[Tier, dict[StateClass, int]]:
     expected: dict[Tier, dict[StateClass, int]] = {tier: defaultdict(int) for tier in Tier}
-    for placed, homes in plan.homes.items():
+    for state_class, homes in plan.homes.items():
         for tier, nbytes in homes.items():
-            expected[tier][class_of(placed)] += nbytes
+            expected[tier][state_class] += nbytes
     computing = expected[Tier.DEVICE if plan.gpu else Tier.HOST]
     expected[Tier.HOST][StateClass.STAGING] += plan.staging_nbytes * plan.staging_buffers
     computing[StateClass.STAGING] += plan.sums_nbytes
@@ -249,7 +227,7 @@ def tuned(
     beside = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.gradient_itemsize if trained else 0.0
     budget = resolve_budgets(config, hardware, 0)[Tier.HOST]
     named = list(explicit.values())
-    is_open = len(named) < len(placed_classes(config))
+    is_open = len(named) < len(CLASSES)
     overflows = is_open and sum(nbytes) + trained * beside > budget
     if overflows or any(Tier.NVME in placement.tiers for placement in named):
         each = STAGING_BUFFERS * (sizes.itemsize + beside)
@@ -314,30 +292,8 @@ def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
     return int(whole * given.fraction) if isinstance(given, Percent) else given
 
 
-def placed_classes(config: OffloadConfig) -> tuple[PlacedClass, ...]:
-    """Return the classes that are placed; experts are placed apart if the configuration does so."""
-    return PLACED if config.placement.experts is not None else CLASSES
-
-
-def explicit_placements(config: OffloadConfig) -> dict[PlacedClass, Placement]:
+def explicit_placements(config: OffloadConfig) -> dict[StateClass, Placement]:
     """Return the placements that the configuration names."""
     homes = config.placement.homes()
-    named = {placed: homes[placed] for placed in placed_classes(config)}
+    named = {each: homes[each] for each in CLASSES}
     return {each: placement for each, placement in named.items() if placement is not None}
-
-
-def _check_experts(config: OffloadConfig, model: ModelShape, sharding: Sharding) -> None:
-    if config.placement.experts is None or model.tables:
-        return
-    if not config.splits_experts(sharding.world_size):
-        raise ConfigError(
-            f"placement.experts: at zero.stage: {config.zero.stage} on {sharding.world_size} ranks "
-            "all ranks gather the same parameters, whichever experts each of them chose: experts "
-            "stay with their block; set zero.stage: 2 or less, or remove placement.experts"
-        )
-    raise ConfigError(
-        "placement.experts: the model has no experts that move one by one: modules of one class in "
-        "a list called experts, or parameters with a row per expert under transformers' default "
-        f"implementation (grouped_mm), with more than {SMALL_TABLE_NUMEL:,} parameters per table; "
-        "remove placement.experts"
-    )

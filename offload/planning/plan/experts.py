@@ -12,17 +12,9 @@ tokens of all of these ranks are sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.planning.plan.plan import Plan
-from offload.planning.plan.sizes import CLASSES, ExpertClass, class_of
-from offload.planning.plan.workload import Workload
-from offload.tiers.ledger import StateClass
-from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import ModelShape
-
-Held = dict[Tier, dict[StateClass, int]]
 
 
 def touched(experts: int, chosen: int | None, tokens: int) -> float:
@@ -55,21 +47,6 @@ def tables_of(model: ModelShape) -> list[Table]:
     return [Table(t, model.groups[t[0]].ep_size) for t in model.tables.values()]
 
 
-def idle_nbytes(plan: Plan, model: ModelShape, workload: Workload) -> Held:
-    """The bytes at home of experts that a step is expected not to touch; 0 if experts have no homes
-    of their own, since every tier then has the same share of them."""
-    idle: Held = {tier: dict.fromkeys(CLASSES, 0) for tier in Tier}
-    tables = tables_of(model)
-    if ExpertClass.PARAMETERS not in plan.placements or not tables:
-        return idle
-    in_step = workload.tokens * plan.sharding.world_size
-    share = 1 - _touched_share(tables, model.experts_per_token, in_step)
-    for placed in ExpertClass:
-        for tier, nbytes in plan.homes[placed].items():
-            idle[tier][class_of(placed)] += int(share * nbytes)
-    return idle
-
-
 def active_numel(model: ModelShape) -> int:
     """The parameters that compute one token: of the experts, on all ranks, only the chosen ones."""
     chosen = model.experts_per_token
@@ -78,11 +55,6 @@ def active_numel(model: ModelShape) -> int:
         if chosen is not None and chosen < table.experts:
             idle += _numel(model, table) * (table.experts - chosen) // table.experts
     return model.numel_of_all_ranks - idle
-
-
-def _touched_share(tables: Sequence[Table], chosen: int | None, tokens: int) -> float:
-    used = sum(touched(table.experts, chosen, tokens) for table in tables)
-    return used / sum(table.experts for table in tables)
 
 
 def _numel(model: ModelShape, table: Table) -> int:

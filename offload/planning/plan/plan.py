@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.sizes import (
     CLASSES,
     GroupBytes,
-    PlacedClass,
     Placements,
     pages,
     tiers_of,
@@ -93,7 +92,7 @@ class Plan:
     parameters: tuple[Tier, ...]
     gradients: tuple[Tier, ...]
     records: tuple[tuple[Tier, ...], ...]
-    homes: Mapping[PlacedClass, Mapping[Tier, int]]  # bytes at home of each placed class
+    homes: Mapping[StateClass, Mapping[Tier, int]]  # bytes at home of each placed class
     record_formats: Mapping[Tier, RecordFormat]
     chunk_numel: int
     prefetch: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -29,29 +28,13 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 CLASSES = (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER)
 
 
-class ExpertClass(enum.StrEnum):
-    """The classes of experts' states, if these have homes of their own, named as in the
-    configuration below `placement`."""
-
-    PARAMETERS = "experts.parameters"
-    GRADIENTS = "experts.gradients"
-    OPTIMIZER = "experts.optimizer"
-
-
-PlacedClass = StateClass | ExpertClass
-Placements = Mapping[PlacedClass, Placement]
-EXPERTS_OF = dict(zip(CLASSES, ExpertClass, strict=True))
-PLACED: tuple[PlacedClass, ...] = (*CLASSES, *ExpertClass)
-
-
-def class_of(placed: PlacedClass) -> StateClass:
-    return placed if isinstance(placed, StateClass) else CLASSES[list(ExpertClass).index(placed)]
+Placements = Mapping[StateClass, Placement]
 
 
 def tiers_of(placements: Placements, state_class: StateClass) -> set[Tier]:
-    """The tiers of a class of states, including those of experts; empty if it has no home."""
-    homes = (placements.get(each) for each in (state_class, EXPERTS_OF[state_class]))
-    return {tier for home in homes if home is not None for tier in home.tiers}
+    """The tiers of a class of states; empty if it has no home."""
+    home = placements.get(state_class)
+    return set() if home is None else set(home.tiers)
 
 
 @dataclass(frozen=True)

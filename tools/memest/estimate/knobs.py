@@ -168,14 +168,12 @@ def _placements(case: Case) -> Iterator[Knob]:
     for name, split in reversed(case.config.placement.homes().items()):
         if split is None or split.tiers == (Tier.NVME,):
             continue
-        if case.generation is not None and not name.endswith("parameters"):
+        if case.generation is not None and name != "parameters":
             continue
         key = f"placement.{name}"
-        apart, _, state_class = name.rpartition(".")
-        what = f"{state_class} of {apart}" if apart else name
-        options = [_set(f"{what} wherever there is room", {key: "auto"})]
-        if not (state_class == "gradients" and case.config.sums_gradients):
-            options.append(_set(f"{what} on disk", {key: "nvme"}))
+        options = [_set(f"{name} wherever there is room", {key: "auto"})]
+        if not (name == "gradients" and case.config.sums_gradients):
+            options.append(_set(f"{name} on disk", {key: "nvme"}))
         yield options
     trains = case.generation is None
     if trains and case.config.placement.activations.tier != "nvme" and case.profile.nvme_nbytes:

@@ -14,7 +14,6 @@ from offload.planning.plan.estimate import (
     PlaceEstimate,
     StepEstimate,
 )
-from offload.planning.plan.sizes import class_of
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -223,7 +222,7 @@ def _homes(estimate: Estimate) -> Section:
     rows = tuple(
         (str(name), each.describe())
         for name, each in plan.placements.items()
-        if estimate.inference is None or class_of(name) is StateClass.PARAMETERS
+        if estimate.inference is None or name is StateClass.PARAMETERS
     )
     homes = Table(("", ""), rows, left=frozenset({0, 1}))
     return Section("Where each state lives", tables=[homes], lines=[about])

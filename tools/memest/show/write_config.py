@@ -11,7 +11,6 @@ from offload.config.sections import WrittenFor
 from offload.config.training import ModelConfig, TrainConfig
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import needed_nbytes
-from offload.planning.plan.sizes import class_of
 from offload.process import machine
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
@@ -143,13 +142,9 @@ def _placement(estimate: Estimate) -> dict[str, Any]:
     config, plan, trains = estimate.config, estimate.plan, estimate.inference is None
     dumped = config.placement.model_dump(mode="json", exclude_none=True)
     found: dict[str, Any] = {}
-    for placed, where in plan.placements.items():
-        if not trains and class_of(placed) is not StateClass.PARAMETERS:
-            continue
-        *above, name = placed.split(".")
-        values = dumped.get("experts", {}) if above else dumped
-        section = found.setdefault("experts", {}) if above else found
-        section[name] = values.get(name, str(where.tiers[0]))
+    for name, where in plan.placements.items():
+        if trains or name is StateClass.PARAMETERS:
+            found[str(name)] = dumped.get(name, str(where.tiers[0]))
     if trains:
         kept = config.placement.activations
         found["activations"] = {"tier": kept.tier, "checkpoint": kept.checkpoint}
