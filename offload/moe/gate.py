@@ -14,7 +14,6 @@ from offload.moe.gating import Routing, top_1, top_2, top_k
 from offload.tiers.errors import ConfigError
 
 _POLICIES = (None, "Jitter", "RSample")
-_DROPS = (None, "probs", "position")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,6 @@ class GateOptions:
     drop_tokens: bool
     use_rts: bool
     top2_2nd_expert_sampling: bool
-    drop_policy: str | None
 
     def __post_init__(self) -> None:
         for holds, message in self._rules():
@@ -50,11 +48,6 @@ class GateOptions:
             (policy in _POLICIES, f"noisy_gate_policy is {policy!r}; None, 'Jitter' or 'RSample'"),
             (policy != "RSample" or k == 1,
              "noisy_gate_policy 'RSample' is for k=1; 'Jitter' is for every k"),
-            (self.drop_policy in _DROPS,
-             f"drop_policy is {self.drop_policy!r}; 'probs' or 'position'"),
-            (self.drop_policy is None or k > 2,
-             f"drop_policy is for k >= 3: k={k} drops "
-             f"{'at random, or with use_rts=False the last ones' if k == 1 else 'by position'}"),
         ]  # fmt: skip
         for name in ("capacity_factor", "eval_capacity_factor"):
             factor = getattr(self, name)
@@ -94,8 +87,7 @@ class Gate(nn.Module):
         limits = (factor, options.min_capacity)
         common: dict[str, Any] = {"drop": options.drop_tokens, "used": used}
         if options.k > 2:
-            policy = options.drop_policy or "probs"
-            return top_k(logits, options.k, *limits, drop_policy=policy, **common)
+            return top_k(logits, options.k, *limits, **common)
         if options.k == 2:
             sampled = draws and options.top2_2nd_expert_sampling
             return top_2(logits, *limits, gumbel=_gumbel(logits) if sampled else None, **common)

@@ -97,13 +97,12 @@ def top_2(
 
 def top_k(
     logits: Tensor, k: int, capacity_factor: float, min_capacity: int, *, drop: bool = True,
-    drop_policy: str = "probs", used: Tensor | None = None,
+    used: Tensor | None = None,
 ) -> Routing:  # fmt: skip
     """Choose the k best experts, weights normalised over those kept. Capacity for k times the
     tokens.
 
-    An expert with too many tokens keeps those with the largest probability (`drop_policy` "probs")
-    or the first ones ("position").
+    An expert with too many tokens keeps those with the largest probability.
     """
     T, E = logits.shape
     gates = F.softmax(logits, dim=1)
@@ -113,9 +112,7 @@ def top_k(
     counts = mask.sum(0)
     l_aux = balancing_loss(_mean(gates), _mean(mask.float()), k)
     capacity = capacity_of(T, E, capacity_factor * k, min_capacity) if drop else None
-    if capacity is not None and drop_policy == "position":
-        mask = mask & (torch.cumsum(mask, dim=0) <= capacity)
-    elif capacity is not None:
+    if capacity is not None:
         wanted = torch.zeros_like(gates).scatter(1, experts, gates.gather(1, experts).detach())
         best = torch.topk(wanted, min(capacity, T), dim=0, sorted=False).indices
         mask = mask & torch.zeros_like(mask).scatter_(0, best, True)

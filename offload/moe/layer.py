@@ -54,8 +54,6 @@ class MoE(nn.Module):
         drop_tokens: False: no capacity, every token reaches its experts.
         use_rts: k=1: which tokens a full expert takes is left to chance, in training.
         top2_2nd_expert_sampling: k=2: draw the second expert from the probabilities, in training.
-        drop_policy: otherwise: a full expert keeps the 'probs' (largest probabilities; the default)
-            or 'position' (first tokens).
 
     Random numbers are drawn in training alone, from torch's generator. Raises ConfigError for
     invalid arguments.
@@ -77,7 +75,6 @@ class MoE(nn.Module):
         use_rts: bool = True,
         *,
         top2_2nd_expert_sampling: bool = True,
-        drop_policy: str | None = None,
     ) -> None:
         super().__init__()
         options = GateOptions(
@@ -85,7 +82,7 @@ class MoE(nn.Module):
             eval_capacity_factor=eval_capacity_factor, min_capacity=min_capacity,
             noisy_gate_policy=None if noisy_gate_policy == "None" else noisy_gate_policy,
             drop_tokens=drop_tokens, use_rts=use_rts,
-            top2_2nd_expert_sampling=top2_2nd_expert_sampling, drop_policy=drop_policy,
+            top2_2nd_expert_sampling=top2_2nd_expert_sampling,
         )  # fmt: skip
         if ep_size < 1 or num_experts % ep_size:
             raise ConfigError(

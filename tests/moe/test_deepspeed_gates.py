@@ -104,9 +104,9 @@ def test_top_2_is_equal() -> None:
 
 def test_top_k_is_equal() -> None:
     for number, logits, _, (factor, least, drop) in cases():
-        k, policy = 1 + number % 6, ("probs", "position")[number // 6 % 2]
-        found = top_k(logits, k, factor, least, drop=drop, drop_policy=policy)
-        check(found, theirs.topkgating(logits, k, factor, least, drop, drop_policy=policy))
+        k = 1 + number % 6
+        found = top_k(logits, k, factor, least, drop=drop)
+        check(found, theirs.topkgating(logits, k, factor, least, drop))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ LOGITS = PROBABILITIES.log()
 OPTIONS: dict[str, Any] = {
     "num_experts": 8, "k": 2, "capacity_factor": 1.0, "eval_capacity_factor": 1.0,
     "min_capacity": 4, "noisy_gate_policy": None, "drop_tokens": True, "use_rts": True,
-    "top2_2nd_expert_sampling": True, "drop_policy": None,
+    "top2_2nd_expert_sampling": True,
 }  # fmt: skip
 
 
@@ -77,11 +77,9 @@ def test_gumbel_noise_draws_the_second_choice_alone() -> None:
     assert kept(top_2(LOGITS, 4.0, 0, gumbel=noise)) == [[0, 3], [0, 3], [0, 3], [3, 2]]
 
 
-def test_a_full_expert_keeps_the_largest_scores_or_the_first_tokens() -> None:
+def test_a_full_expert_keeps_the_largest_scores() -> None:
     by_score = top_k(LOGITS, 2, 0.5, 0)  # one place each
     assert kept(by_score) == [[], [0], [1], [3, 2]]
-    by_position = top_k(LOGITS, 2, 0.5, 0, drop_policy="position")
-    assert kept(by_position) == [[0, 1], [], [], [3, 2]]
     assert by_score.weights[1].tolist() == pytest.approx([1.0, 0.0])  # normalised over those kept
 
 
@@ -138,7 +136,6 @@ def test_logits_that_are_not_finite_give_choices_and_poison_weights(bad: float) 
         ({"min_capacity": -1}, "min_capacity is -1"),
         ({"noisy_gate_policy": "Jiter"}, "'Jitter'"),
         ({"noisy_gate_policy": "RSample"}, "for k=1"),
-        ({"drop_policy": "random"}, "'probs'"), ({"drop_policy": "probs"}, "by position"),
     ],
     ids=str,
 )  # fmt: skip

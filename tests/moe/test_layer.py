@@ -61,7 +61,7 @@ def one_by_one(moe: MoE, x: Tensor) -> Tensor:
 OPTIONS: list[dict[str, Any]] = [
     {"k": 1}, {"k": 2}, {"k": 3}, {"k": 6}, {"k": 1, "num_experts": 1},
     {"k": 2, "capacity_factor": 0.4, "min_capacity": 0}, {"k": 2, "drop_tokens": False},
-    {"k": 4, "capacity_factor": 0.5, "drop_policy": "position"},
+    {"k": 4, "capacity_factor": 0.5},
     {"k": 1, "noisy_gate_policy": "RSample"}, {"k": 2, "noisy_gate_policy": "Jitter"},
 ]  # fmt: skip
 
