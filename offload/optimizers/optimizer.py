@@ -116,7 +116,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _hyper(self, group: dict[str, Any]) -> Hyper:
         """Return the group's numbers. Raises here, before any update is pending, for numbers that
         no update can use."""
-        _check_numbers(group)
+        for key in ("lr", "weight_decay"):
+            if float(group[key]) < 0:
+                raise ValueError(f"{key}: expected 0 or more, got {group[key]}")
         needed, kept = set(self._kind.scalars.kept_for(group)), set(self._states)
         if not needed <= kept or "max_exp_avg_sq" in kept - needed:
             raise UnsupportedError(
@@ -268,33 +270,6 @@ def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:
     if optimizer is None:
         raise StateError("this engine's optimizer is gone; keep engine.optimizer while training")
     return optimizer
-
-
-def _check_numbers(group: dict[str, Any]) -> None:
-    """Raise ValueError, as torch words it, for numbers outside their range."""
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    if not float(lr) >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    for key, name in _NOT_NEGATIVE.items():
-        if key in group and not group[key] >= 0.0:
-            raise ValueError(f"Invalid {name}: {group[key]}")
-    betas = group.get("betas", ())
-    if len({isinstance(beta, torch.Tensor) for beta in betas}) > 1:
-        raise ValueError("betas must be either both floats or both Tensors")
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
-        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-
-
-# as torch names them
-_NOT_NEGATIVE = {
-    "eps": "epsilon value", "weight_decay": "weight_decay value", "momentum": "momentum value",
-    "lr_decay": "lr_decay value",
-}  # fmt: skip
 
 
 # ---------------------------------------------------------------- other optimizers

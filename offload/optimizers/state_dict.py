@@ -56,8 +56,8 @@ def check_sizes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, An
 
 
 def check_kind(type_: str, present: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-    """Raise ValueError unless `numbers` are those of an optimizer of this type and of the kinds
-    that a param group has at `present`."""
+    """Raise ValueError unless `numbers` are those of an optimizer of this type, and a param group
+    has its kinds of numbers at `present`."""
     mine = KINDS[type_].defaults
     if "params" in numbers:
         raise ValueError("a param group's numbers hold params")
@@ -74,6 +74,9 @@ def check_kind(type_: str, present: Mapping[str, Any], numbers: Mapping[str, Any
             f"a param group has decoupled_weight_decay={numbers['decoupled_weight_decay']!r}, "
             f"optimizer.type: {type_} says the opposite"
         )
+    for key, value in numbers.items():
+        if isinstance(mine.get(key), bool) and value not in (True, False):
+            raise ValueError(f"{key} is {value!r:.40}, expected True or False")
 
 
 def check_state(kept: Kept, param: torch.Tensor, state: Any) -> dict[str, Any]:
