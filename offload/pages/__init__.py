@@ -1,1 +1,1 @@
-"""HTML pages of one file each: one template, and pictures drawn by matplotlib."""
+"""HTML pages of one file each, of one template."""

@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.display.plain_text import without_controls
-from offload.pages.pictures import DARK, LIGHT, Picture
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table. `code` comes before the text, each on a line of its own; `meaning` is that
-    of the colour before it (`pages.pictures`); `state` is good, bad or empty."""
+    """A cell of a table. `code` comes before the text, each on a line of its own; `state` is good,
+    bad or empty."""
 
     text: str
     code: Sequence[str] = ()
-    meaning: str = ""
     state: str = ""
     strong: bool = False
 
@@ -44,7 +42,6 @@ class Section:
     """A part of a page; what is empty is not shown, nor is a section with nothing in it."""
 
     title: str
-    pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
     lines: Sequence[str] = ()
 
@@ -73,4 +70,4 @@ def to_html(page: Page, *, by: str) -> str:
     )  # fmt: skip
     environment.filters["cell"] = lambda cell: Cell(cell) if isinstance(cell, str) else cell
     template = environment.get_template("page.html")
-    return without_controls(template.render(page=page, by=by, light=LIGHT, dark=DARK))
+    return without_controls(template.render(page=page, by=by))

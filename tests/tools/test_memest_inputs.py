@@ -368,7 +368,7 @@ def test_what_is_known_already_is_read_without_torch(tmp_path: Path) -> None:
         "for name in ('config.json', 'o.yaml', '.'):\n"
         "    assert read_model(name).shape.numel\n"
         "assert read_stated(StatedSizes(params=10**9)).shape.numel > 9 * 10**8\n"
-        "heavy = {'torch', 'numba', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numba', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     environment = {

@@ -177,7 +177,7 @@ def _show(found: Estimate, asked: EstimateOptions) -> None:
     show_answer(
         asked.chosen_format,
         asked.out,
-        table=lambda: page_table(estimate_page(found, drawn=False)),
+        table=lambda: page_table(estimate_page(found)),
         values=lambda: to_dict(found),
         page=lambda: estimate_page(found),
     )

@@ -1,17 +1,15 @@
-"""An estimate as a page: the same tables for the terminal and for HTML, pictures for HTML alone."""
+"""An estimate as a page: the same tables for the terminal and for HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from offload.pages.page import Cell, Figure, Page, Section, Table
-from offload.pages.pictures import Picture, Stretch, bar_picture
 from offload.planning.plan.estimate import (
     Change,
     Estimate,
     InferenceEstimate,
     MemoryClass,
-    PlaceEstimate,
     StepEstimate,
 )
 from offload.tiers.ledger import StateClass
@@ -21,12 +19,10 @@ from offload.tools.memest.show import view
 from offload.tools.memest.show.view import counted, duration, per_second
 
 NO_CHANGE = "none of the changes that are tried makes it fit by itself"
-_MAX_CAPACITIES = 3.0  # longest bar that is drawn
 
 
-def estimate_page(estimate: Estimate, *, drawn: bool = True) -> Page:
-    """Return a page with everything about an estimate, verdict first; without its pictures, which
-    a terminal does not show, if it is not to be `drawn`."""
+def estimate_page(estimate: Estimate) -> Page:
+    """Return a page with everything about an estimate, verdict first."""
     state = "good" if estimate.fits else "bad"
     return Page(
         name=f"{estimate.model}: memory and time",
@@ -38,7 +34,7 @@ def estimate_page(estimate: Estimate, *, drawn: bool = True) -> Page:
         verdict=view.verdict(estimate),
         state="" if view.has_drawbacks(estimate) else state,
         figures=tuple(_figures(estimate)),
-        sections=tuple(_sections(estimate, drawn=drawn)),
+        sections=tuple(_sections(estimate)),
     )
 
 
@@ -101,14 +97,14 @@ def _life(estimate: Estimate, step: StepEstimate) -> Figure:
 
 
 # ---------------------------------------------------------------- sections
-def _sections(estimate: Estimate, *, drawn: bool) -> Iterator[Section]:
+def _sections(estimate: Estimate) -> Iterator[Section]:
     messages = dict.fromkeys(each.message for each in estimate.shortfalls)
     yield Section("Why not", lines=tuple(messages))
     if estimate.changes:
         yield Section("What would fit", tables=[_changes(estimate.changes)])
     elif not estimate.fits:
         yield Section("What would fit", lines=[NO_CHANGE])
-    yield Section("Peak memory", [_memory_picture(estimate)] if drawn else [], [_memory(estimate)])
+    yield Section("Peak memory", tables=[_memory(estimate)])
     for title, step in _passes_of(estimate):
         title = f"{title}: {duration(step.seconds)}, bound by {step.bottleneck}"
         yield Section(title, tables=[_links(estimate, step)])
@@ -145,38 +141,17 @@ def _changes(changes: Sequence[Change]) -> Table:
     return Table(("step time", "change"), rows, left=frozenset({1}))
 
 
-def _memory_picture(estimate: Estimate) -> Picture:
-    """Draw the peak of each place by class, against its own capacity."""
-    places = {view.PLACE_TITLES[tier]: place for tier, place in view.places_of(estimate)}
-    said = "; ".join(f"{name} {view.used_text(place)}" for name, place in places.items())
-    return bar_picture(
-        {name: list(stretches(place)) for name, place in places.items()},
-        "{:.0%}".format, label=f"peak memory: {said}", line=1.0,
-    )  # fmt: skip
-
-
-def stretches(place: PlaceEstimate) -> Iterator[Stretch]:
-    """Yield the bytes of a place as shares of its capacity, class after class, up to the longest
-    bar that is drawn. A place without capacity is drawn full."""
-    start, unit = 0.0, place.capacity_nbytes or place.peak_nbytes or 1
-    for name in MemoryClass:
-        stop = min(_MAX_CAPACITIES, start + place.by_class.get(name, 0) / unit)
-        if stop > start:
-            yield Stretch(str(name), start, stop)
-        start = stop
-
-
 def _memory(estimate: Estimate) -> Table:
     """Return the bytes of each class, or another figure, in each place; `-` for nothing."""
     tiers, places = zip(*view.places_of(estimate), strict=True)
     rows: list[Sequence[Cell]] = []
 
     def add(name: str, sizes: Sequence[int], state: str = "") -> None:
-        meaning, strong = name if name in set(MemoryClass) else "", name == "peak"
+        strong = name == "peak"
         cells = [
             Cell(format_bytes(n), state=state, strong=strong) if n else Cell("-") for n in sizes
         ]
-        rows.append([Cell(name, meaning=meaning, strong=strong), *cells])
+        rows.append([Cell(name, strong=strong), *cells])
 
     for name in MemoryClass:
         held = [place.by_class.get(name, 0) for place in places]

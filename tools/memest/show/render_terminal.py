@@ -1,4 +1,4 @@
-"""Answers on a terminal, 80 columns or wider: tables, lists, whole pages without their pictures."""
+"""Answers on a terminal, 80 columns or wider: tables, lists, whole pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.text import Text
 
 from offload.display.console import PlainConsole, Prose
 from offload.pages import page as pages
-from offload.pages.pictures import DARK
 
 _STYLES = {"good": "green", "bad": "red", "": ""}
 
@@ -55,8 +54,6 @@ def _cell(cell: str | pages.Cell) -> RenderableType:
         return Text(cell)
     bold = "bold " if cell.strong else ""
     text = Text(cell.text, style=f"{bold}{_STYLES[cell.state]}".strip())
-    if cell.meaning:
-        return Text.assemble(("■ ", DARK[cell.meaning]), text)
     if cell.code:
         return Group(Prose(" ".join(cell.code), command=True), Prose(cell.text))
     return text

@@ -3,7 +3,6 @@ Bytes in words: `tiers.units.format_bytes`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from offload.planning.choice.durations import counted as counted
@@ -114,19 +113,6 @@ def model_text(estimate: Estimate, name: str = "") -> str:
     if estimate.active_numel not in (None, estimate.numel):
         text += f", {counted(estimate.active_numel)} active per token"
     return text
-
-
-def used_text(place: PlaceEstimate) -> str:
-    """Return `12.0 GiB of 24.0 GiB (50 %)`."""
-    used = f"{format_bytes(place.peak_nbytes)} of {format_bytes(place.capacity_nbytes)}"
-    return f"{used} ({share(filled(place))})" if place.capacity_nbytes else used
-
-
-def filled(place: PlaceEstimate) -> float:
-    """Return the used share of the capacity; infinity for bytes in a place without capacity."""
-    if not place.capacity_nbytes:
-        return math.inf if place.peak_nbytes else 0.0
-    return place.peak_nbytes / place.capacity_nbytes
 
 
 def places_of(estimate: Estimate) -> Sequence[tuple[Tier, PlaceEstimate]]:
