@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field, TypeAdapter
+from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.format.disk import replace_text
 from offload.loggers import JSONLinesLogger
@@ -26,13 +22,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StepMetrics:
     """The figures of one optimizer step. `tiers` is bytes held after it, `moved` bytes by link
-    since the start, `waited` seconds of the model's thread by cause. In a row, nan is unknown."""
+    since the start, `waited` seconds of the model's thread by cause. None is unknown."""
 
-    step: Annotated[int, Field(strict=True, ge=0)]  # 1-based: steps done
-    loss: float
+    step: int  # 1-based: steps done
+    loss: float | None
     lr: float
     seconds: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     gradient_norm: float | None
     skipped_steps: int
     rss_nbytes: int
@@ -54,34 +50,7 @@ class StepMetrics:
         """The figures that a logger receives beside the step."""
         return {name: getattr(self, name) for name in _NAMES}
 
-    @classmethod
-    def from_json(cls, line: str) -> StepMetrics:
-        """Parse a line of a `MetricsFile`. Unknown figures, and those that another version did not
-        have, get their defaults. ValueError if it is no step, or has values of other types."""
-        try:
-            values = json.loads(line)
-        except RecursionError as error:
-            raise ValueError("too many brackets to be a step") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"a {type(values).__name__} is no step")
-        known = {name: value for name, value in values.items() if value is not None}
-        if isinstance(known.get("figures"), dict):  # those that were not finite are null
-            known["figures"] = {
-                name: math.nan if value is None else value
-                for name, value in known["figures"].items()
-            }
-        return _adapter().validate_python({**_UNKNOWN, **known})
 
-
-@cache
-def _adapter() -> TypeAdapter[StepMetrics]:
-    return TypeAdapter(StepMetrics)
-
-
-_UNKNOWN: Mapping[str, Any] = {
-    "loss": math.nan, "lr": math.nan, "seconds": 0.0, "tokens_per_second": math.nan,
-    "gradient_norm": None, "skipped_steps": 0, "rss_nbytes": 0, "tiers": {}, "moved": {},
-}  # fmt: skip
 _NAMES = tuple(each.name for each in fields(StepMetrics) if each.name != "step")
 
 
@@ -95,19 +64,19 @@ class MetricsFile(JSONLinesLogger):
 
     def begin(self, steps_done: int) -> None:
         """Keep only the first `steps_done` steps of an earlier run."""
-        kept = [line for line, row in self._steps() if row.step <= steps_done]
+        kept = [line for line, row in self._steps() if row["step"] <= steps_done]
         write_whole(self.path, "".join(f"{line}\n" for line in kept))
 
-    def read(self) -> list[StepMetrics]:
-        """Return every step so far; a line cut short by a crash is left out."""
+    def read(self) -> list[dict[str, Any]]:
+        """Return the figures of every step so far; a line cut short by a crash is left out."""
         return [row for _, row in self._steps()]
 
-    def _steps(self) -> Iterator[tuple[str, StepMetrics]]:
-        """Yield each whole line with the step that it is."""
+    def _steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each whole line with the figures in it."""
         self.flush()
         for line in self.path.read_text().splitlines() if self.path.exists() else ():
             with suppress(ValueError):
-                yield line, StepMetrics.from_json(line)
+                yield line, json.loads(line)
 
 
 def write_whole(path: Path, text: str) -> None:

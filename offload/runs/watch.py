@@ -10,7 +10,6 @@ So what the loop logs after a step, or before it, is in that step's row.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import weakref
@@ -162,9 +161,9 @@ class Watch:
     def _row(self, engine: Trained, now: float, waited: dict[str, float]) -> StepMetrics:
         report = engine.report()
         return StepMetrics.of(
-            report, step=engine.steps_done, loss=math.nan,
+            report, step=engine.steps_done, loss=None,
             lr=float(engine.optimizer.param_groups[0]["lr"]),
-            seconds=now - self._last, tokens_per_second=math.nan, rss_nbytes=rss_nbytes(),
+            seconds=now - self._last, tokens_per_second=None, rss_nbytes=rss_nbytes(),
             tiers={name: tier.used_nbytes for name, tier in report.tiers.items()},
             moved=dict(report.bytes_moved), waited={**waited, "loop": self._loop_s},
             elapsed_seconds=now - engine.made_at,
@@ -199,7 +198,8 @@ class _Outlet:
         held, self.held = self.held, None
         if held is None:
             return
-        row, values = _completed(held)
+        row = _completed(held)
+        values = row.values()
         for logger in (self.warning, *self.loggers):
             logger.log(values, row.step)
         if self.display is not None:
@@ -217,19 +217,17 @@ class _Outlet:
                 self.stop_showing()
 
 
-def _completed(held: _Held) -> tuple[StepMetrics, dict[str, Any]]:
-    """The row with the logged values, and the values for loggers, with None instead of nan."""
+def _completed(held: _Held) -> StepMetrics:
+    """The row with the logged values."""
     row, given = held.row, {name: float(value) for name, value in held.given.items()}
     sum_of_passes = None if held.passes is None else float(held.passes)
     loss, tokens = given.pop("loss", sum_of_passes), given.pop("tokens", held.tokens)
     speed = None if tokens is None else tokens / row.seconds
-    row = replace(
-        row, loss=math.nan if loss is None else loss,
-        tokens_per_second=math.nan if speed is None else speed,
+    return replace(
+        row, loss=loss, tokens_per_second=speed,
         validation_loss=given.pop("validation_loss", None),
         gradient_norm=given.pop("gradient_norm", row.gradient_norm), figures=given,
     )  # fmt: skip
-    return row, {**row.values(), "loss": loss, "tokens_per_second": speed}
 
 
 def _number(name: str, value: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +16,6 @@ from offload.display.console import table
 from offload.display.training import Lines, Run
 from offload.gpt import parameter_count
 from offload.planning.choice.durations import duration
-from offload.runs.metrics import StepMetrics
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
@@ -78,10 +78,12 @@ def summary_table(
     return shown
 
 
-def loss_line(rows: Sequence[StepMetrics]) -> str:
+def loss_line(rows: Sequence[Mapping[str, Any]]) -> str:
     """The losses of the first and last step: `loss: 5.571 -> 2.010 in 40 steps`."""
-    line = f"loss: {rows[0].loss:.3f} -> {rows[-1].loss:.3f} in {len(rows)} steps"
-    validation = rows[-1].validation_loss
+    losses = [row.get("loss") for row in (rows[0], rows[-1])]  # None where it was not finite
+    first, last = (math.nan if loss is None else loss for loss in losses)
+    line = f"loss: {first:.3f} -> {last:.3f} in {len(rows)} steps"
+    validation = rows[-1].get("validation_loss")
     return line if validation is None else f"{line}, validation {validation:.3f}"
 
 
