@@ -19,7 +19,6 @@ from offload.display.training import Run
 from offload.gpt import LanguageModel, build_meta_model, evaluating, generate
 from offload.loggers import Logger, closing_all
 from offload.memory.tier_manager import compute_device
-from offload.planning.choice.run_check import SETTLING_STEPS, compare
 from offload.process.interrupts import Interrupts, noted_interrupts
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.runs.folder import RunFolder, RunRecord, SavedRun
@@ -48,7 +47,6 @@ _NOTHING_SAVED = (
     "stops the run; `-o train.checkpoint_every=100` saves every 100 steps and the last one"
 )
 _NOISE_LENGTH = 40  # bytes of the sample before training
-_COMPARED = SETTLING_STEPS + 3  # after so many steps the prediction is compared
 
 Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
 
@@ -177,9 +175,6 @@ class Trainer:
             for step in range(start, self.settings.steps):
                 self._step(step)
                 watch.flush()
-                last = step + 1 == self.settings.steps and len(self.record.seconds) < _COMPARED
-                if len(self.record.seconds) == _COMPARED or last:
-                    self._compare()
                 stops = bool(self.world.greatest(self.interrupts.seen))
                 self._checkpoint_if_due(now=stops)
                 if stops:
@@ -195,13 +190,6 @@ class Trainer:
             display=display_on(self.console, Run(start, train.steps, budgets)), of_folder=loggers,
         )  # fmt: skip
         return self.watch
-
-    def _compare(self) -> None:
-        """Say how the prediction compares with what is measured."""
-        if self.forecast is None:
-            return
-        prediction, measured = self.forecast.prediction(), self.record.measured()
-        self.console.print(compare(prediction, measured).line, soft_wrap=True)
 
     def _complete_save(self) -> None:
         """Wait for a save that is under way; another Ctrl-C abandons it."""

@@ -84,14 +84,6 @@ class RunCheck:
     steps: int
     missing: tuple[str, ...] = ()  # rows that cannot be given, and why
 
-    @property
-    def line(self) -> str:
-        """The figures: `predicted / measured: host 1.00, nvme 0.99, RSS 1.03, step 0.94`."""
-        parts = [
-            f"{row.name} {row.ratio:.2f}{' (a bound)' if row.is_bound else ''}" for row in self.rows
-        ]
-        return f"predicted / measured: {', '.join(parts) or 'nothing to compare yet'}"
-
 
 def compare(prediction: Prediction, measured: Measured) -> RunCheck:
     """Compare the figures that both sides have and that are not 0."""
