@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import accelerate
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
@@ -26,12 +25,6 @@ from offload.integrations.model_tensors import ModelTensors
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, UnsupportedError
 
-_LEAST = (1, 10)
-if tuple(map(int, accelerate.__version__.split(".")[:2])) < _LEAST:
-    raise UnsupportedError(
-        f"offload.integrations.accelerate needs accelerate {'.'.join(map(str, _LEAST))} or newer, "
-        f"and {accelerate.__version__} is installed; pip install -U accelerate"
-    )
 _STATES = "offload"  # a checkpoint of the engine in the folder of `save_state`; offload_1, ...
 
 

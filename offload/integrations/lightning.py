@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
@@ -32,7 +31,6 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from offload.checkpoint.foreign.model_files import pending_output
 from offload.checkpoint.format.folder import adopt, discard
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.torch_files import refusals
@@ -51,14 +49,7 @@ from offload.tiers.errors import (
     StateError,
     UnsupportedError,
 )
-from offload.weights.lazy_tensors import checked_tensors
 
-_LEAST = (2, 5)
-if tuple(map(int, lightning.__version__.split(".")[:2])) < _LEAST:
-    raise UnsupportedError(
-        f"offload.integrations.lightning needs lightning {'.'.join(map(str, _LEAST))} or newer, "
-        f"and {lightning.__version__} is installed; pip install -U lightning"
-    )
 _log = logging.getLogger("offload")
 Source = StrPath | Mapping[str, Any] | OffloadConfig | None
 _OWN = {"bf16-true": "bf16", "16-true": "fp16"}
@@ -143,8 +134,8 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
     does not name come from the LightningModule's `configure_optimizers` and from Trainer. Clipping
     is set in one of the two.
 
-    Checkpoints are those of the engine, with Lightning's part as their state; `consolidate` makes a
-    file of one. Those of other strategies are loaded, too, whole in RAM.
+    Checkpoints are those of the engine, with Lightning's part as their state. Those of other
+    strategies are loaded, too, whole in RAM.
 
     Raises ConfigError if the configuration and Lightning name different values, UnsupportedError
     for features that cannot be combined.
@@ -399,25 +390,6 @@ def _plugin_of(engine: Engine) -> Any:
 
 
 # --------------------------------------------------------------------------- files
-def consolidate(folder: StrPath, file: StrPath, *, trust: bool = False) -> None:
-    """Write a checkpoint file, as Trainer writes it without a strategy, from a folder that
-    `OffloadStrategy` wrote: for `LightningModule.load_from_checkpoint`. It contains everything but
-    the optimizer's states.
-
-    The weights are those that the model computed with, all names of tied ones, each compared with
-    its hash; they are all in RAM meanwhile. Raise CheckpointError if a part of it
-    is missing or damaged, or if Lightning's part has objects beside tensors and plain values
-    (hyperparameters of a class, a callback's) and `trust` is not set: reading them runs code that
-    the file names, so set it for a trusted author only.
-    """
-    folder, file = path_of(folder, "folder"), path_of(file, "file")
-    state = _lightnings_part(folder, weights_only=not trust)
-    state.pop("optimizer_states", None)
-    with pending_output(file, replaces=True) as pending, CheckpointReader(folder) as reader:
-        weights = {name: each.value() for name, each in checked_tensors(reader).items()}
-        torch.save({**state, "state_dict": weights}, pending)
-
-
 def _lightnings_part(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     """Read Lightning's part of a checkpoint; without `weights_only`, code that it names runs."""
     with CheckpointReader(folder) as reader:
@@ -427,8 +399,8 @@ def _lightnings_part(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     remedy = "load another checkpoint"
     if weights_only:
         remedy = (
-            "if you trust whoever wrote it, pass trust=True, or weights_only=False to Trainer's "
-            "method, which runs code that it names"
+            "if you trust whoever wrote it, pass weights_only=False to Trainer's method, which "
+            "runs code that it names"
         )
     with refusals(f"{folder}: Lightning's part", remedy=remedy):
         file = io.BytesIO(raw.numpy().data)
