@@ -43,7 +43,6 @@ else:
     DeviceName = Literal["auto", "cpu", *accelerator.KINDS]
     TierText = Literal[*_TIERS]
     WeightFormatName = Literal[*(code.name.lower() for code in Code)]
-AUTO_MICRO_BATCHES = 0  # how `micro_batches: auto` is kept: not more than one piece until chosen
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
 _MAX_DEPTH = 4096  # groups fetched ahead: more than any model has
 _MAX_CHUNK = 1 << 34  # elements: no group has more
@@ -278,18 +277,6 @@ def _dump_states(value: StateFormats) -> str | dict[str, str]:
     return value.by_tier[0] if value.uniform else dict(zip(_TIERS, value.by_tier, strict=True))
 
 
-def _parse_micro_batches(value: Any) -> int:
-    if value == "auto":
-        return AUTO_MICRO_BATCHES
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"expected a whole number from 1, or auto; found {value!r}")
-    return value
-
-
-def _dump_micro_batches(value: int) -> int | str:
-    return "auto" if value == AUTO_MICRO_BATCHES else value
-
-
 def _check_path(value: str) -> str:
     """Check that the path can be a file name, and that the user in it exists."""
     shown = repr(value) if len(value) <= 60 else f"{value[:57]!r}..."
@@ -327,12 +314,6 @@ States = Annotated[
     PlainValidator(_parse_states),
     PlainSerializer(_dump_states),
     Kind("fp32, bf16, int8, or one of them per tier"),
-]
-MicroBatches = Annotated[
-    int,
-    PlainValidator(_parse_micro_batches),
-    PlainSerializer(_dump_micro_batches),
-    Kind("whole number from 1, or auto"),
 ]
 AutoBool = bool | Literal["auto"]
 Recompute = bool | Literal["selective", "auto"]

@@ -13,7 +13,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from offload.config.errors import render
 from offload.config.fields import (
-    AUTO_MICRO_BATCHES,
     AutoBool,
     AutoDepth,
     AutoThreads,
@@ -21,7 +20,6 @@ from offload.config.fields import (
     Budget,
     DeviceName,
     KeyedError,
-    MicroBatches,
     PathText,
     Recompute,
     Section,
@@ -294,11 +292,10 @@ class OffloadConfig(Section):
     gradient_accumulation_steps: int = key(1, example=4, ge=1, le=1 << 16, unit="passes")
     """Backward passes whose gradients add up to one step. Says what the loop does: no step is
     skipped, and no loss is divided."""
-    micro_batches: MicroBatches = key(1, example=4, unit="pieces")
+    micro_batches: int = key(1, example=4, ge=1, unit="pieces")
     """Pieces of each batch that a block runs over before the next block begins: weights and
-    gradients move once per step, and a block that is recomputed is so piece by piece. auto: as many
-    as make a step fastest and fit, where the batch is known beforehand (`offload train`, memest);
-    otherwise 1. Another number rounds differently."""
+    gradients move once per step, and a block that is recomputed is so piece by piece. Another
+    number rounds differently."""
     prefetch: AutoDepth = key("auto", example=4, per_rank=True, unit="groups")
     """Groups fetched ahead of their use; 0: none. auto: so many that some 48 MiB move."""
     groups: GroupsConfig = section(GroupsConfig, per_rank=True)
@@ -449,7 +446,7 @@ class OffloadConfig(Section):
         all of its parameters are present; at stage 3 ranks gather the same parameters, regardless
         of the experts that each rank chose."""
         gathers = ranks > 1 and self.zero.stage >= 3
-        return self.micro_batches in (1, AUTO_MICRO_BATCHES) and not gathers
+        return self.micro_batches == 1 and not gathers
 
     def resolved(self) -> OffloadConfig:
         """Return a copy with every `auto` resolved that depends on neither machine nor batch."""
@@ -490,18 +487,15 @@ class OffloadConfig(Section):
         return self.model_copy(update=update).settled()
 
     def settled(self) -> OffloadConfig:
-        """Return a copy without `auto` for what depends on the batch: nothing recomputed, one
-        piece. It is for callers that do not know the batch; the others call
-        `offload.planning.choice.solver` first."""
+        """Return a copy without `auto` for what depends on the batch: nothing is recomputed. It is
+        for callers that do not know the batch; the others call `offload.planning.choice.solver`
+        first."""
         activations = self.placement.activations
-        config = self
-        if activations.checkpoint == "auto":
-            activations = activations.model_copy(update={"checkpoint": False})
-            placement = self.placement.model_copy(update={"activations": activations})
-            config = config.model_copy(update={"placement": placement})
-        if self.micro_batches == AUTO_MICRO_BATCHES:
-            config = config.model_copy(update={"micro_batches": 1})
-        return config
+        if activations.checkpoint != "auto":
+            return self
+        activations = activations.model_copy(update={"checkpoint": False})
+        placement = self.placement.model_copy(update={"activations": activations})
+        return self.model_copy(update={"placement": placement})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `load` reads back to an equal configuration."""

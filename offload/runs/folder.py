@@ -24,7 +24,6 @@ from offload.checkpoint.format.disk import make_folder
 from offload.checkpoint.format.locks import OpenFolder, lock_folder, unlock
 from offload.checkpoint.format.steps import has_steps
 from offload.config import OffloadConfig
-from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.config.file import dump_yaml
 from offload.loggers import Logger, Values
 from offload.planning.choice.run_check import (
@@ -210,14 +209,6 @@ def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
             "--resume: the checkpoint is of another run; restore these keys, or start anew:\n"
             + "\n".join(changed)
         )
-
-
-def with_micro_batches_of(now: OffloadConfig, before: dict[str, Any]) -> OffloadConfig:
-    """Return `now` with the micro-batches of the earlier run where it is open: results depend on
-    them."""
-    if now.micro_batches != AUTO_MICRO_BATCHES:
-        return now
-    return OffloadConfig.load(now, [f"micro_batches={before['micro_batches']}"])
 
 
 def default_path(name: str, parent: Path = Path("runs")) -> Path:

@@ -89,7 +89,7 @@ def _run(
     torch.manual_seed(config.seed)
     model = build_meta_model(config)
     announce(console, config, model, batches, world)
-    config, found = choose(config, saved, world)
+    config, found = choose(config, world)
     with noted_interrupts() as interrupts, initialize(model, config) as engine:
         folder.make()
         folder.write_config(engine.config)

@@ -11,7 +11,7 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model, parameter_count
 from offload.planning.machine.preflight import activations_beyond
-from offload.runs.folder import RunFolder, SavedRun, check_same_run, with_micro_batches_of
+from offload.runs.folder import RunFolder, SavedRun, check_same_run
 from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.world import World
 from offload.tiers.errors import CheckpointError
@@ -36,12 +36,8 @@ def last_checkpoint(folder: RunFolder, config: OffloadConfig, console: Console) 
     return saved
 
 
-def choose(
-    config: OffloadConfig, saved: SavedRun | None, world: World
-) -> tuple[OffloadConfig, Forecast | None]:
+def choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast | None]:
     """Resolve open settings as the first rank does: every rank has to take the same steps."""
-    if saved is not None:
-        config = with_micro_batches_of(config, saved.config)
     found = None
     if world.is_first:
         meta = build_meta_model(config)

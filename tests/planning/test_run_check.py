@@ -22,7 +22,7 @@ from offload.planning.choice.run_check import (
     check_run,
     compare,
 )
-from offload.runs.folder import RunFolder, check_same_run, with_micro_batches_of
+from offload.runs.folder import RunFolder, check_same_run
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.train.loop import Trainer, run
 from tests.offload.test_background_saves import Held
@@ -108,19 +108,9 @@ def test_a_run_predicts_itself(tmp_path):
 @pytest.mark.slow
 def test_what_a_run_leaves_open_is_chosen_and_written_down(tmp_path):
     left_open = {"checkpoint": "auto"}
-    written = train(tmp_path, micro_batches="auto", placement={"activations": left_open})
-    assert written.micro_batches in (1, 2, 4)
+    written = train(tmp_path, placement={"activations": left_open})
     assert written.placement.activations.checkpoint in (False, "selective", True)
     assert written.placement.optimizer is not None
-
-
-def test_a_resumed_run_keeps_the_micro_batches_that_were_chosen():
-    before = OffloadConfig.load({"micro_batches": 4}).to_dict()
-    left_open = OffloadConfig.load({"micro_batches": "auto"})
-    assert with_micro_batches_of(left_open, before).micro_batches == 4
-    assert (
-        with_micro_batches_of(OffloadConfig.load({"micro_batches": 2}), before).micro_batches == 2
-    )
 
 
 def test_a_resumed_run_keeps_states_where_they_were_if_tiers_keep_them_differently():

@@ -150,20 +150,20 @@ def test_an_explicit_placement_is_only_checked():
 
 # ---------------------------------------------------------------- what depends on the batch
 HOST = dict.fromkeys(CLASSES, "host")
-AUTO = {"micro_batches": "auto", "placement": {**HOST, "activations": {"checkpoint": "auto"}}}
+AUTO = {"placement": {**HOST, "activations": {"checkpoint": "auto"}}}
 
 
 def by_checkpoint(config: OffloadConfig) -> ActivationFacts:
-    """Recomputing takes a tenth of the memory and a third more time; pieces share memory."""
+    """Recomputing takes a tenth of the memory and a third more time."""
     again = config.placement.activations.checkpoint
     saved, seconds = (400 * MIB, 0.1) if again is False else (40 * MIB, 0.13)
     if again == "selective":
         saved, seconds = 200 * MIB, 0.11
-    return facts(saved // max(1, config.micro_batches), seconds)
+    return facts(saved, seconds)
 
 
 def test_recomputing_is_chosen_where_activations_do_not_fit_otherwise():
-    keys = {**AUTO, "micro_batches": 1, "budget": {"host": "500MiB"}}
+    keys = {**AUTO, "budget": {"host": "500MiB"}}
     about = replace(known(), facts_of=by_checkpoint)
     plenty = solved(keys, about, host=4 * GIB).best
     some = solved(keys, about, host=900 * MIB).best
@@ -171,17 +171,7 @@ def test_recomputing_is_chosen_where_activations_do_not_fit_otherwise():
     chosen = [c.config.placement.activations.checkpoint for c in (plenty, some, little)]
     assert chosen == [False, "selective", True]
     assert all(c.fits for c in (plenty, some, little))
-
-
-def test_micro_batches_are_chosen_where_auto_is_written_alone():
-    about = replace(known(), facts_of=by_checkpoint, workload=Workload(4, 256))
-    keys = {"budget": {"host": "500MiB"}}
-    assert solved(keys, about, host=900 * MIB).best.config.micro_batches == 1
-    best = solved({**keys, "micro_batches": "auto"}, about, host=900 * MIB).best
-    assert best.config.micro_batches > 1
-    assert best.fits
-    unknown = solved(AUTO).best.config
-    assert (unknown.micro_batches, unknown.placement.activations.checkpoint) == (1, False)
+    assert solved(AUTO).best.config.placement.activations.checkpoint is False
 
 
 # ---------------------------------------------------------------- GPU

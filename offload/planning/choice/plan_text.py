@@ -100,7 +100,7 @@ def _headline(planned: Planned) -> RenderableType:
         "activations",
         f"{config.placement.activations.tier}, checkpoint {checkpoint}"
         f"{_auto(planned, 'placement.activations.checkpoint')}; "
-        f"micro_batches {config.micro_batches}{_auto(planned, 'micro_batches')}",
+        f"micro_batches {config.micro_batches}",
     )
     return table
 

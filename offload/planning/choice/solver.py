@@ -6,8 +6,8 @@
     2  where it is known what a step works on, the first of them are predicted (`step_time`), and
        the fastest is taken; elsewhere the rank decides
 
-Where activations.checkpoint or micro_batches are `auto` and the batch is known, every choice goes
-through 1, and all take part in 2. What the configuration names stays as it is. The result
+Where activations.checkpoint is `auto` and the batch is known, every choice goes through 1, and all
+take part in 2. What the configuration names stays as it is. The result
 depends on the arguments alone.
 """
 
@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offload.config.fields import AUTO_MICRO_BATCHES
 from offload.planning.activations.facts import NOTHING, ActivationFacts, fragmentation_nbytes
 from offload.planning.choice.link_time import slowest_link_s
 from offload.planning.choice.placement_search import corners, filled
@@ -42,9 +41,8 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
 _AS_FAST = 0.01  # of a step's time: no prediction tells less
-_MICRO_BATCHES = (1, 2, 4, 8)
 _CHECKPOINTS = (False, "selective", True)
-# Timed per choice of checkpoint and micro-batches.
+# Timed per choice of checkpoint.
 _CANDIDATES = 12
 _FEW_PIECES = 1_000  # of optimizer state
 _CANDIDATES_LARGE = 3  # of a model with more: each takes tens of milliseconds
@@ -70,7 +68,7 @@ class RunFacts:
 class Candidate:
     """A placement that has been laid out, and that may have been timed."""
 
-    config: OffloadConfig  # settled: checkpoint and micro_batches as they were chosen
+    config: OffloadConfig  # settled: checkpoint as it was chosen
     plan: Plan
     shortfalls: tuple[Shortfall, ...]  # of budgets and the machine
     # Bytes that tiers, with activations and libraries in the same memory, and reads ahead lack;
@@ -135,11 +133,11 @@ def solve(
 ) -> Solution:
     """Find the best placement of `model`; if none fits, the one with the least missing bytes.
 
-    Without `run`, `auto` values of activations.checkpoint and micro_batches are settled, and only
-    parameters may be placed in device memory, which activations will need.
+    Without `run`, an `auto` of activations.checkpoint is settled, and only parameters may be placed
+    in device memory, which activations will need.
     """
     search, candidates = None, []
-    for settled in _choices(config, run, model):
+    for settled in _choices(config, run):
         search = _Search(settled, model, hardware, run, search)
         candidates += search.candidates()
     fastest_s = min((c.seconds for c in candidates if c.fits), default=0.0)
@@ -152,33 +150,21 @@ def _open_keys(config: OffloadConfig) -> Iterator[str]:
     yield from (f"placement.{name}" for name, home in config.placement.homes().items() if not home)
     if config.placement.activations.checkpoint == "auto":
         yield "placement.activations.checkpoint"
-    if config.micro_batches == AUTO_MICRO_BATCHES:
-        yield "micro_batches"
 
 
-def _choices(
-    config: OffloadConfig, run: RunFacts | None, model: ModelShape
-) -> Iterator[OffloadConfig]:
-    """Settled configurations to compare, the plainest first. If experts are to move one by one,
-    only those that allow it."""
-    if run is None:
+def _choices(config: OffloadConfig, run: RunFacts | None) -> Iterator[OffloadConfig]:
+    """Settled configurations to compare, the plainest first."""
+    if run is None or config.placement.activations.checkpoint != "auto":
         yield config.settled()
         return
-    given = config.placement.activations.checkpoint
-    checkpoints = _CHECKPOINTS if given == "auto" else (given,)
-    pieces: tuple[int, ...] = (config.micro_batches,)
-    if config.micro_batches == AUTO_MICRO_BATCHES:
-        pieces = tuple(n for n in _MICRO_BATCHES if not run.workload.batch % n)
-    for checkpoint, number in itertools.product(checkpoints, pieces):
+    for checkpoint in _CHECKPOINTS:
         activations = config.placement.activations.model_copy(update={"checkpoint": checkpoint})
         placement = config.placement.model_copy(update={"activations": activations})
-        settled = config.model_copy(update={"placement": placement, "micro_batches": number})
-        if settled.splits_experts(1) or not model.tables:
-            yield settled
+        yield config.model_copy(update={"placement": placement})
 
 
 class _Search:
-    """The placements of one model, with activations.checkpoint and micro_batches settled."""
+    """The placements of one model, with activations.checkpoint settled."""
 
     def __init__(
         self, config: OffloadConfig, model: ModelShape, hardware: Hardware, run: RunFacts | None,
