@@ -58,7 +58,7 @@ def test_a_budget_that_is_short_names_disk_only_where_there_is_some(nvme: str | 
     found = shortfalls(lay_out_plan(config, MODEL.shape, hardware), hardware)
     message = next(each.message for each in found if each.tier is Tier.HOST)
     assert ("raise budget.host or budget.nvme (0 B)" in message) == (nvme == 0)
-    assert ("set placement.optimizer: nvme" in message) == (nvme != 0)
+    assert ("move a class of states to nvme" in message) == (nvme != 0)
 
 
 def test_the_terms_of_gpu_memory_add_up() -> None:
