@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from offload.memory.memory_guard import MemoryGuardReport
-from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -47,25 +46,6 @@ def tier_reports(accounts: Mapping[Tier, TierAccount]) -> dict[str, TierReport]:
     return {str(tier): TierReport.of(accounts.get(tier, TierAccount(0))) for tier in Tier}
 
 
-@dataclass(frozen=True)
-class ProcessReport:
-    """RAM of the process in bytes: `rss_nbytes` now, of which `tiers_nbytes` are touched pages of
-    the tiers (host and, on a CPU, device), and `peak_nbytes` at most so far."""
-
-    rss_nbytes: int
-    peak_nbytes: int
-    tiers_nbytes: int
-
-    @classmethod
-    def now(cls, tiers_nbytes: int) -> ProcessReport:
-        rss = rss_nbytes()
-        return cls(rss, peak_rss_nbytes(), min(tiers_nbytes, rss))
-
-    def __str__(self) -> str:
-        rss, peak = format_bytes(self.rss_nbytes), format_bytes(self.peak_nbytes)
-        return f"{rss} of RAM, {peak} at most, {format_bytes(self.tiers_nbytes)} of it tiers"
-
-
 @dataclass(frozen=True, kw_only=True)
 class TierTraffic:
     """Bytes that the tiers of this rank hold, and bytes moved between them so far.
@@ -83,8 +63,7 @@ class TierTraffic:
     in here.
 
     `memory` says what is left of the machine's RAM, or of the cgroup that has least, and which
-    copies were given up for it (`MemoryGuardReport`). `process` says how much RAM this process
-    takes (`ProcessReport`).
+    copies were given up for it (`MemoryGuardReport`).
     """
 
     tiers: dict[str, TierReport]
@@ -95,7 +74,6 @@ class TierTraffic:
     placements: dict[str, str] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
     memory: MemoryGuardReport
-    process: ProcessReport
 
     def __str__(self) -> str:
         """Return a few lines to read: bytes held and moved, and seconds waited."""
@@ -110,7 +88,6 @@ class TierTraffic:
         return "\n".join([
             *lines, f"moved   {', '.join(moved) or 'nothing'}",
             f"waited  {', '.join(waited) or 'for nothing'}",
-            f"process {self.process}",
             *([f"memory  {self.memory}"] if self.memory.given_back_nbytes else []),
         ])  # fmt: skip
 

@@ -39,7 +39,7 @@ from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan
 from offload.process import machine
-from offload.report import ProcessReport, tier_reports
+from offload.report import tier_reports
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
 from offload.weights.initialisation import WeightInitialisation
@@ -234,7 +234,6 @@ class TieredModel(abc.ABC):
             "prefetch_misses": store.trace.misses,
             "evictions": self._homes.pool.evictions,
             "memory": self._homes.guard.report(),
-            "process": ProcessReport.now(self._homes.ram_nbytes),
             "placements": {str(c): p.describe() for c, p in self.plan.placements.items()},
         }
 

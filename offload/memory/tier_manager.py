@@ -362,16 +362,6 @@ class TieredHomes:
         finally:
             self._close_memory()
 
-    @property
-    def ram_nbytes(self) -> int:
-        """Bytes of RAM that the tiers hold now, including memory that is free in them again."""
-        with self.lock:
-            return sum(
-                tier.touched_nbytes
-                for name, tier in self._memory.items()
-                if not (name.on_device and self.plan.gpu)
-            )
-
     def _close_memory(self) -> None:
         with ExitStack() as last_first:
             for tier in self._memory.values():
