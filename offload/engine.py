@@ -30,7 +30,7 @@ from offload.optimizers.optimizer import (
 from offload.planning.choice.planner import update_threads
 from offload.planning.plan.plan import spare_host_nbytes
 from offload.process import machine
-from offload.process.interrupts import noted_interrupts, why_not_noted
+from offload.process.interrupts import noted_interrupts
 from offload.report import Report
 from offload.swap.threads.lanes import waits_s
 from offload.swap.threads.worker import ParallelRunner
@@ -132,7 +132,6 @@ class Engine(TieredModel):
         self._runtime: Runtime | None = None
         self._activations: Activations | None = None
         self._saves = BackgroundSaves()
-        self._said_not_noted = False
         self._told_of_scheduler = False
         super().__init__(model, config)
         _check_trainable(model)
@@ -367,7 +366,8 @@ class Engine(TieredModel):
         ranks all must call it, and learn of each other's signals. A second one, at least a second
         later, raises KeyboardInterrupt, and so does the end of the block if a signal came that was
         never returned. A nested block and the one around it both learn of it. A signal that the
-        program handles itself, and any off the main thread, are not noted, with a warning.
+        program handles itself is not noted, nor is any in a block of another thread than the main
+        one.
 
             with engine.stop_signals() as stop:
                 for batch in loader:
@@ -376,10 +376,7 @@ class Engine(TieredModel):
                         engine.save_checkpoint("checkpoint")
                         break
         """
-        ranks, reason = self._open().ranks, why_not_noted()
-        if reason and not self._said_not_noted:
-            self._said_not_noted = True
-            _log.warning("%s", reason)
+        ranks = self._open().ranks
 
         def came() -> bool:
             seen = interrupts.seen

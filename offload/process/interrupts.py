@@ -85,8 +85,7 @@ def _noting(number: int) -> Interrupts | None:
 @contextmanager
 def noted_interrupts() -> Iterator[Interrupts]:
     """Ctrl-C and SIGTERM are noted inside the block; a block inside another one shares its notes.
-    Does nothing off the main thread, nor with a signal that the program handles itself: see
-    `why_not_noted`."""
+    Does nothing off the main thread, nor with a signal that the program handles itself."""
     outer = [found for number in _DEFAULTS if (found := _noting(number)) and found.is_here]
     interrupts = outer[0] if outer else Interrupts()
     if threading.current_thread() is not threading.main_thread():
@@ -108,28 +107,3 @@ def noted_interrupts() -> Iterator[Interrupts]:
         sys.unraisablehook = say_unless_interrupt
         stack.callback(setattr, sys, "unraisablehook", previous_hook)
         yield interrupts
-
-
-def why_not_noted() -> str:
-    """Return which signals `noted_interrupts` does not note here, and what to do; empty if it notes
-    all that can come. A signal that is ignored does not come."""
-    left = {number: signal.getsignal(number) for number in _DEFAULTS if _noting(number) is None}
-    left = {number: each for number, each in left.items() if each is not signal.SIG_IGN}
-    thread = threading.current_thread()
-    if thread is not threading.main_thread():
-        if not left:
-            return ""
-        return (
-            f"no Ctrl-C or SIGTERM is noted in the thread {thread.name}: Python hands signals to "
-            "the main thread alone; enter stop_signals() there, and give this thread what it yields"
-        )
-    own = [
-        f"{signal.Signals(number).name} (by {getattr(each, '__qualname__', each)})"
-        for number, each in left.items() if each is not _DEFAULTS[number]
-    ]  # fmt: skip
-    if not own:
-        return ""
-    return (
-        f"the program handles {' and '.join(own)} itself, so stop_signals() does not note it; let "
-        "its handler set what the loop asks beside stop(), or put Python's own handler back first"
-    )
