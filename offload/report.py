@@ -51,9 +51,8 @@ class TierTraffic:
     """Bytes that the tiers of this rank hold, and bytes moved between them so far.
 
     `tiers` are device, host and nvme, whether used or not. `bytes_moved` is by link, since the
-    beginning (`nvme read`, `nvme write`, `host to device`, ...). A use of a group came in the order
-    of the last step or pass (`prefetch_hits`) or in another (`prefetch_misses`); `evictions` counts
-    copies that made room for others.
+    beginning (`nvme read`, `nvme write`, `host to device`, ...); `evictions` counts copies that
+    made room for others.
     `placements` says in words where each class of state lives.
 
     `waits` are seconds for which the thread that computes has waited since the beginning: for
@@ -68,8 +67,6 @@ class TierTraffic:
 
     tiers: dict[str, TierReport]
     bytes_moved: dict[str, int]
-    prefetch_hits: int = 0
-    prefetch_misses: int = 0
     evictions: int = 0
     placements: dict[str, str] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)

@@ -230,8 +230,6 @@ class TieredModel(abc.ABC):
         return {
             "tiers": tiers,
             "bytes_moved": {**self._homes.bytes_moved(), **store.ranks.moved_nbytes()},
-            "prefetch_hits": store.trace.hits,
-            "prefetch_misses": store.trace.misses,
             "evictions": self._homes.pool.evictions,
             "memory": self._homes.guard.report(),
             "placements": {str(c): p.describe() for c, p in self.plan.placements.items()},

@@ -108,8 +108,6 @@ class Trace:
         self._recomputes = False  # backward uses what was chosen in the order of its forward
         self._cursor = 0  # next expected position
         self._on_trace = True
-        self.hits = 0
-        self.misses = 0
 
     @property
     def learnt(self) -> bool:
@@ -188,12 +186,8 @@ class Trace:
     def _follow(self, group: int) -> None:
         position = self._expected.next_position(group, self._cursor)
         self._on_trace = position is not None
-        if position is None:
-            self.misses += 1
-            return
-        self.hits += position == self._cursor
-        self.misses += position != self._cursor
-        self._cursor = position + 1
+        if position is not None:
+            self._cursor = position + 1
 
     # ---------------------------------------------------------------- cycles
     def begin_forward(self) -> None:

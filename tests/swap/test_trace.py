@@ -28,7 +28,6 @@ def test_the_second_cycle_is_predicted_from_the_first():
         trace.use(use)
         seen.append(next(trace.upcoming()))
     assert seen == [1, 2, 1, 0]
-    assert trace.misses == 0
 
 
 def forward(trace: Trace, *uses: int) -> list[int | None]:
@@ -63,7 +62,6 @@ def test_inference_is_predicted_from_the_forward_before_and_wraps_into_the_next(
     for _ in range(3):
         assert forward(trace, 0, 1, 2) == [0, 1, 2]
         assert list(trace.upcoming()) == [0, 1, 2]
-    assert trace.misses == 0
 
 
 @pytest.mark.parametrize("evaluations", [1, 2, 5])
@@ -77,7 +75,6 @@ def test_a_training_step_after_evaluations_is_predicted_from_the_step_before_the
         assert trace.first_uses() == [0, 1, 2]
         trace.end_cycle()
         assert list(trace.upcoming()) == [0, 1, 2, 1, 0]
-    assert trace.misses == 0
 
 
 def test_an_evaluation_between_micro_batches_is_no_part_of_their_cycle():
