@@ -58,21 +58,16 @@ class Headroom:
 
 @dataclass(frozen=True, slots=True)
 class MemoryGuardReport:
-    """`limit_nbytes` of the host tier are used for copies and what is needed now; None: all of it.
-    `free_nbytes` were left of the tightest limit, `where`, at the last look. `given_back_nbytes` of
-    the tier's memory were given back so far."""
+    """`free_nbytes` were left of the tightest limit, `where`, at the last look. `given_back_nbytes`
+    of the host tier's memory were given back so far."""
 
-    limit_nbytes: int | None
     free_nbytes: int
     where: str
     given_back_nbytes: int
 
     def __str__(self) -> str:
-        now = "no limit now"
-        if self.limit_nbytes is not None:
-            now = f"at most {format_bytes(self.limit_nbytes)} of the host tier now"
         return (
-            f"{format_bytes(self.given_back_nbytes)} of copies given back for others, {now}; "
+            f"{format_bytes(self.given_back_nbytes)} of copies given back for others; "
             f"{format_bytes(self.free_nbytes)} are left of {self.where}"
         )
 
@@ -102,9 +97,7 @@ class MemoryGuard:
 
     def report(self) -> MemoryGuardReport:
         at = self._tightest
-        return MemoryGuardReport(
-            self._pool.limit_nbytes, at.room_nbytes, at.where, self._given_back
-        )
+        return MemoryGuardReport(at.room_nbytes, at.where, self._given_back)
 
     # ---------------------------------------------------------------- a look
     def look(self) -> None:

@@ -211,7 +211,7 @@ def test_what_is_given_up_costs_no_ram_and_comes_back(
         assert "RAM: 0 B of 1.0 GiB are left, 64.0 MiB should be: copies of states" in line
         machine.now = PLENTY
         guard.look()
-        assert engine.report().memory.limit_nbytes is None
+        assert pool.limit_nbytes is None
         train(engine, 1)
         assert pool.tier.touched_nbytes > before // 2
 
