@@ -137,7 +137,7 @@ def buffers_file(content: Content) -> Content:
     ("change", "fragment"),
     [
         (lambda m: params(m).append("nothing.weight"), "nothing.weight, which is no parameter"),
-        (lambda m: params(m).pop(), "other parameters in param group 0"),
+        (lambda m: params(m).pop(), "or other parameters in one of them"),
         (lambda m: m["parameters"].append(m["parameters"][0]), "is there twice"),
         (lambda m: m["parameters"].pop(), "which is no parameter"),
         (lambda m: m["parameters"][0].update(names=[]), "in group"),

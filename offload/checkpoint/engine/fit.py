@@ -108,17 +108,11 @@ def _check_param_groups(
         [frozenset(group.params) for group in mine.param_groups],
         [frozenset(aliases[name] for name in group.params) for group in saved.param_groups],
     ]
-    if groups[0] == groups[1]:
-        return
-    if len(groups[0]) != len(groups[1]):
-        what = f"{len(groups[1])} param groups, this optimizer has {len(groups[0])}"
-    else:
-        number = next(i for i, (a, b) in enumerate(zip(*groups, strict=True)) if a != b)
-        name = min(groups[0][number] ^ groups[1][number])
-        what = f"other parameters in param group {number} ({name})"
-    raise CheckpointError(
-        f"{path} has {what}; pass `parameters=` to offload.initialize as when it was saved"
-    )
+    if groups[0] != groups[1]:
+        raise CheckpointError(
+            f"{path} has other param groups than this optimizer, or other parameters in one of "
+            "them; pass `parameters=` to offload.initialize as when it was saved"
+        )
 
 
 def _check_numbers(engine: Trained, manifest: Manifest, path: Path) -> None:
