@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -136,9 +135,7 @@ class Turns:
         self._system = system
         self._count = batches
         self._in_one_piece = in_one_piece
-        # each of several ranks has every so-manieth batch
-        rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
-        self._batches = (batch_of(config, number) for number in count(rank, ranks))
+        self._batches = (batch_of(config, number) for number in count())
 
     def turn(self) -> dict[str, Any]:
         """The measurements, with the losses of all steps of the turn."""
