@@ -52,10 +52,9 @@ class Pair:
 
     def make(
         self, place: str = "nvme", prepare: Callable[[nn.Module], Any] = lambda model: None,
-        experts: Any = None, **keys: Any,
+        **keys: Any,
     ) -> list[Engine]:  # fmt: skip
-        """`prepare` may change the model, and may return param groups. `experts`: their homes,
-        where they are split."""
+        """`prepare` may change the model, and may return param groups."""
         self._patch.setattr(discovery, "SMALL_UNIT_NUMEL", 0)  # blocks, as in a large model
         for least, home in (1 << 40, "host"), (0, place):
             self._patch.setattr(discovery, "SMALL_TABLE_NUMEL", least)
@@ -63,8 +62,6 @@ class Pair:
             groups = prepare(model)
             given = {} if groups is None else {"parameters": groups}
             placement = {**dict.fromkeys(WHOLE, home), **keys.get("placement", {})}
-            if experts is not None and least == 0:
-                placement["experts"] = experts
             config = {
                 "precision": "fp32", "nvme": {"paths": [str(self._folder)]}, "optimizer": ADAMW,
                 **keys, "placement": placement,
@@ -121,23 +118,6 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     yield made
     for engine in made.engines:
         engine.close()
-
-
-HALVES = {"host": "50%", "nvme": "50%"}
-
-
-@pytest.mark.sample("nvme")
-@pytest.mark.parametrize(
-    "experts", ["nvme", HALVES, {"parameters": HALVES, "gradients": "host", "optimizer": "nvme"}],
-    ids=["nvme", "halves", "by class"],
-)  # fmt: skip
-def test_experts_have_homes_of_their_own(pair: Pair, experts: Any) -> None:
-    _, engine = pair.make("host", experts=experts, clip_grad_norm=0.5)
-    homes = {
-        home for g, home in zip(engine.plan.groups, engine.plan.records, strict=True) if not g.table
-    }
-    assert {tier for home in homes for tier in home} == {"host"}
-    pair.train()
 
 
 def _clip(engine: Engine, number: int) -> None:
