@@ -182,3 +182,20 @@ def test_code_that_depends_on_values_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="Asks cannot be traced: its code depends on values"):
         trace_activations(Asks(), config_of(), Workload(2, 8))
+
+
+def test_what_a_model_compiles_is_traced_as_it_is_written() -> None:
+    def refuses(*_: Any) -> Any:
+        raise AssertionError("compiled")
+
+    class Compiles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.layer.compile(backend=refuses)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            x = self.layer(F.one_hot(input_ids, 4).float())
+            return SimpleNamespace(loss=torch.compile(torch.sin, backend=refuses)(x).sum())
+
+    assert trace_activations(Compiles(), config_of(), Workload(2, 8)).forward.flops > 0

@@ -125,6 +125,7 @@ def _passes(
     away = SavedElsewhere(watch.live, values, in_place=device == "cpu") if elsewhere else None
     with ExitStack() as stack:
         stack.enter_context(_collector_off())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(valueless(model, values, DTYPES[config.precision]))
         if device == "cuda":
             stack.enter_context(choosing_for_cuda(model, units))
