@@ -34,7 +34,8 @@ _PATIENCE_S = 5.0  # how long a Ctrl-C waits for the call under way
 
 
 class TimeoutThread(threading.Thread, Generic[R]):
-    """The thread of one call; `operation`, then `path`, name it in messages."""
+    """The thread of one call; `operation`, then `path`, name it in messages. Where no thread can be
+    had, the caller's own makes the call."""
 
     def __init__(
         self, operation: str, path: str | os.PathLike[str], function: Callable[..., R], *args: Any
@@ -74,8 +75,11 @@ class TimeoutThread(threading.Thread, Generic[R]):
         if sys.is_finalizing():  # when no other thread comes to run
             self.run()
             return
-        with defer_signals:
-            self.start()
+        try:
+            with defer_signals:
+                self.start()
+        except RuntimeError:  # at a limit on threads, or at exit (of Python 3.12 and newer)
+            self.run()
 
     def run(self) -> None:
         """Make the call, in this thread."""

@@ -109,3 +109,14 @@ def test_a_ctrl_c_at_any_point_of_a_call_is_a_ctrl_c_that_does_not_hang(tmp_path
             interrupted += 1
         assert time.monotonic() - began < timeout_thread._PATIENCE_S, number
     assert interrupted > count() // 2
+
+
+def test_where_no_thread_can_be_started_the_caller_makes_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    found = TimeoutThread("asking", tmp_path, threading.current_thread).result(SOON_S)
+    assert found is threading.current_thread()
