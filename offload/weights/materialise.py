@@ -101,6 +101,7 @@ class MetaInitialiser:
         self, model: nn.Module, seed: int, elsewhere: Container[torch.Tensor] = ()
     ) -> None:
         """`elsewhere` holds meta tensors whose values come from another source."""
+        self._model = model
         self._seed = seed
         self._entries = _entries(model, elsewhere)
         self._entry = {id(entry.tensor): entry for entry in self._entries}
@@ -126,6 +127,7 @@ class MetaInitialiser:
             entry for entry in self._entries if entry.is_meta
             and not any(True for owner in entry.owners for _ in self._calls_for(owner.module))
         ])  # fmt: skip
+        refuse_attributes(self._model)
 
     def values(self, params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return values, in RAM, for those of `params` (by name, all of one group) without any."""
@@ -410,6 +412,22 @@ def _refuse_otherwise(entries: list[Entry]) -> None:
 def _listed(entries: list[Entry]) -> str:
     names = ", ".join(entry.name for entry in entries[:6])
     return names if len(entries) <= 6 else f"{names} and {len(entries) - 6} more"
+
+
+def refuse_attributes(model: nn.Module) -> None:
+    """Raise UnsupportedError for a tensor on the meta device that is neither parameter nor buffer.
+    PyTorch does not always: lookups by one read any memory, operations in place do nothing."""
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if not isinstance(value, torch.Tensor) or id(value) in known:
+                continue
+            if value.is_meta and value.numel():
+                raise UnsupportedError(
+                    f"{f'{name}.{key}' if name else key} is a tensor on the meta device that is "
+                    "neither parameter nor buffer, and nothing gives it a value; set it again "
+                    "after building the model, or build the model on the CPU"
+                )
 
 
 # ---------------------------------------------------------------- meta parameters become real

@@ -16,6 +16,7 @@ from offload.config.paths import StrPath, path_of
 from offload.quantised.reading import settings_in, transposed_weights
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor, LazyWeights, checked_tensors, lazy_tensors
+from offload.weights.materialise import refuse_attributes
 from offload.weights.spread_experts import SpreadExperts
 from offload.weights.tensor_file import check_range, check_shape, checkpoint_at
 from offload.zero.groups.discovery import managed
@@ -45,6 +46,7 @@ def first_weights(
                     "parallelize_module, or with torch.distributed.checkpoint after "
                     "offload.initialize"
                 )
+            refuse_attributes(model)
             _fill(model, lazy, _tensors_of(model, path_of(weights, "weights"), files), only)
         yield lazy
 

@@ -352,6 +352,12 @@ class ZeroedHead(nn.Module):
             nn.init.zeros_(module.bias)
 
 
+class Plain(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.table = torch.arange(4)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own norms": (lambda: NanoGPT(norm=OwnNorm), r"blocks\.0\.norm\.weight, .*bias.*OwnNorm"),
     "masks": (
@@ -364,6 +370,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "partly masked": (PartlyMasked, r"^mask on .* that the constructor of PartlyMasked"),
     "tied otherwise": (TiedOtherwise, r"^embed\.weight .* is head\.weight, too"),
     "zeroed after trunc_normal_": (ZeroedHead, r"^head\.weight on .*written 2 times"),
+    "an attribute": (Plain, r"^table is a tensor on the meta device"),
 }  # fmt: skip
 
 
@@ -382,6 +389,12 @@ def test_a_refusal_before_anything_is_made_leaves_the_model_as_it_was(tmp_path: 
     assert all(p.is_meta for p in model.parameters())
     model[1] = nn.LayerNorm(WIDTH)
     assert begun(tmp_path, model)
+
+
+def test_an_attribute_without_values_is_refused_beside_files_too(tmp_path: Path) -> None:
+    save_file(dict(nn.Linear(WIDTH, WIDTH).named_parameters()), tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"^table is a tensor on the meta device"):
+        begun(tmp_path, on_meta(Plain), weights=tmp_path / "model.safetensors")
 
 
 def test_a_refused_model_begins_from_files(tmp_path: Path) -> None:
