@@ -152,7 +152,7 @@ def migrate(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
 ) -> None:
-    """Convert a configuration of DeepSpeed to one of offload, with a comment for every key."""
+    """Convert a configuration of DeepSpeed to one of offload, and say what became of its keys."""
     migrate_file(file, out, ranks, replace=force)
 
 

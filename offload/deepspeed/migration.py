@@ -220,8 +220,9 @@ def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems:
 
 
 def _take_section(path: str, value: Any, made: Migration) -> str | None:
-    """Note a section; return an error message if it is none."""
-    if not isinstance(value, Mapping) and value not in (None, AUTO):
+    """Note a section; return an error message if it is none. Those at the top are never auto."""
+    is_auto = value == AUTO and "." in path
+    if not isinstance(value, Mapping) and value is not None and not is_auto:
         return f"{path}: expected keys and values, found {value!r}"
     made.said[path] = value
     return None

@@ -151,6 +151,7 @@ def test_auto_is_left_to_the_trainer_where_it_fills_it_in() -> None:
         ({"train_batch_size": 7, "gradient_accumulation_steps": 2}, "train_batch_size: 7 is not"),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16_master"),
         ({"optimizer": [1]}, "expected keys and values"),
+        ({"fp16": "auto"}, "fp16: expected keys and values, found 'auto'"),
         ({"zero_optimization": {"cpu_offload": True}}, "cpu_offload: true is not supported"),
         ({"zero_optimization": {"sub_group_size": 1, "stage3_sub_group_size": 2}}, "given twice"),
     ],
