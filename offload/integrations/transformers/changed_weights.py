@@ -6,16 +6,19 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.foreign.weight_shards import Tensors, Write
+from offload.checkpoint.foreign.weight_shards import Write
 from offload.process import machine
 from offload.quantised.writing import Target, configuration, described, encoded
 from offload.tiers.errors import ConfigError
 from offload.zero.groups.storage import HEAD, is_named
+
+if TYPE_CHECKING:
+    from offload.integrations.transformers.hub_format import ModelInHubFormat
 
 _log = logging.getLogger("offload")
 
@@ -33,23 +36,11 @@ class Change:
         return any(is_named(name, each) for each in skip)
 
 
-class NamedTensors(Tensors, Protocol):
-    """The tensors of a model that are written, with their names in files."""
-
-    @property
-    def names(self) -> Mapping[str, str]:
-        """Names in files by the model's names, for the tensors that are the same in both."""
-
-    @property
-    def experts(self) -> Mapping[str, str]:
-        """The packed parameter of each matrix of a single expert, by the matrix's name in files."""
-
-
 class ChangedWeights:
     """The tensors of `saved`, in codes. One tensor is in memory at a time; experts that are stored
     together are, too."""
 
-    def __init__(self, saved: NamedTensors, model: nn.Module, change: Change) -> None:
+    def __init__(self, saved: ModelInHubFormat, model: nn.Module, change: Change) -> None:
         """Raise ConfigError for a weight that cannot be encoded so, or if there is none to
         encode."""
         self._saved = saved
@@ -108,7 +99,7 @@ def _part(name: str, end: str) -> str:
 
 
 def _linear_layers(
-    saved: NamedTensors, model: nn.Module, change: Change
+    saved: ModelInHubFormat, model: nn.Module, change: Change
 ) -> tuple[list[str], list[str]]:
     """Return the model's names of the weights to encode, and of the other linear layers."""
     for pattern in change.skip or ():
@@ -132,7 +123,7 @@ def _linear_layers(
     return chosen, others
 
 
-def _experts(saved: NamedTensors, change: Change) -> set[str]:
+def _experts(saved: ModelInHubFormat, change: Change) -> set[str]:
     """Return the names in files of the experts' matrices to encode."""
     if not change.target.holds_experts:
         return set()
@@ -145,7 +136,9 @@ def _experts(saved: NamedTensors, change: Change) -> set[str]:
     return set(saved.experts)
 
 
-def _check(saved: NamedTensors, model: nn.Module, change: Change, chosen: Collection[str]) -> None:
+def _check(
+    saved: ModelInHubFormat, model: nn.Module, change: Change, chosen: Collection[str]
+) -> None:
     if not chosen:
         skip = (HEAD,) if change.skip is None else change.skip
         raise ConfigError(
