@@ -65,7 +65,7 @@ def main() -> None:
         assert _train(Request(name, "run", resume=False)) == 0
         assert _train(Request(name, "run", resume=True)) == 0
     deadline = time.monotonic() + 10
-    while threading.active_count() > 1:
+    while threading.active_count() > 1:  # the watchdog over calls ends when there are none
         assert time.monotonic() < deadline, "a fork would lose the others"
         time.sleep(0.01)
     for line in sys.stdin:

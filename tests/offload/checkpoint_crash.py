@@ -84,7 +84,7 @@ def _warm_up() -> None:
         engine.load_checkpoint(swap / "saved")
         engine.close()
     until = time.monotonic() + 30
-    while threading.active_count() > 1:
+    while threading.active_count() > 1:  # the watchdog over calls ends when there are none
         assert time.monotonic() < until
         time.sleep(0.1)
 

@@ -1,16 +1,52 @@
-"""What descriptors of a checkpoint's files and locks on its folder are worth."""
+"""Calls on a checkpoint's files: one that does not return is named, and what a descriptor and a
+lock are worth after it."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from offload.checkpoint.format import locks
-from offload.checkpoint.format.disk import OpenFile, new_file
+from offload.checkpoint.format import disk, locks
+from offload.checkpoint.format.disk import OpenFile, new_file, rename
 from offload.checkpoint.format.locks import alone_in, lock_folder, unlock
 from offload.errors import CheckpointError, NoSpaceError
+
+
+def test_a_call_that_does_not_return_is_named_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = threading.Event()
+    monkeypatch.setattr(disk, "_watchdog", disk._Watchdog())
+    monkeypatch.setattr(disk._Watchdog, "WARN_AFTER_S", 0.1)
+    monkeypatch.setattr(disk._log, "warning", lambda *said: (warned.append(said), named.set()))
+    warned: list[tuple[object, ...]] = []
+    (tmp_path / "old").touch()
+    renamed = os.rename
+
+    def hangs(old: Path, new: Path) -> None:
+        assert named.wait(10)
+        renamed(old, new)
+
+    monkeypatch.setattr(os, "rename", hangs)
+    rename(tmp_path / "old", tmp_path / "new")
+    assert (tmp_path / "new").exists()
+    ((text, operation, path, seconds),) = warned
+    assert (operation, path) == ("rename", tmp_path / "new")
+    assert "has not ended" in str(text)
+    assert float(str(seconds)) >= 0.1
+
+
+def test_a_call_whose_end_an_interrupt_left_out_is_not_watched_any_longer() -> None:
+    before = set(threading.enumerate())
+    call = disk._Call("sync", Path("file"))
+    disk._Watchdog().began(call)
+    (thread,) = set(threading.enumerate()) - before  # it lives as long as the call does
+    del call  # without `ended`
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_lock_that_a_stopped_process_keeps_is_an_error_within_half_a_minute(

@@ -1,12 +1,16 @@
-"""Bytes, files and names of checkpoints: typed errors, short writes completed. Functions that
-change or look up names raise plain OSErrors."""
+"""Bytes, files and names of checkpoints: typed errors, short writes completed, hanging calls named.
+Functions that change or look up names raise plain OSErrors."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import secrets
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -23,6 +27,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_log = logging.getLogger("offload")
 
 
 # --------------------------------------------------------------------------- errors
@@ -54,9 +59,74 @@ def storage_error(
 
 
 # --------------------------------------------------------------------------- calls
+class _Call:
+    """A call that is under way."""
+
+    def __init__(self, operation: str, path: Path) -> None:
+        self.operation, self.path, self.began_s = operation, path, time.monotonic()
+
+
+class _Watchdog:
+    """Names calls that have not returned for `WARN_AFTER_S`: a disk or a server that does not
+    answer keeps the thread that asks, and nothing takes a call back."""
+
+    WARN_AFTER_S = 30.0
+    _LOOK_EVERY_S = 0.05  # the thread ends so soon after the last call: a program may fork
+
+    def __init__(self) -> None:
+        # until they are named. Not kept: an interrupt may come before `ended`
+        self._calls: set[weakref.ref[_Call]] = set()
+        self._thread: threading.Thread | None = None
+        os.register_at_fork(after_in_child=self._forget_parent)
+
+    def _forget_parent(self) -> None:
+        self._calls.clear()
+        self._thread = None
+
+    def began(self, call: _Call) -> None:
+        """Watch a call until `ended`."""
+        self._calls.add(weakref.ref(call, self._calls.discard))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="offload-watchdog", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread can be started: the call is made all the same
+                self._thread = None
+
+    def ended(self, call: _Call) -> None:
+        """End the watch over a call."""
+        self._calls.discard(weakref.ref(call))
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._LOOK_EVERY_S)
+            self._thread = None  # before it looks: a call that comes then begins another one
+            for call in list(self._calls):
+                self._look_at(call())
+            if not self._calls:
+                return
+            self._thread = threading.current_thread()
+
+    def _look_at(self, call: _Call | None) -> None:
+        if call and (seconds := time.monotonic() - call.began_s) >= self.WARN_AFTER_S:
+            self.ended(call)
+            _log.warning(
+                "%s of %s has not ended for %.3g s: the device or its server does not answer, "
+                "see `dmesg`; a second Ctrl-C ends the program", call.operation, call.path, seconds,
+            )  # fmt: skip
+
+
+_watchdog = _Watchdog()
+
+
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
-    """Make a call of the system on a checkpoint."""
-    return perform(operation, path, function, *args)
+    """Make a call of the system on a checkpoint: one that does not return is named in the log."""
+    call = _Call(operation, path)
+    try:
+        _watchdog.began(call)
+        return perform(operation, path, function, *args)
+    finally:
+        _watchdog.ended(call)
 
 
 def perform(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
