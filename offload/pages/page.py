@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.display.plain_text import without_controls
+from offload.pages.pictures import Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,10 @@ class Section:
     """A part of a page; what is empty is not shown, nor is a section with nothing in it."""
 
     title: str
+    pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
     lines: Sequence[str] = ()
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ config.resolved.yaml     the configuration, with every default filled in
 metrics.jsonl            one line per step
 prediction.json          the expected memory and step time
 measured.json            the measured memory and step time, once the run has ended
+run.html                 everything on one page
 checkpoints/step-000100          checkpoints of the engine, with the loop's state
 """
 
@@ -35,7 +36,8 @@ from offload.planning.choice.run_check import (
 )
 from offload.process.machine import peak_rss_nbytes
 from offload.runs.metrics import MetricsFile, write_whole
-from offload.tiers.errors import CheckpointError, ConfigError, PathError
+from offload.runs.page import PAGE, write_page
+from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
@@ -69,6 +71,7 @@ class RunFolder:
         self._writes = writes
         self.checkpoints = path / "checkpoints"
         self.metrics = MetricsFile(path / "metrics.jsonl")
+        self.page = path / PAGE
         self._lock: OpenFolder | None = None
 
     @classmethod
@@ -111,12 +114,20 @@ class RunFolder:
             raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Write pending output, and release the lock."""
+        """Write pending output, the page last, and release the lock."""
         try:
             self.metrics.close()
+            if self._lock is not None:
+                self._write_page()
         finally:
             unlock(self._lock)
             self._lock = None
+
+    def _write_page(self) -> None:
+        try:
+            write_page(self.path)
+        except OffloadError as error:  # the run has ended well all the same
+            _log.warning("no %s: %s", PAGE, error)
 
     def write_config(self, config: OffloadConfig) -> None:
         """Write config.resolved.yaml."""

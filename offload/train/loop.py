@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,7 +160,8 @@ class Trainer:
             except KeyboardInterrupt:
                 measured = self.record.measured()  # saving may close the engine
                 self._complete_save()
-                self.record.write(measured)
+                saved = self._saved_step == self.steps_done
+                self.record.write(replace(measured, stopped=saved, cut_short=not saved))
                 self._say_interrupted()
                 raise
         self._sample("after")
@@ -311,6 +312,7 @@ class Trainer:
             console.print(f"{report.skipped_steps} steps skipped: gradients not finite")
         console.print(loss_line(rows))
         console.print(f"run folder: {self.folder.path}", soft_wrap=True)
+        console.print(f"page: {self.folder.page}", soft_wrap=True)
 
 
 def readable(text: bytes) -> str:

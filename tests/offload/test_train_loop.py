@@ -25,6 +25,9 @@ from offload.runs.folder import RunFolder, check_same_run
 from offload.train.loop import run
 from tests.offload.engine_cases import ON, on_a_gpu_too
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
 TRAIN = {
     "model": {"layers": 1, "hidden": 16, "heads": 2, "mlp": 32, "max_sequence": 64},
     "steps": 6,
@@ -77,6 +80,7 @@ def test_a_run_leaves_its_folder_complete(make_config: Any, tmp_path: Path) -> N
     assert (written.train, written.precision, written.seed) == (given.train, "fp32", given.seed)
     assert written.optimizer.in_backward == given.optimizer.in_backward
     assert None not in (written.placement.parameters, written.placement.optimizer)
+    assert "ended after 6 of 6 steps" in (tmp_path / "run/run.html").read_text()
     for fragment in ("text before", "text after", "peak RSS", "plain PyTorch", "nvme", "tokens/s"):
         assert fragment in output
 

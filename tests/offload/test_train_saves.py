@@ -28,6 +28,8 @@ from tests.offload.engine_cases import HOST, NVME, ON
 from tests.offload.test_background_saves import Held, slow
 from tests.offload.test_train_loop import TRAIN, checkpoints_in, losses, run_quietly
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 MIXED: dict[str, Any] = {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
 Begun = Callable[[offload.Engine, int], None]  # told of the step that is about to be made
 
@@ -148,6 +150,8 @@ def test_a_signal_amid_a_save_completes_it_and_saves_the_step(
     said = ended_by(KeyboardInterrupt, config, tmp_path / "cut", press)
     assert "interrupted after step 3 of 6; the checkpoint of step 3 is in" in said
     assert checkpoints_in(tmp_path / "cut") == ["step-000002", "step-000003"]
+    page = (tmp_path / "cut/run.html").read_text()
+    assert "stopped by Ctrl-C or SIGTERM after 3 of 6 steps, all saved" in page
     check_goes_on_as(tmp_path / "whole", config, tmp_path / "cut", 3)
 
 

@@ -58,6 +58,8 @@ class Measured(_Kept):
     rss_nbytes: Annotated[Nbytes, Field(gt=0)]
     seconds: Positive | None
     steps: Nbytes
+    cut_short: bool = False  # by an error, or by a Ctrl-C or SIGTERM before all steps were saved
+    stopped: bool = False  # by a Ctrl-C or SIGTERM, and all steps are saved
 
 
 @dataclass(frozen=True)
