@@ -153,7 +153,7 @@ def _laid_out(shape: Shape, best: Candidate, spilled: int, machine: GpuMachine) 
         budgets[tier] = needed + _WINDOW_NBYTES if needed else 0
     if spilled:  # with all of RAM they would be read from the disk once
         best = _solved(shape, machine, budgets, spilled)
-    traffic = update_traffic(plan.record_formats[Tier.HOST], _ITEMSIZE, _ITEMSIZE)
+    traffic = update_traffic(plan.record_format, _ITEMSIZE, _ITEMSIZE)
     train = {"model": shape.model(), "batch": BATCH, "sequence": SEQUENCE}
     return Case(
         shape=shape, numel=numel,

@@ -134,30 +134,6 @@ class Percent:
 
 
 StateFormatName = Literal["fp32", "bf16", "int8"]
-STATE_FORMATS: tuple[StateFormatName, ...] = ("fp32", "bf16", "int8")
-
-
-@dataclass(frozen=True)
-class StateFormats:
-    """How the optimizer's states are kept in each tier."""
-
-    by_tier: tuple[StateFormatName, ...] = tuple("fp32" for _ in Tier)  # in the tiers' order
-
-    def of(self, tier: str) -> StateFormatName:
-        return self.by_tier[_TIERS.index(tier)]
-
-    @property
-    def uniform(self) -> bool:
-        return len(set(self.by_tier)) == 1
-
-    @property
-    def exact(self) -> bool:
-        return self == StateFormats()
-
-    def __str__(self) -> str:
-        if self.uniform:
-            return self.by_tier[0]
-        return ", ".join(f"{tier} {self.of(tier)}" for tier in Tier)
 
 
 class UnknownNameError(ValueError):
@@ -248,35 +224,6 @@ def _dump_split(value: Placement | None) -> str | dict[str, str] | None:
     return {tier: _percent(share) for tier, share in shares.items()}
 
 
-def _parse_states(value: Any) -> StateFormats:
-    if isinstance(value, StateFormats):
-        return value
-    if isinstance(value, str):
-        name = _parse_state_format(value)
-        return StateFormats((name,) * len(Tier))
-    if not isinstance(value, dict) or not value:
-        raise ValueError(
-            "expected fp32, bf16, int8, or a format per tier like {host: fp32, nvme: int8}; "
-            f"found {value!r}"
-        )
-    for tier in value:
-        if tier not in _TIERS:
-            raise UnknownNameError(str(tier), _TIERS, "a tier")
-    formats = {tier: _parse_state_format(name) for tier, name in value.items()}
-    return StateFormats(tuple(formats.get(tier, "fp32") for tier in _TIERS))
-
-
-def _parse_state_format(value: Any) -> StateFormatName:
-    for name in STATE_FORMATS:
-        if value == name:
-            return name
-    raise UnknownNameError(str(value), STATE_FORMATS, "a format of states")
-
-
-def _dump_states(value: StateFormats) -> str | dict[str, str]:
-    return value.by_tier[0] if value.uniform else dict(zip(_TIERS, value.by_tier, strict=True))
-
-
 def _check_path(value: str) -> str:
     """Check that the path can be a file name, and that the user in it exists."""
     shown = repr(value) if len(value) <= 60 else f"{value[:57]!r}..."
@@ -308,12 +255,6 @@ Split = Annotated[
     PlainValidator(parse_split),
     PlainSerializer(_dump_split),
     Kind("tier, split over tiers, or auto", absent="auto"),
-]
-States = Annotated[
-    StateFormats,
-    PlainValidator(_parse_states),
-    PlainSerializer(_dump_states),
-    Kind("fp32, bf16, int8, or one of them per tier"),
 ]
 AutoBool = bool | Literal["auto"]
 Recompute = bool | Literal["selective", "auto"]

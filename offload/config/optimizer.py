@@ -13,8 +13,7 @@ from offload.config.fields import (
     AutoChunk,
     KeyedError,
     Section,
-    StateFormats,
-    States,
+    StateFormatName,
     key,
 )
 from offload.kernels.rules import RULES, WHY_NOT_MUON, Scalars
@@ -94,9 +93,8 @@ class OptimizerConfig(Section):
     """Master weights: split (bf16 weight + 16-bit remainder), fp32 (a full copy), none (fp32
     weights are their own; bf16 weights are rounded stochastically, an approximation). auto: split
     for bf16, fp32 for fp16, none for fp32."""
-    states: States = key(StateFormats(), example={"host": "fp32", "nvme": "int8"})
-    """Format of the optimizer's states: fp32, bf16 or int8, or one per tier, like {host: fp32,
-    nvme: int8}. bf16 and int8 are approximations."""
+    states: StateFormatName = key("fp32", example="int8")
+    """Format of the optimizer's states. bf16 and int8 are approximations."""
     in_backward: AutoBool = key("auto", example=True)
     """Update each group as soon as its gradients are there, behind the rest of the backward; every
     begun step must then be taken. auto: only in `offload train`, and there where no clipping or
@@ -136,7 +134,7 @@ class OptimizerConfig(Section):
                 )
         if self.nesterov and (not self.momentum or self.dampening):
             raise KeyedError("nesterov: true needs momentum above 0 and no dampening", "nesterov")
-        if self.amsgrad and not self.states.exact:
+        if self.amsgrad and self.states != "fp32":
             raise self.contradiction(
                 "amsgrad", "states",
                 ": the largest second moment is kept in fp32 only; set states: fp32",

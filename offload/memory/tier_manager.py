@@ -233,8 +233,9 @@ class TieredHomes:
             return self._device.record(label, nbytes)
         return self._state(tier, label, nbytes, nbytes, StateClass.OPTIMIZER, next_use)
 
-    def record_format(self, index: int, chunk: int) -> RecordFormat:
-        return self.plan.record_formats[self.plan.records[index][chunk]]
+    @property
+    def record_format(self) -> RecordFormat:
+        return self.plan.record_format
 
     def _state(
         self, tier: Tier, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,

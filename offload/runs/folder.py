@@ -49,8 +49,6 @@ _FIXED_KEYS = (
     "seed", "precision", "gradient_accumulation_steps", "train.model", "train.text",
     "train.validation", "train.batch", "train.sequence",
 )  # fmt: skip
-# ... where tiers keep optimizer states in different formats: which states are where, too
-_FIXED_BY_TIERS = ("placement.optimizer", "optimizer.chunk", "optimizer.states")
 
 
 @dataclass(frozen=True)
@@ -209,10 +207,9 @@ class RunRecord:
 def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
     """Raise ConfigError naming each key that differs although a resumed run may not change it."""
     current = now.to_dict()
-    by_tiers = () if now.optimizer.states.uniform else _FIXED_BY_TIERS
     changed = [
         f"{key}: {_at(current, key)} was {_at(before, key)}"
-        for key in (*_FIXED_KEYS, *by_tiers)
+        for key in _FIXED_KEYS
         if _at(current, key) != _at(before, key)
     ]
     if changed:

@@ -191,7 +191,7 @@ BAD_VALUES = [
     ),
     ("optimizer: {type: muon}", ["optimizer.type: muon is not supported", "whole matrix"]),
     ("optimizer: {type: sgd, betas: [0.9, 0.9]}", ["betas: sgd has none", "adamw or adam or lion"]),
-    ("optimizer: {states: fp8}", ["'fp8' is not a format of states", "allowed: fp32, bf16, int8"]),
+    ("optimizer: {states: fp8}", ["'fp8' is not allowed", "allowed: fp32, bf16, int8"]),
     ("optimizer:\n  amsgrad: true\n  states: int8", ["run.yaml:2", "contradicts states: int8"]),
     ("optimizer: {type: sgd, nesterov: true}", ["nesterov: true needs momentum above 0"]),
     (

@@ -139,23 +139,6 @@ def test_the_seed_decides_how_states_are_rounded(tmp_path: Path) -> None:
     assert any(not torch.equal(one[name], other[name]) for name in one if "exp_avg" in name)
 
 
-# ------------------------------------------------------------------------- a format per tier
-def test_each_tier_keeps_states_in_its_own_format(tmp_path: Path) -> None:
-    placement = {**HOST, "optimizer": {"host": "50%", "nvme": "50%"}}
-    keys = {"optimizer": {"chunk": 2048, "states": {"host": "fp32", "nvme": "int8"}}}
-    with offload.initialize(seeded(TinyLM), config(tmp_path, placement, **keys)) as engine:
-        losses_of(engine, batches(2))
-        bytes_of: dict[str, list[float]] = {"host": [], "nvme": []}
-        for group, tiers in zip(engine.plan.groups, engine.plan.records, strict=True):
-            chunks = group.layout.chunks(engine.plan.chunk_numel)
-            for tier, nbytes, chunk in zip(tiers, group.records, chunks, strict=True):
-                if len(chunk) == 2048:
-                    bytes_of[str(tier)].append(nbytes / len(chunk))
-        engine.check_integrity()
-    assert min(bytes_of["host"]) >= 8
-    assert max(bytes_of["nvme"]) <= 4  # two bytes and scales, in whole pages
-
-
 # ------------------------------------------------------------------------- what contradicts
 
 
@@ -196,42 +179,6 @@ def test_numbers_that_cannot_work_are_refused_before_anything_is_updated(
 
 
 # ------------------------------------------------------------------------- formats and resume
-SPLIT = {**HOST, "optimizer": {"host": "50%", "nvme": "50%"}}
-
-
-def mixed(folder: Path, placement: dict[str, Any]) -> dict[str, Any]:
-    optimizer = {"lr": 3e-3, "chunk": 2048, "states": {"host": "fp32", "nvme": "int8"}}
-    return config(folder, placement, optimizer=optimizer)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("before", "after", "exact"),
-    [(SPLIT, NVME, False), (HOST, NVME, False), (NVME, SPLIT, True), (NVME, NVME, True)],
-    ids=["split-nvme", "host-nvme", "nvme-split", "nvme-nvme"],
-)
-def test_a_format_per_tier_loads_under_another_split(
-    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], exact: bool
-) -> None:
-    """Whichever formats happen to be in use: int8 is kept exactly, fp32 is encoded where it has
-    to be."""
-    with offload.initialize(seeded(TinyLM), mixed(tmp_path, before)) as engine:
-        losses_of(engine, batches(3))
-        engine.save_checkpoint(tmp_path / "saved")
-        saved = states_of(engine)
-        expected = losses_of(engine, batches(3, seed=4))
-    with offload.initialize(seeded(TinyLM, 1), mixed(tmp_path, after)) as engine:
-        engine.load_checkpoint(tmp_path / "saved")
-        found = states_of(engine)
-        kept = saved.keys() if exact else {name for name in saved if "exp_avg" not in name}
-        assert_same_bits({name: found[name] for name in kept}, {name: saved[name] for name in kept})
-        for name in saved.keys() - kept:
-            torch.testing.assert_close(found[name], saved[name], rtol=0.07, atol=1e-6)
-        losses = losses_of(engine, batches(3, seed=4))
-        assert losses == (expected if before == after else pytest.approx(expected, rel=0.01))
-        engine.check_integrity()
-
-
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("precision", "master"), [("bf16", "split"), ("bf16", "fp32"), ("bf16", "none")]

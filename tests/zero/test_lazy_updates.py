@@ -132,8 +132,8 @@ class Table:
             record.mark_host_dirty()
             records.append(record)
         steps = np.zeros(len(params), np.int64)
-        formats = [self._kept] * len(chunks)
-        return OptimizerState(group, gradients, chunks, records, formats, steps, Part.of(layout, 0))
+        part = Part.of(layout, 0)
+        return OptimizerState(group, gradients, chunks, records, self._kept, steps, part)
 
     def hyper(self, param: nn.Parameter) -> Hyper | None:
         place = int(param.numel() != NUMELS[0])

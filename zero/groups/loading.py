@@ -46,9 +46,9 @@ def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
     part = state.part
     weights = part.trained_in(host)
     window = _Window(group.layout.params, values)
-    for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
+    for elements, record in zip(state.chunks, state.records, strict=True):
         full = window.assemble(_shifted(elements, part.trainable.start))
-        arrays = kept.arrays(record.blank(), len(elements))
+        arrays = state.record_format.arrays(record.blank(), len(elements))
         _clear(arrays)
         _store(full, weights[elements.start : elements.stop], own, arrays)
         del arrays

@@ -136,7 +136,8 @@ class ParameterValues(WeightValues):
         part = state.parts[index]
         spec = part.spec
         weights = state.part.trained_in(array_of(host, self._own))
-        for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
+        kept = state.record_format
+        for elements, record in zip(state.chunks, state.records, strict=True):
             lo, hi = max(spec.offset, elements.start), min(spec.stop, elements.stop)
             if lo >= hi:
                 continue
@@ -164,7 +165,7 @@ class ParameterValues(WeightValues):
 
     def fields(self, param: nn.Parameter) -> tuple[str, ...]:
         """Return the arrays of a trained parameter that `read` names."""
-        kept = self._state_of(self._first(param)[0]).formats[0]  # tiers differ in the states' alone
+        kept = self._state_of(self._first(param)[0]).record_format
         return tuple(kept.states) if kept.master is Master.NONE else (*kept.states, "master")
 
     def read_steps(self, param: nn.Parameter) -> int:
@@ -212,7 +213,7 @@ class ParameterValues(WeightValues):
         if not spec.trainable:
             return
         self.write_steps(param, int(state.get("step", 0)))
-        for name in self._state_of(group).formats[0].states:
+        for name in self._state_of(group).record_format.states:
             value = state.get(name)
             self.write(param, name, torch.zeros(spec.shape) if value is None else value)
         if "master" in state:

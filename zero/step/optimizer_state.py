@@ -44,7 +44,7 @@ class OptimizerState:
     gradients: Gradients
     chunks: list[range]
     records: list[State]
-    formats: list[RecordFormat]  # of the records
+    record_format: RecordFormat
     steps: Array  # int64, per trainable parameter: how often it was updated
     part: Part  # of the group that this rank updates
     parts: dict[int, PartOfParam] = field(init=False)  # of parameters that lie in the part

@@ -73,7 +73,8 @@ class Homes(WeightHomes, Protocol):
         self, index: int, name: str, chunk: int, nbytes: int, next_use: NextUse
     ) -> State: ...
 
-    def record_format(self, index: int, chunk: int) -> RecordFormat: ...
+    @property
+    def record_format(self) -> RecordFormat: ...
 
     def device_work(self) -> DeviceWork:
         """Return the device's streams and memory for updates and gradients beside the model."""
@@ -187,14 +188,14 @@ class Runtime:
 
         gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
         chunks = layout.chunks(self.options.chunk_numel)
-        formats = [self._homes.record_format(index, chunk) for chunk in range(len(chunks))]
+        kept_as = self._homes.record_format
         records = [
-            self._homes.record(index, group.name, chunk, format_.nbytes(len(elements)), next_update)
-            for chunk, (elements, format_) in enumerate(zip(chunks, formats, strict=True))
+            self._homes.record(index, group.name, chunk, kept_as.nbytes(len(elements)), next_update)
+            for chunk, elements in enumerate(chunks)
         ]
         steps = np.zeros(sum(spec.trainable for spec in layout.params), dtype=np.int64)
-        kept = OptimizerState(group, gradients, chunks, records, formats, steps, part)
-        group.has_masters = any(format_.master is not Master.NONE for format_ in formats)
+        kept = OptimizerState(group, gradients, chunks, records, kept_as, steps, part)
+        group.has_masters = bool(chunks) and kept_as.master is not Master.NONE
         # A state at home on the device is updated on a stream, for which the CPU does not wait: the
         # model has to ask for it at each use, so that its own stream waits.
         states = (group.state, gradients.state, *records)

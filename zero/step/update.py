@@ -246,8 +246,8 @@ class UpdateQueue(PendingUpdates):
             # The forward is next: let the weights be updated where it will read them, if there is
             # room.
             group.state.prefetch_host(next_use=self._expected.of_parameters(group))
-        chunks = zip(state.chunks, state.records, state.formats, strict=True)
-        for index, (elements, record, record_format) in enumerate(chunks):
+        chunks = zip(state.chunks, state.records, strict=True)
+        for index, (elements, record) in enumerate(chunks):
             if self._expected.keep_records:
                 record.prefetch_host(next_use=self._expected.of_records(group))
             gradient = None
@@ -255,7 +255,7 @@ class UpdateQueue(PendingUpdates):
                 gradients = state.gradients
                 gradient = ChunkBytes(gradients.state, index, before=gradients.landed)
             chunk = Chunk(
-                update, elements, record_format, ChunkBytes(group.state, index),
+                update, elements, state.record_format, ChunkBytes(group.state, index),
                 ChunkBytes(record, 0), gradient,
             )  # fmt: skip
             chunk.buffer = self._stage(chunk)

@@ -63,9 +63,9 @@ def _fields(record: OptimizerRecord) -> str:
 
 
 def _states(engine: Trained, mine: OptimizerRecord, saved: OptimizerRecord) -> str:
-    """The saved format if the engine accepts it, else that of the configuration: formats of several
-    tiers are saved as another one, fp32."""
-    return saved.states if mine.states == saved.states else str(engine.config.optimizer.states)
+    """The saved format if the engine accepts it, else that of the configuration, which may not be
+    the one that the engine saves (`saved_format`)."""
+    return saved.states if mine.states == saved.states else engine.config.optimizer.states
 
 
 def _amsgrad(record: OptimizerRecord) -> str:

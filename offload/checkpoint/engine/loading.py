@@ -166,9 +166,10 @@ class _Loader:
 
     def _read_optimizer(self, state: OptimizerState) -> None:
         specs = [spec for spec in state.group.layout.params if spec.trainable]
-        for elements, record, kept in zip(state.chunks, state.records, state.formats, strict=True):
+        kept, start = state.record_format, state.part.trainable.start
+        for elements, record in zip(state.chunks, state.records, strict=True):
             with self._access.overwriting(record, 0) as raw:
-                self._read_record(raw, shifted(elements, state.part.trainable.start), specs, kept)
+                self._read_record(raw, shifted(elements, start), specs, kept)
                 del raw
 
     def _read_record(

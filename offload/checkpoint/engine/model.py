@@ -197,17 +197,14 @@ def model_record(model: nn.Module) -> ModelRecord | None:
 
 
 def saved_format(engine: Trained) -> RecordFormat:
-    """The format in which a checkpoint keeps optimizer records: that of the engine. If the
-    configuration has a format per tier, it is fp32, since their places may differ another time;
-    likewise if rows of a packed parameter would share a block of 8-bit states."""
-    formats = (kept for state in engine.runtime.optimizer_states for kept in state.formats)
-    kept = next(formats, _EMPTY)  # they differ in how states are kept only
+    """The format in which a checkpoint keeps optimizer records: that of the engine; fp32 if rows of
+    a packed parameter would share a block of 8-bit states."""
+    states = engine.runtime.optimizer_states
+    kept = next((state.record_format for state in states if state.records), _EMPTY)
     uneven = kept.state_format is StateFormat.INT8 and any(
         packed.rows[0].numel() % BLOCK for packed in engine.runtime.store.packed
     )
-    if engine.config.optimizer.states.uniform and not uneven:
-        return kept
-    return replace(kept, state_format=StateFormat.FP32)
+    return replace(kept, state_format=StateFormat.FP32) if uneven else kept
 
 
 _EMPTY = RecordFormat(Master.NONE)  # of a frozen model

@@ -157,9 +157,8 @@ class ShardReader:
             yield elements, saved.arrays(raw, len(elements))
 
     def _own_records(self, state: OptimizerState, saved: RecordFormat) -> Records:
-        first = state.part.trainable.start
-        chunks = zip(state.chunks, state.records, state.formats, strict=True)
-        for elements, record, kept in chunks:
+        first, kept = state.part.trainable.start, state.record_format
+        for elements, record in zip(state.chunks, state.records, strict=True):
             with self._access.reading(record, 0) as raw:
                 arrays = kept.in_format(kept.arrays(raw, len(elements)), saved)
                 yield shifted(elements, first), arrays

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from offload.planning.choice.solver import solve
@@ -10,13 +9,10 @@ from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.plan.shortfalls import shortfalls
 from offload.swap.threads.worker import available_cores
 from offload.tiers.errors import BudgetError
-from offload.tiers.ledger import StateClass
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-
-_log = logging.getLogger("offload")
 
 
 def chosen_config(config: OffloadConfig, plan: Plan) -> OffloadConfig:
@@ -50,7 +46,6 @@ def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> P
     """Make the plan of a model on some hardware. Raise BudgetError if a budget cannot work."""
     plan = lay_out_plan(config, model, hardware)
     check_plan(plan, hardware)
-    _tell_of_formats(plan, config)
     return plan
 
 
@@ -64,15 +59,3 @@ def check_plan(plan: Plan, hardware: Hardware) -> None:
 def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
     """Make the plan that the configuration describes, whether or not it fits (see `shortfalls`)."""
     return solve(config, model, hardware).best.plan
-
-
-def _tell_of_formats(plan: Plan, config: OffloadConfig) -> None:
-    """Warn if the results depend on the machine."""
-    if config.optimizer.states.uniform:
-        return
-    if config.placement.optimizer is None:
-        _log.warning(
-            "optimizer.states differ by tier, and placement.optimizer is open: here it is %s, in "
-            "chunks of %d; name both, or another machine keeps other states in other formats",
-            plan.placements[StateClass.OPTIMIZER].describe(), plan.chunk_numel,
-        )  # fmt: skip

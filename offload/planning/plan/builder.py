@@ -32,7 +32,6 @@ from offload.planning.plan.plan import (
 from offload.planning.plan.sizes import (
     CLASSES,
     STAGING_BUFFERS,
-    GroupBytes,
     Placements,
     gathered_unit,
     largest_unit,
@@ -40,7 +39,6 @@ from offload.planning.plan.sizes import (
     measure,
     sizes_of,
     tiers_of,
-    with_records,
 )
 from offload.planning.plan.tuning import chunk_in_memory, prefetch_depth, streamed_chunk
 from offload.tiers.errors import ConfigError
@@ -107,11 +105,11 @@ class PlanBuilder:
         moves = bool(tiers_of(placements, StateClass.PARAMETERS) - computing)
         homes = parameters.homes, gradients.homes, records.homes
         plan = Plan(
-            budgets=dict(self.budgets), groups=records.groups, placements=placements,
+            budgets=dict(self.budgets), groups=self.groups, placements=placements,
             parameters=tuple(itertools.chain.from_iterable(parameters.tiers)),
             gradients=tuple(itertools.chain.from_iterable(gradients.tiers)),
             records=records.tiers, homes=dict(zip(CLASSES, homes, strict=True)),
-            record_formats=self.sizes.record_formats, chunk_numel=self.sizes.chunk_numel,
+            record_format=self.sizes.record_format, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes,
@@ -142,20 +140,16 @@ class PlanBuilder:
         pieces = [group.pieces(state_class) for group in self.groups]
         assigned = iter(placement.assign(list(itertools.chain.from_iterable(pieces))))
         tiers = tuple(tuple(itertools.islice(assigned, len(each))) for each in pieces)
-        pairs = list(zip(self.groups, tiers, strict=True))
-        groups = self.groups
         if state_class is StateClass.GRADIENTS:  # fp32 sums are never kept in files
             tiers = tuple(
                 (Tier.HOST,) if group.summed and each == (Tier.NVME,) else each
-                for group, each in pairs
+                for group, each in zip(self.groups, tiers, strict=True)
             )
-        if state_class is StateClass.OPTIMIZER:
-            groups = tuple(with_records(group, each, self.sizes) for group, each in pairs)
         homes: dict[Tier, int] = defaultdict(int)
-        for group, each in zip(groups, tiers, strict=True):
+        for group, each in zip(self.groups, tiers, strict=True):
             for tier, nbytes in zip(each, group.pieces(state_class), strict=True):
                 homes[tier] += nbytes
-        return _Assigned(tiers, groups, homes)
+        return _Assigned(tiers, homes)
 
     def _device_demand(self) -> int:
         """Return an upper bound of the bytes that explicit placements put into the device tier."""
@@ -168,7 +162,6 @@ class _Assigned:
     """A class of states in its tiers."""
 
     tiers: tuple[tuple[Tier, ...], ...]  # per group and piece
-    groups: tuple[GroupBytes, ...]  # with the bytes of records in their tiers
     homes: Mapping[Tier, int]  # bytes
 
 

@@ -93,7 +93,7 @@ class Plan:
     gradients: tuple[Tier, ...]
     records: tuple[tuple[Tier, ...], ...]
     homes: Mapping[StateClass, Mapping[Tier, int]]  # bytes at home of each placed class
-    record_formats: Mapping[Tier, RecordFormat]
+    record_format: RecordFormat
     chunk_numel: int
     prefetch: int
     staging_buffers: int

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -78,13 +78,13 @@ class Sizes:
 
     itemsize: int
     gradient_itemsize: int
-    record_formats: Mapping[Tier, RecordFormat]
+    record_format: RecordFormat
     chunk_numel: int
     prefetch: int
 
     def record_nbytes(self, numel: int) -> int:
-        """The bytes of a record of `numel` elements in the tier where it is largest."""
-        return pages(max(kept.nbytes(numel) for kept in self.record_formats.values()))
+        """The bytes of a record of `numel` elements."""
+        return pages(self.record_format.nbytes(numel))
 
 
 def measure(
@@ -95,16 +95,12 @@ def measure(
     return tuple(_group_bytes(group, sizes, group.sharding(sharding)) for group in model.groups)
 
 
-def record_formats(config: OffloadConfig) -> dict[Tier, RecordFormat]:
-    """The format of optimizer records in each tier."""
+def record_format(config: OffloadConfig) -> RecordFormat:
+    """The format of optimizer records."""
     optimizer = config.optimizer
-    return {
-        tier: RecordFormat(
-            Master[config.master.upper()], optimizer.state_names,
-            StateFormat[optimizer.states.of(tier).upper()],
-        )
-        for tier in Tier
-    }  # fmt: skip
+    return RecordFormat(
+        Master[config.master.upper()], optimizer.state_names, StateFormat[optimizer.states.upper()]
+    )
 
 
 def sizes_of(config: OffloadConfig) -> Sizes:
@@ -112,7 +108,7 @@ def sizes_of(config: OffloadConfig) -> Sizes:
     several = config.gradient_accumulation_steps > 1
     prefetch = USUAL_PREFETCH if config.prefetch == "auto" else config.prefetch
     return Sizes(
-        itemsize, 4 if several else itemsize, record_formats(config), config.chunk_numel, prefetch
+        itemsize, 4 if several else itemsize, record_format(config), config.chunk_numel, prefetch
     )
 
 
@@ -150,20 +146,6 @@ def _by_chunk(numel: int, chunk_numel: int, nbytes_of: Callable[[int], int]) -> 
     full, rest = divmod(numel, chunk_numel)
     last = (nbytes_of(rest),) if rest else ()
     return (nbytes_of(chunk_numel),) * full + last if full else last
-
-
-def with_records(group: GroupBytes, tiers: Sequence[Tier], sizes: Sizes) -> GroupBytes:
-    """Return the group with the bytes of its records in the tiers that they were assigned."""
-    if not tiers or len(set(sizes.record_formats.values())) == 1:
-        return group
-    numels = _by_chunk(group.layout.shard_trainable, sizes.chunk_numel, lambda numel: numel)
-    kept = (sizes.record_formats[tier] for tier in tiers)
-    return replace(group, records=tuple(map(_record_nbytes, kept, numels)))
-
-
-@lru_cache(maxsize=1024)  # chunks are alike
-def _record_nbytes(kept: RecordFormat, numel: int) -> int:
-    return pages(kept.nbytes(numel))
 
 
 @dataclass(frozen=True)

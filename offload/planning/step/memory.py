@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from offload.kernels.rules import StateFormat
 from offload.planning.activations.facts import fragmentation_nbytes
 from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, PlaceEstimate
 from offload.planning.plan.plan import (
@@ -107,7 +106,7 @@ class PlannedMemory:
     def _place(self, capacity_nbytes: int, by_class: ByClass) -> PlaceEstimate:
         """The place that holds `by_class`, with master weights apart from the optimizer's states.
         Classes of no bytes are left out, and the excess over the budget of a tier that is full."""
-        master, states = _record_split(self._plan.record_formats[Tier.HOST], 1 << 20)
+        master, states = _record_split(self._plan.record_format, 1 << 20)
         of_records = by_class[MemoryClass.OPTIMIZER]
         by_class[MemoryClass.MASTER] = of_records * master // max(1, master + states)
         by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]
@@ -268,9 +267,7 @@ def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> i
     """The bytes of the files of one checkpoint, with all ranks' experts: the states without padding
     and about what their names take. The model's persistent buffers, which are not in a
     `ModelShape`, are left out. Two checkpoints exist while one replaces another."""
-    kept, total = plan.record_formats[Tier.HOST], 0
-    if not config.optimizer.states.uniform:
-        kept = RecordFormat(kept.master, kept.states, StateFormat.FP32)
+    kept, total = plan.record_format, 0
     for group in model.groups:
         for spec in group.layout.params:
             states = sum(_record_split(kept, spec.numel)) if spec.trainable else 0

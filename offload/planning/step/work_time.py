@@ -60,7 +60,7 @@ def update_s(plan: Plan, group: int, precision: str, speeds: Speeds) -> float:
 
 
 def _parameter_s(plan: Plan, tier: Tier, precision: str, speeds: Speeds, *, summed: bool) -> float:
-    kept = plan.record_formats[tier]
+    kept = plan.record_format
     traffic = update_traffic(kept, ITEMSIZE[precision], 4 if summed else ITEMSIZE[precision])
     if plan.gpu and tier is Tier.DEVICE:
         return traffic / speeds.compute_bytes_per_s

@@ -14,7 +14,7 @@ from dataclasses import replace
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.plan.estimate import Change, Estimate
-from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_formats
+from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_format
 from offload.tiers.errors import UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
@@ -86,8 +86,8 @@ def _mildest(knob: Knob, fits: Callable[[Option], bool]) -> Option:
 
 
 def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
-    """Whether no placement can hold the case, which takes no plan to see: its states, in their
-    smallest formats, are more than all places together, or one pass works on more than the place
+    """Whether no placement can hold the case, which takes no plan to see: its states are
+    more than all places together, or one pass works on more than the place
     where the model computes. False decides nothing."""
     hardware, config = case.hardware, case.config
     there = (hardware.device_nbytes, hardware.host_nbytes, hardware.nvme_free_nbytes)
@@ -95,7 +95,7 @@ def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
     if config.placement.activations.tier != "device":
         working = min(working, facts.peak_elsewhere_nbytes)
     numel = 1 << 24  # of so many, the gaps between arrays are next to nothing
-    record = min(kept.nbytes(numel) for kept in record_formats(config).values()) / numel
+    record = record_format(config).nbytes(numel) / numel
     gradient = 4 if config.sums_gradients else ITEMSIZE[config.precision]
     weights = sum(least_nbytes(group, ITEMSIZE[config.precision]) for group in case.shape.groups)
     states = int(weights + case.shape.numel_trainable * (gradient + record))

@@ -200,8 +200,7 @@ def _precision(case: Case) -> Knob:
 
 def _states(case: Case) -> Knob:
     order = ("fp32", "bf16", "int8")
-    states = case.config.optimizer.states
-    now = max(order.index(states.of(tier)) for tier in Tier)
+    now = order.index(case.config.optimizer.states)
     size = {"bf16": "2 bytes", "int8": "1 byte"}
     return [
         _set(f"optimizer states in {size[name]}, an approximation", {"optimizer.states": name})
