@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from offload.zero.recompute.recompute import Holder, Recomputation
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
-_log = logging.getLogger("offload")
 _ASKED, _GIVEN = "use_cache", "past_key_values"
 
 
@@ -36,11 +34,6 @@ class Activations:
         if wanted.checkpoint:
             self._recomputation = Recomputation(
                 discovery.units, holder, selective=wanted.checkpoint == "selective", keeper=tier
-            )
-        if tier is None and wanted.tier == "host":
-            _log.warning(
-                "placement.activations.tier: host changes nothing here: the model computes on the "
-                "CPU, and what it saves is in host memory already; use nvme, or checkpoint: true"
             )
         self._hook = None if tier is None else _spare_inputs(model, tier)
 
