@@ -76,7 +76,7 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
         if given is not None:  # None: as CacheLayerMixin begins
             raise UnsupportedError(
                 "keys and values of a KV cache in tiers cannot be replaced; use the cache's own "
-                "methods (update, crop, reorder_cache, ...), or remove placement.kv"
+                "methods (update, crop, reorder_cache, reset), or remove placement.kv"
             )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -112,16 +112,6 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.get_seq_length() > 0:
             self._pages.select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.get_seq_length() > 0:
-            self._pages.select(torch.arange(self._pages.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Any) -> None:
-        if self.get_seq_length() > 0:
-            if isinstance(indices, torch.Tensor):
-                indices = indices.cpu()
-            self._pages.select(torch.arange(self._pages.batch)[indices])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Paged:
         other: _Paged = object.__new__(type(self))

@@ -98,8 +98,7 @@ class Pair:
 
 def step(pair: Pair, draw: random.Random) -> None:
     """One operation, drawn."""
-    which = draw.choice(["update", "update", "crop", "reorder", "repeat", "select", "copy",
-                         "record", "reset"])  # fmt: skip
+    which = draw.choice(["update", "update", "crop", "reorder", "copy", "record", "reset"])
     if which == "update":
         pair.update(draw, draw.randint(1, 6))
     elif which == "reorder":
@@ -112,13 +111,6 @@ def step(pair: Pair, draw: random.Random) -> None:
     elif which == "crop":
         count = draw.randint(0, int(pair.own.get_seq_length()) - 1)
         pair.both(lambda cache: cache.crop(-count))
-    elif which == "repeat" and pair.batch < 5:
-        pair.both(lambda cache: cache.batch_repeat_interleave(2))
-        pair.batch *= 2
-    elif which == "select":
-        rows = torch.tensor([draw.randrange(pair.batch) for _ in range(draw.randint(1, 4))])
-        pair.both(lambda cache: cache.batch_select_indices(rows))
-        pair.batch = len(rows)
     elif which == "record":
         pair.both(lambda cache: cache.activate_past_recording())
 
@@ -193,7 +185,7 @@ def test_a_cache_is_refused_room_only_where_the_free_bytes_do_not_suffice(
             cache, batch = caches.pop(chosen, (DynamicCache(), batch))
             keep_in_tiers(cache, store)
             try:
-                batch = _changed(cache, batch, draw)
+                _change(cache, batch, draw)
                 caches[chosen] = cache, batch
                 if draw.random() < 0.2:
                     caches[number] = copy.deepcopy(cache), batch
@@ -210,18 +202,14 @@ def test_a_cache_is_refused_room_only_where_the_free_bytes_do_not_suffice(
         assert needed_nbytes > free_nbytes
 
 
-def _changed(cache: Cache, batch: int, draw: random.Random) -> int:
-    """After one drawn operation; the batch that it has then."""
-    kind = draw.choice(["update", "update", "update", "reorder", "repeat", "crop"])
+def _change(cache: Cache, batch: int, draw: random.Random) -> None:
+    """Make one drawn operation."""
+    kind = draw.choice(["update", "update", "update", "reorder", "crop"])
     length = cache.get_seq_length()
     if kind == "update" or not length:
         for layer in range(LAYERS):
             cache.update(*tokens(draw, batch, draw.choice([1, 1, 4, 9, 30])), layer)
     elif kind == "reorder":
         cache.reorder_cache(torch.tensor([draw.randrange(batch) for _ in range(batch)]))
-    elif kind == "repeat" and batch < 9:
-        cache.batch_repeat_interleave(2)
-        batch *= 2
     else:
         cache.crop(max(1, length - draw.randint(1, 20)))
-    return batch

@@ -183,6 +183,16 @@ def test_running_out_of_room_says_what_to_raise_and_the_model_goes_on(
 # -------------------------------------------------------------------------------- refusals
 
 
+def test_another_batch_of_a_cache_with_tokens_is_refused(tmp_path: Path) -> None:
+    with dispatched(llama(), tmp_path, "nvme") as owner, torch.no_grad():
+        cache = DynamicCache()
+        owner.module(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+        with pytest.raises(UnsupportedError, match="cannot be replaced"):
+            cache.batch_repeat_interleave(2)
+        with pytest.raises(UnsupportedError, match="has a batch of 1, and is to have one of 2"):
+            cache.reorder_cache(torch.tensor([0, 0]))
+
+
 def test_gradients_through_a_cache_are_refused(tmp_path: Path) -> None:
     with dispatched(llama(), tmp_path, "nvme") as owner:
         embeds = torch.randn(2, 3, 32, requires_grad=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -184,11 +184,18 @@ class KVPages:
 
     @interrupted_in_waits
     def select(self, rows: torch.Tensor) -> None:
-        """Let the batch be its `rows`, which may repeat: their numbers (1D)."""
+        """Let the batch be as many of its `rows`, which may repeat: their numbers (1D)."""
         if self._known is None:
             return
+        if len(rows) != self.batch:
+            raise UnsupportedError(
+                f"{self.name} has a batch of {self.batch}, and is to have one of {len(rows)}; "
+                "compute the prompt for all rows that follow, or remove placement.kv"
+            )
         rows = rows.to(self._store.device, torch.long)
-        self._select_open(rows)  # where there is no room for it, nothing has changed
+        if self._open is not None:
+            written = self._open.tensor
+            self._format.copy(written, slice(self._filled), rows, self._format, written)
         memo: dict[int, Rows] = {}
         for place, (page, before) in enumerate(self._pages):
             if id(before) not in memo:
@@ -196,7 +203,6 @@ class KVPages:
                 same = torch.equal(chosen, torch.arange(page.format.batch, device=rows.device))
                 memo[id(before)] = None if same else chosen
             self._pages[place] = page, memo[id(before)]
-        self.batch = len(rows)
 
     def copied(self) -> KVPages:
         """Return the same tokens once more, independent from now on. Full pages are shared."""
@@ -401,34 +407,6 @@ class KVPages:
         """Let the open page begin with the first tokens of a full one."""
         into = self._open_page()
         page.format.copy(page.state.tensor(), slice(count), rows, self._format, into)
-
-    def _select_open(self, rows: torch.Tensor) -> None:
-        kind, before, tokens = self._format, self._open, slice(self._filled)
-        chosen = self._format_of(len(rows))
-        if chosen == kind and before is not None:
-            kind.copy(before.tensor, tokens, rows, kind, before.tensor)
-            return
-        self._known, self._open = chosen, None
-        if before is None:
-            return
-        try:
-            if self._filled:
-                kind.copy(before.tensor, tokens, rows, chosen, self._open_page())
-        except BaseException:
-            self._close_open()
-            self._known, self._open = kind, before
-            raise
-        self._store.close_page(before)
-
-    def _format_of(self, batch: int) -> PageFormat:
-        """Return the format for another batch. A larger one has fewer tokens in a page, while no
-        page is full: as many would not find room."""
-        kind = self._format
-        tokens = kind.tokens
-        if batch > kind.batch and not self._pages:
-            fresh = self._store.format(kind.keys, kind.values, batch, self._window)
-            tokens = min(tokens, max(fresh.tokens, self._filled + 1))
-        return replace(kind, batch=batch, tokens=tokens)
 
     def _close_open(self) -> None:
         if self._open is not None:
