@@ -4,7 +4,7 @@
 
 A pass computes the next token of every sequence of the batch, each with a cache of the tokens
 before it. Shapes: `dense`, 3 B in the shape of Llama's; `mixture`, 2.5 B in that of Qwen3's, 64
-experts in each block, four of which compute a token; `small` is for tests.
+experts in each block, four of which compute a token; `small` is a quick look.
 
 Each system has a process of its own. The bounds are measured in the same rounds: the disk reads the
 bytes of a pass in a raw loop (`mixture`: in blocks of an expert's size), and the same pass is
