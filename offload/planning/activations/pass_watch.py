@@ -129,10 +129,6 @@ class PassWatch(TorchDispatchMode):
         self._now = _Mark(0, "the model", 1, Alive())
         self._marks = [self._now]
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # importing what is skipped takes longer than a trace
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
