@@ -1,11 +1,11 @@
 """The commands of `offload bench` with others in the same run: the optimizers of PyTorch and
-DeepSpeed, and DeepSpeed ZeRO-3.
+DeepSpeed, DeepSpeed ZeRO-3, DDP and FSDP2.
 
-    python -m benchmarks.peers {adam,step} [options as of `offload bench`]
+    python -m benchmarks.peers {adam,step,ranks} [options as of `offload bench`]
 
 Peers are reached through their public interfaces only, are imported only by the modules named for
 them, and are optional: a row says what to install. --systems of `step` also has deepspeed-cpu
-and deepspeed-nvme.
+and deepspeed-nvme; that of `ranks` ddp, fsdp2, fsdp2-offload and deepspeed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from benchmarks import adam_peers
 from offload.bench.adam import AdamOptions
 from offload.bench.adam import run_adam as run_our_adam
 from offload.bench.contenders import StepOptions, SystemSpec
+from offload.bench.ranks import SYSTEMS as OUR_RANKS
+from offload.bench.ranks import run_ranks as run_our_ranks
 from offload.bench.record import Kind, Record, Target
 from offload.bench.rounds import Say
 from offload.bench.step import HOST, NVME
@@ -35,8 +37,19 @@ def _zero3(
     )  # fmt: skip
 
 
+def _torch(name: str, label: str, nbytes: int, program: str, **settings: Any) -> SystemSpec:
+    return SystemSpec(
+        name, label, Kind.PEER, f"benchmarks.trained:{program}",
+        memory_per_parameter=nbytes, settings=settings,
+    )  # fmt: skip
+
+
 ZERO3_CPU = _zero3("deepspeed-cpu", "cpu", 42, "cpu")
 ZERO3_NVME = _zero3("deepspeed-nvme", "nvme", 55, "nvme")
+DDP = _torch("ddp", "DDP", 48, "Replicated")
+FSDP2 = _torch("fsdp2", "FSDP2", 24, "FullySharded")
+FSDP2_OFFLOAD = _torch("fsdp2-offload", "FSDP2, CPUOffloadPolicy", 24, "FullySharded", offload=True)
+ZERO3_RANKS = _zero3("deepspeed", "cpu", 60, "cpu")
 
 
 def run_adam(options: AdamOptions, say: Say) -> Record:
@@ -52,6 +65,19 @@ def run_step(options: StepOptions, say: Say) -> Record:
     record.compare(NVME.label, ZERO3_NVME.label, "peak_rss_nbytes", at_most)
     record.compare(ZERO3_CPU.label, HOST.label, "seconds", Target(1.4))
     record.compare(HOST.label, ZERO3_CPU.label, "peak_rss_nbytes")
+    return record
+
+
+def run_ranks(options: StepOptions, say: Say) -> Record:
+    record = run_our_ranks(options, say, (DDP, FSDP2, FSDP2_OFFLOAD, ZERO3_RANKS))
+    full, partly, *_ = (spec.label for spec in OUR_RANKS)
+    at_most = Target(1.0, at_most=True)
+    for of, to, target in (
+        (full, FSDP2, at_most), (full, FSDP2_OFFLOAD, at_most), (full, ZERO3_RANKS, at_most),
+        (partly, DDP, None),
+    ):  # fmt: skip
+        record.compare(of, to.label, "seconds", target)
+        record.compare(of, to.label, "peak_rss_nbytes")
     return record
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload.bench.systems import moved_by_the_kernel
+from offload.bench.systems import Plain, moved_by_the_kernel
 from offload.gpt import LanguageModel
 from offload.process.child import Parent
 from offload.tiers.units import round_up
@@ -162,3 +162,37 @@ def _put_on_nvme(zero: dict[str, Any], folder: Path, model: nn.Module) -> None:
     zero["offload_optimizer"] |= {
         "nvme_path": str(folder), "pipeline_read": True, "pipeline_write": True, "buffer_count": 5,
     }  # fmt: skip
+
+
+# ---------------------------------------------------------------- plain PyTorch on several ranks
+class Replicated(Plain):
+    """DistributedDataParallel: every rank has everything."""
+
+    keeps_masters = False
+
+    def wrapped(self, model: LossOnly) -> nn.Module:
+        dist.init_process_group("gloo")
+        return nn.parallel.DistributedDataParallel(model)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class FullySharded(Replicated):
+    """`fully_shard` applied to every block and to the root, as in its documentation."""
+
+    def __init__(self, config: OffloadConfig, folder: Path, *, offload: bool = False) -> None:
+        self._offload = offload
+        super().__init__(config, folder)
+
+    def wrapped(self, model: LossOnly) -> nn.Module:
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        dist.init_process_group("gloo")
+        settings: dict[str, Any] = {}
+        if self._offload:  # there is no GPU that memory could be pinned for
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        for block in model.model.layers:
+            fully_shard(block, **settings)
+        fully_shard(model, **settings)
+        return model

@@ -1,12 +1,13 @@
-"""Systems that train in turn, each in a process of its own.
+"""Systems that train in turn, each in processes of its own, one per rank.
 
-`train_in_turn` is the whole bench of `step`: it starts the systems, measures them in
+`train_in_turn` is the whole bench of `step` and `ranks`: it starts the systems, measures them in
 interleaved rounds, closes them, and adds their rows to the record.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,7 +39,8 @@ LLAMA_151M: Mapping[str, Any] = {  # examples/llama-151m.yaml, wherever the pack
         "text": "python", "batch": 2, "sequence": 256,
     },
 }  # fmt: skip
-_PROCESS_NBYTES = 400 << 20  # interpreter, libraries, activations of a small batch
+# interpreter, libraries, activations of a small batch; and what ranks exchange
+_PROCESS_NBYTES, _RANK_NBYTES = 400 << 20, 700 << 20
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class SystemSpec:
     kind: Kind
     program: str  # MODULE:CLASS, a `systems.System`
     overrides: tuple[str, ...] = ()
-    memory_per_parameter: int = 0  # bytes at most, roughly, in fp32: what fits
+    memory_per_parameter: int = 0  # bytes at most, roughly, of all ranks in fp32: what fits
     batches: int = 1  # of the configuration's size per step
     in_one_piece: bool = False  # the model gets them as one batch, and splits it itself
     settings: Mapping[str, Any] = field(default_factory=dict)  # what else the class is made with
@@ -73,7 +75,7 @@ def all_on(tier: str, **others: str) -> tuple[str, ...]:
 class Turn:
     """One turn's measurements; see `systems.Turns`."""
 
-    losses: list[float]
+    losses: tuple[float, ...]
     seconds: float
     forward_backward_s: float
     read_nbytes: int
@@ -81,47 +83,61 @@ class Turn:
     peak_rss_nbytes: int
 
 
+_TIMES = ("seconds", "forward_backward_s")
+_BYTES = ("read_nbytes", "written_nbytes", "peak_rss_nbytes")
 _MEASURES = ("seconds", "forward_backward_s", "read_nbytes", "written_nbytes")
 
 
 class Contender:
-    """The process of one system. A failure of a peer does not end the bench."""
+    """The processes of one system. A failure of a peer does not end the bench."""
 
-    def __init__(self, spec: SystemSpec, base: OffloadConfig, folder: Path) -> None:
-        """Blocks until the model is built. ChildFailed if the process ends early."""
+    def __init__(self, spec: SystemSpec, base: OffloadConfig, folder: Path, ranks: int = 1) -> None:
+        """Blocks until the model is built on every rank. ChildFailed if a process ends early."""
         self.spec = spec
         self.reason = ""  # why it failed
         self.turns: list[Turn] = []  # the warm-up's, too
-        self.losses: list[float] = []  # by step, including those of the warm-up
+        self.losses: list[tuple[float, ...]] = []  # by step, of each rank
         config = OffloadConfig.load(base, (*spec.overrides, f"nvme.paths=[{folder}]"))
-        here = folder / spec.name
-        here.mkdir()
         options = {
             "program": spec.program, "settings": dict(spec.settings), "config": config.to_dict(),
             "batches": max(spec.batches, config.gradient_accumulation_steps),
-            "in_one_piece": spec.in_one_piece, "folder": str(here),
+            "in_one_piece": spec.in_one_piece,
         }  # fmt: skip
-        self._child = Child(spec.label, "offload.bench.systems:serve", options, here)
+        self._children: list[Child] = []
         try:
-            self._child.answer()
+            for rank, environment in enumerate(_environments(ranks)):
+                here = folder / f"{spec.name}-{rank}"
+                here.mkdir()
+                given = {**options, "folder": str(here)}
+                serve = "offload.bench.systems:serve"
+                self._children.append(Child(spec.label, serve, given, here, environment))
+            for child in self._children:
+                child.answer()
         except BaseException:
             self.kill()
             raise
 
     def turn(self) -> Turn | None:
-        """One turn's measurements. None once it has failed."""
+        """The slowest rank's times, all ranks' bytes. None once it has failed."""
         if self.reason:
             return None
         try:
-            self._child.send("turn")
-            turn = Turn(**self._child.answer())
+            turns = self._turns()
         except ChildFailed as error:
             self.kill()
             self._failed(error, "")
             return None
-        self.losses += turn.losses
-        self.turns.append(turn)
-        return turn
+        self.losses += zip(*(turn.losses for turn in turns), strict=True)
+        slowest = {name: max(getattr(turn, name) for turn in turns) for name in _TIMES}
+        together = {name: sum(getattr(turn, name) for turn in turns) for name in _BYTES}
+        self.turns.append(Turn(turns[0].losses, **slowest, **together))
+        return self.turns[-1]
+
+    def _turns(self) -> list[Turn]:
+        for child in self._children:
+            child.send("turn")
+        answers = [child.answer() for child in self._children]
+        return [Turn(**{**answer, "losses": tuple(answer["losses"])}) for answer in answers]
 
     def _failed(self, error: ChildFailed, but: str) -> None:
         """Record a peer's failure; raise one of our own systems, which ends the bench."""
@@ -130,16 +146,20 @@ class Contender:
         self.reason = but or brief(error)
 
     def close(self) -> None:
-        """Let the process end by itself, with its own checks."""
+        """Let the processes end by themselves, with their own checks."""
         if self.reason:
             return
         try:
-            self._child.close()
+            for child in self._children:  # ranks end together
+                child.hang_up()
+            for child in self._children:
+                child.close()
         except ChildFailed as error:
             self._failed(error, "measured, but failed when it was closed")
 
     def kill(self) -> None:
-        self._child.kill()
+        for child in self._children:
+            child.kill()
 
     def row(self, turns: Sequence[Turn | None]) -> Row:
         """The measures of all rounds' turns, and the peak of all turns; or why there are none."""
@@ -151,6 +171,24 @@ class Contender:
         return Row(self.spec.label, self.spec.kind, measures, facts, self.reason)
 
 
+def _environments(ranks: int) -> list[dict[str, str]]:
+    """The environment that a launcher would set for each rank; empty for a single one."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = max(1, machine.cpu_count() // ranks)
+    return [
+        {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
 def brief(error: ChildFailed) -> str:
     return f"failed: {error.brief}"[:160]
 
@@ -158,13 +196,15 @@ def brief(error: ChildFailed) -> str:
 # ---------------------------------------------------------------- which, and of what model
 @dataclass(frozen=True)
 class StepOptions:
-    """`config` None trains the 151 M shape; `systems` empty takes all of the usual ones."""
+    """`config` None trains the 151 M shape; `systems` empty takes all of the usual ones; `ranks`
+    processes train together."""
 
     config: Path | None = None
     overrides: tuple[str, ...] = ()
     folder: Path | None = None
     systems: tuple[str, ...] = ()
     rounds: int = 7
+    ranks: int = 1
 
 
 def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
@@ -221,7 +261,7 @@ def train_in_turn(
     record.note_rounds(options.rounds)
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        systems, missing = start(wanted_specs, base, private, stack, say)
+        systems, missing = start(wanted_specs, base, private, stack, say, options.ranks)
         runs: dict[str, Callable[[], Any]] = {s.spec.label: s.turn for s in systems}
         if limits is not None:
             runs |= limits(systems, private, stack)
@@ -235,27 +275,29 @@ def train_in_turn(
 
 
 def start(
-    specs: Sequence[SystemSpec], base: OffloadConfig, folder: Path, stack: ExitStack, say: Say
+    specs: Sequence[SystemSpec], base: OffloadConfig, folder: Path, stack: ExitStack, say: Say,
+    ranks: int = 1,
 ) -> tuple[list[Contender], list[Row]]:  # fmt: skip
     """The systems that fit beside each other, started, and rows of those that cannot be.
     ChildFailed if one of our own ends early; ConfigError where none is left."""
     systems: list[Contender] = []
     missing: list[Row] = []
     numel, room = count_parameters(base), machine.available_memory_nbytes()
+    each = _PROCESS_NBYTES if ranks == 1 else ranks * _RANK_NBYTES
     for spec in specs:
-        needed = spec.memory_per_parameter * numel + _PROCESS_NBYTES
+        needed = spec.memory_per_parameter * numel + each
         reason = ""
         if needed > room:
             reason = (
                 f"left out: needs about {format_bytes(needed)}, and {format_bytes(max(0, room))} "
-                "are free; take fewer --systems, or a smaller model"
+                "are free; take fewer --systems or --ranks, or a smaller model"
             )
         elif spec.requires and importlib.util.find_spec(spec.requires) is None:
             reason = INSTALL_BENCH
         else:
             say(f"starting {spec.label}")
             try:
-                systems.append(Contender(spec, base, folder))
+                systems.append(Contender(spec, base, folder, ranks))
             except ChildFailed as error:
                 if spec.kind is not Kind.PEER:
                     raise

@@ -66,7 +66,7 @@ def run_step(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -
     _add_differences(record, systems)
     _add_roofline(record, results[_DISK], results[_BUS], bounds.bus.traffic * numel)
     _compare(record)
-    record.details["losses"] = {s.spec.name: s.losses for s in systems}
+    record.details["losses"] = {s.spec.name: losses_of(s) for s in systems}
     record.details["parameters"] = numel
     record.notes += _notes(base, numel, bounds)
     return record
@@ -95,11 +95,16 @@ class _Bounds:
 
 
 # ---------------------------------------------------------------- losses
+def losses_of(system: Contender) -> list[float]:
+    """The losses by step, including those of the warm-up."""
+    return [loss for loss, *_ in system.losses]
+
+
 def _check_losses(systems: Sequence[Contender]) -> None:
     """Compare the losses of our own systems that train on the very same batches."""
     ours = [s for s in systems if s.spec in (HOST, NVME)]
     for other in ours[1:]:
-        pairs = zip(ours[0].losses, other.losses, strict=True)
+        pairs = zip(losses_of(ours[0]), losses_of(other), strict=True)
         for step, (a, b) in enumerate(pairs):
             if struct.pack("<d", a) != struct.pack("<d", b):  # bits: NaN is equal to NaN
                 raise IntegrityError(
@@ -117,11 +122,11 @@ def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:
 # ---------------------------------------------------------------- rows
 def _add_differences(record: Record, systems: Sequence[Contender]) -> None:
     """Add the largest difference from plain PyTorch's losses to the other systems' rows."""
-    plain = next((s.losses for s in systems if s.spec.name == PLAIN.name), None)
+    plain = next((losses_of(s) for s in systems if s.spec.name == PLAIN.name), None)
     for system in systems:
         row = record.measured(system.spec.label)
         if row is not None and plain and system.spec.name != PLAIN.name:
-            row.facts["loss_difference"] = _difference(plain, system.losses)
+            row.facts["loss_difference"] = _difference(plain, losses_of(system))
 
 
 def _add_roofline(

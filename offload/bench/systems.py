@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -135,7 +136,9 @@ class Turns:
         self._system = system
         self._count = batches
         self._in_one_piece = in_one_piece
-        self._batches = (batch_of(config, number) for number in count())
+        # each of several ranks has every so-manieth batch
+        rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        self._batches = (batch_of(config, number) for number in count(rank, ranks))
 
     def turn(self) -> dict[str, Any]:
         """The measurements, with the losses of all steps of the turn."""

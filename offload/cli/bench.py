@@ -138,6 +138,26 @@ def step(
     _run(context, options, json)
 
 
+@bench_app.command()
+def ranks(
+    context: typer.Context,
+    count: Annotated[
+        int, typer.Option("--ranks", metavar="N", help="Processes that train together.")
+    ] = 2,
+    config: Config = None,
+    option: Overrides = None,
+    systems: Systems = "",
+    path: Folder = None,
+    rounds: Rounds = 7,
+    json: Json = None,
+) -> None:
+    """Training steps of several ranks: the systems stage3, stage2 and stage3-nvme."""
+    from offload.bench.contenders import StepOptions
+
+    options = StepOptions(config, tuple(option or []), path, _names(systems), rounds, count)
+    _run(context, options, json)
+
+
 @contextmanager
 def _saying() -> Iterator[Say]:
     """Yield a function that shows the bench's progress: a status line on stderr, on a terminal."""

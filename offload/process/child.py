@@ -47,17 +47,19 @@ class Child:
     """Starts the process and communicates with it. Its options and its output stay in `folder`."""
 
     def __init__(
-        self, label: str, program: str, options: Mapping[str, Any], folder: Path
+        self, label: str, program: str, options: Mapping[str, Any], folder: Path,
+        environment: Mapping[str, str] | None = None, under: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Start `program`, given as MODULE:FUNCTION, and return at once."""
+        """Start `program`, given as MODULE:FUNCTION, and return at once. `under` is a command in
+        front of the interpreter."""
         self.label = label
         described = folder / "options.json"
         described.write_text(json.dumps(dict(options)))
         self._log = (folder / "log").open("w+", errors="replace")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "offload.process.child", program, str(described)],
+            [*under, sys.executable, "-m", "offload.process.child", program, str(described)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            env=child_environment(),
+            env={**child_environment(), **(environment or {})},
             start_new_session=True,  # Ctrl-C is for us, and we end the child
         )  # fmt: skip
         self._unread = b""
@@ -95,7 +97,7 @@ class Child:
     def close(self, timeout_s: float | None = None) -> None:
         """Let the process end by itself, with its own checks. Raises ChildFailed if they fail."""
         timeout_s = _CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
-        self._hang_up()
+        self.hang_up()
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -104,7 +106,7 @@ class Child:
             raise self._failed(f"ended {_ended(status)}")
         self.kill()
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
         """Close its standard input: there are no more commands."""
         with suppress(BrokenPipeError):  # it died before it read the last line; closed all the same
             _pipe(self._process.stdin).close()
@@ -117,7 +119,7 @@ class Child:
         with suppress(ProcessLookupError):  # all of it has ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._hang_up()
+        self.hang_up()
         _pipe(self._process.stdout).close()
         self._log.close()
 

@@ -71,16 +71,22 @@ def adamw_arguments(config: OffloadConfig) -> dict[str, Any]:
 class Plain:
     """Trains with fused AdamW, and with fp32 masters if weights are bf16."""
 
+    keeps_masters = True
+
     def __init__(self, config: OffloadConfig, device: torch.device | None = None) -> None:
-        self.model = LossOnly(build_model(config).to(device))
+        self.model = self.wrapped(LossOnly(build_model(config).to(device)))
         self._clip = config.clip_grad_norm
         params = list(self.model.parameters())
         self._params = self._masters = params
-        self._mixed = config.precision != "fp32"
+        self._mixed = self.keeps_masters and config.precision != "fp32"
         if self._mixed:
             self._masters = [p.detach().float().requires_grad_() for p in params]  # type: ignore[misc]
         arguments = adamw_arguments(config)
         self.optimizer = torch.optim.AdamW(self._masters, fused=True, **arguments)
+
+    def wrapped(self, model: LossOnly) -> nn.Module:
+        """Return the model as it is trained; subclasses wrap it."""
+        return model
 
     def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
         """Take one optimizer step over all of `micro_batches`; its loss is their mean."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ import pytest
 from benchmarks import peers, trained
 from offload.config import OffloadConfig
 
+TINY_MODEL = [
+    "-o", "train.model.layers=2", "-o", "train.model.hidden=64", "-o", "train.model.heads=2",
+    "-o", "train.model.mlp=128", "-o", "train.model.vocab=256", "-o", "train.batch=1",
+    "-o", "train.sequence=16", "-o", "budget.host=80MiB", "-o", "budget.nvme=256MiB",
+]  # fmt: skip
 ADAM = ["adam", "--numel", "70000", "--threads", "2"]
 
 
@@ -51,11 +57,15 @@ def test_a_missing_peer_says_what_to_install(recorded: Any, monkeypatch: Any) ->
     assert f"DeepSpeedCPUAdam, fp32: {note}" in printed
 
 
-def test_a_system_that_is_unknown_is_answered_with_all_there_are(capsys: Any) -> None:
-    assert run("step", "--systems", "fancy") == 2
+@pytest.mark.parametrize("bench", ["step", "ranks"])
+def test_a_system_that_is_unknown_is_answered_with_all_there_are(bench: str, capsys: Any) -> None:
+    assert run(bench, "--systems", "fancy") == 2
     known = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().err).split("choose from ")[1]
-    theirs = {"plain", "nvme", "deepspeed-cpu", "deepspeed-nvme"}
-    assert theirs <= set(known.strip().split(", "))
+    theirs = {
+        "step": {"plain", "nvme", "deepspeed-cpu", "deepspeed-nvme"},
+        "ranks": {"stage3", "ddp", "fsdp2", "fsdp2-offload", "deepspeed"},
+    }  # fmt: skip
+    assert theirs[bench] <= set(known.strip().split(", "))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -67,3 +77,19 @@ def test_deepspeed_is_given_our_optimizer_and_pins_memory_for_a_gpu_alone(device
     assert (settings["gradient_clipping"], settings["bf16"]) == (0.5, {"enabled": True})
     for part in ("offload_param", "offload_optimizer"):
         assert zero[part].get("pin_memory", False) is (device == "cuda")
+
+
+@pytest.mark.slow
+def test_ranks_of_others_train_as_ours_do(recorded: Any, tmp_path: Path, long: bool) -> None:
+    if not long:
+        pytest.skip("a quarter of a minute: with --long")
+    systems = "stage3,ddp,fsdp2-offload"
+    rows, ratios, printed = recorded("ranks", "--systems", systems, *TINY_MODEL)
+    labels = ["ours, stage 3, host", "DDP", "FSDP2, CPUOffloadPolicy"]
+    assert all(rows[label]["measures"]["seconds"] for label in labels)
+    assert "has other losses" not in printed
+    pairs = {(ratio["of"], ratio["to"]) for ratio in ratios}
+    assert pairs == {("ours, stage 3, host", "FSDP2, CPUOffloadPolicy")}
+    for row in rows.values():
+        for measure, values in row["measures"].items():
+            assert row["medians"][measure] == statistics.median(values)

@@ -172,6 +172,8 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["step", "-o", "train.model.layer=3"], "train.model.layer"),
         (["step", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
         (["step", "-o", "precision=fp16"], "set precision: fp32 or bf16"),
+        (["ranks", "--ranks", "1"], "--ranks: 1 is not several"),
+        (["ranks", "--systems", "stage2,fancy"], "--systems: 'fancy' is unknown"),
         (["nonsense"], "No such command"),
     ],
 )
@@ -185,15 +187,15 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
     assert "Traceback" not in error
 
 
-def test_without_a_system_that_can_run_it_says_why(
+def test_ranks_without_a_system_that_can_run_say_why(
     capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload.bench.contenders.machine.available_memory_nbytes", lambda: 1 << 20)
-    assert run("step", "--systems", "host,host,nvme", *TINY_MODEL) == 2
+    assert run("ranks", "--systems", "stage3,stage3,stage2", *TINY_MODEL) == 2
     said = capsys.readouterr().err
-    assert said.count("ours, all on host: left out: needs about 40") == 1
-    assert "ours, all on nvme: left out" in said
-    assert "fewer --systems, or a smaller model" in said
+    assert said.count("ours, stage 3, host: left out: needs about 1.4 GiB, and 1.0 MiB") == 1
+    assert "ours, stage 2, host: left out" in said
+    assert "fewer --systems or --ranks" in said
     assert "Traceback" not in said
 
 
