@@ -22,7 +22,7 @@ from offload.planning.choice.run_check import (
     check_run,
     compare,
 )
-from offload.runs.folder import RunFolder, check_same_run
+from offload.runs.folder import RunFolder
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.train.loop import Trainer, run
 from tests.offload.test_background_saves import Held
@@ -111,19 +111,6 @@ def test_what_a_run_leaves_open_is_chosen_and_written_down(tmp_path):
     written = train(tmp_path, placement={"activations": left_open})
     assert written.placement.activations.checkpoint in (False, "selective", True)
     assert written.placement.optimizer is not None
-
-
-def test_a_resumed_run_keeps_states_where_they_were_if_tiers_keep_them_differently():
-    def config(states: Any, **placement: str) -> OffloadConfig:
-        return OffloadConfig.load({"optimizer": {"states": states}, "placement": placement})
-
-    states = {"host": "fp32", "nvme": "int8"}
-    before = config(states, optimizer="nvme").to_dict()
-    check_same_run(before, config(states, optimizer="nvme"))
-    for other, shown in ((config(states, optimizer="host"), "host"), (config(states), "None")):
-        with pytest.raises(ConfigError, match=f"placement.optimizer: {shown} was nvme"):
-            check_same_run(before, other)
-    check_same_run(config("int8", optimizer="nvme").to_dict(), config("int8", optimizer="host"))
 
 
 @pytest.mark.slow
