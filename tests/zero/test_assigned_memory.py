@@ -90,7 +90,7 @@ SHARED: dict[str, Callable[[Any], None]] = {
 }  # fmt: skip
 APART: dict[str, Callable[[Any], None]] = {
     "averaged": _averaged, "from one vector": _from_one_vector,
-    "its own, transposed": _set("first.weight", lambda m: m.first.weight.data.t().clone()),
+    "its own, transposed": _set("first.weight", lambda m: m.first.weight.data.t()),
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from offload.swap.threads.lanes import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import Layout
-from offload.zero.groups.shared_views import check_format
+from offload.zero.groups.shared_views import check_format, covers
 from offload.zero.tensors.local_tensors import hold, local_of
 from offload.zero.tensors.placeholders import exchanging, placeholder
 
@@ -366,7 +366,11 @@ class ParamGroup:
             spec = self.layout.params[index]
             check_format(spec.name, given, spec.shape, self.dtype, flat.device)
         for index, given in values.items():
-            self.check_assigned(self.params[index], given)
+            own = self.layout.params[index].of(flat)
+            if covers(own, given):
+                values[index] = given.clone()  # `w.data.t()`
+            else:
+                self.check_assigned(self.params[index], given)
         for index, given in values.items():
             view = self.layout.params[index].of(flat)
             view.copy_(given)

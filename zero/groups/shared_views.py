@@ -65,6 +65,11 @@ def _bytes_of(tensor: torch.Tensor, start: int) -> range:
     return range(start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
 
 
+def covers(own: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether `other`, as long as `own`, lies in the memory of `own` alone."""
+    return _bytes_of(other, other.data_ptr()) == _bytes_of(own, own.data_ptr())
+
+
 def _overlapping(model: nn.Module) -> Iterator[tuple[_View, _View]]:
     """Yield pairs that overlap, one of them a parameter or on the meta device."""
     active: list[_View] = []
