@@ -7,6 +7,7 @@ that has more bits. Where that is wider than the weight in its tier, it has the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from offload.memory.tier_manager import TieredHomes
 from offload.process import machine
-from offload.tiers.errors import ConfigError
+from offload.tiers.errors import ConfigError, StateError
 from offload.tiers.units import format_bytes
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import WeightStore
@@ -136,13 +137,18 @@ class GivenBack:
                     self._homes.hold_within(self._homes.pool.tier.arena.nbytes - copied)
 
     def _take_gradients(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in (packed.param for packed in self._store.packed):
+                if not isinstance(param.grad, PagedTensor):  # a tensor of the program's, or None
+                    self._given[id(param)].gradient, param.grad = param.grad, None
         for given in self._given.values():
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = given.param.grad
             if isinstance(gradient, PagedTensor):
-                found = self.gradient_of(given.param)
-                if found is not None:
-                    given.gradient = found.to(device="cpu", dtype=given.dtype)
+                with suppress(StateError):  # some were cleared behind updates in backward
+                    found = self.gradient_of(given.param)
+                    if found is not None:
+                        given.gradient = found.to(device="cpu", dtype=given.dtype)
 
     def _take_group(self, group: ParamGroup) -> int:
         store, copied = self._store, 0
