@@ -71,6 +71,7 @@ def test_a_folder_that_cannot_be_looked_at_is_an_error_of_its_kind(
 @pytest.mark.parametrize("kind", ["short", "slow"])
 def test_a_save_whose_writes_are_short_or_slow_is_whole(bench: Bench, kind: str, verb: str) -> None:
     assert bench.meet(Case(verb, "pwrite", 0, kind, 3, always=True)).error is None
+    assert bench.meet(Case(verb, "fadvise", 0, "EIO", 3, always=True)).error is None
 
 
 @pytest.mark.parametrize("told_next", [False, True])
