@@ -30,7 +30,7 @@ def read(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """What a key of DeepSpeed becomes."""
+    """A key of DeepSpeed, and the key of ours that it becomes."""
 
     becomes: str  # offload's key; empty: no key has it
     kind: Any  # the type of its values
