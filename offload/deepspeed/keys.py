@@ -59,7 +59,7 @@ MAPPED: dict[str, dict[str, Key]] = {
         ),
         "communication_data_type": Key("zero.reduce_dtype", str, "absent: fp32"),
         "dataloader_drop_last": Key("", bool, "`offload.deepspeed` alone"),
-        "offload": Key("", Any, "keys of ours, as budget, laid over what the others become"),
+        "offload": Key("", Any, "keys of offload, as budget, laid over what the others become"),
     },
     "zero_optimization": {
         "stage": Key("zero.stage", Whole, "absent: 0"),

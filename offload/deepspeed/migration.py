@@ -1,7 +1,7 @@
 """Converts a DeepSpeed configuration: for `offload migrate`, and as the start of
 `offload.deepspeed`.
 
-file or dict -> every key looked up in `keys` -> a configuration of ours, what each key became,
+file or dict -> every key looked up in `keys` -> an offload configuration, what each key became,
                                                  warnings, a schedule, the sizes of batches
 """
 
@@ -437,8 +437,8 @@ def _schedule(made: Migration) -> None:
     made.schedule = Schedule.of(kind, params)
     if not made.unfilled:
         made.for_loops.append(
-            f"scheduler.type: {kind}: no key of ours; the code below makes it in your loop, where "
-            "it is stepped after optimizer.step()"
+            f"scheduler.type: {kind}: not a key of offload; the code below makes it in your loop, "
+            "where it is stepped after optimizer.step()"
         )
 
 

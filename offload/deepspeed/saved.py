@@ -1,6 +1,6 @@
 """Checkpoints as DeepSpeed's engine saves and loads them:
 
-SAVE_DIR/TAG          a checkpoint of ours; with the loop's state: counters, scheduler, client
+SAVE_DIR/TAG          a checkpoint of offload, with the loop's state: counters, scheduler, client
 SAVE_DIR/latest       the last tag
 """
 
@@ -159,7 +159,7 @@ def _refuse_theirs(path: Path) -> None:
     if any(name.endswith("model_states.pt") for name in names):
         raise CheckpointError(
             f"{path} was written by DeepSpeed, in pickles; `offload checkpoint import-deepspeed "
-            f"{path} OUT --trust` makes one of ours of it"
+            f"{path} OUT --trust` makes a checkpoint of offload of it"
         )
 
 

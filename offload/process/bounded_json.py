@@ -73,7 +73,7 @@ def _content(path: Path) -> bytes:
 
 
 def parse(raw: bytes | bytearray) -> Any:
-    """The value of a JSON text. ValueError if invalid, nested too deeply, or too large for ours."""
+    """The value of a JSON text. ValueError if it is invalid, nested too deeply, or too large."""
     check_size(raw)
     try:
         return json.loads(raw.decode())
