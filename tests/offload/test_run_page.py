@@ -203,6 +203,17 @@ def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
     check(page)
 
 
+def test_without_matplotlib_a_page_says_what_draws_its_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "run", rows(4), config__resolved__yaml=SETTINGS)
+    assert "<svg" in run_page(folder)
+    monkeypatch.setattr("offload.runs.page.can_draw", lambda: False)
+    page = run_page(folder)
+    assert "pip install offload[report]" in page
+    assert "<svg" not in page
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         write_page(tmp_path)
