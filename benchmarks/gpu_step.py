@@ -118,9 +118,7 @@ def bounds(case: Case, machine: GpuMachine) -> dict[str, float]:
     return found
 
 
-def row_of(
-    label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine: GpuMachine
-) -> Row:  # fmt: skip
+def row_of(label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine: GpuMachine) -> Row:
     """A row with a measured step and its bounds."""
     seconds = statistics.median(step["seconds"])
     limits = bounds(case, machine)

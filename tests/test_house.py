@@ -218,11 +218,11 @@ def test_the_files_begun_first_are_there() -> None:
 # Lines of Python by room. A number is only ever lowered: a change that adds somewhere takes away
 # as much there. Files below 60 lines, imports in a circle and the loose files are counted, too.
 LINES = {
-    "benchmarks": 2059,
+    "benchmarks": 2057,
     "kernels": 4499,
     "offload": 2235,
     "offload/bench": 1959,
-    "offload/checkpoint": 5095,
+    "offload/checkpoint": 5087,
     "offload/cli": 1286,
     "offload/config": 1901,
     "offload/deepspeed": 2416,
@@ -234,7 +234,7 @@ LINES = {
     "offload/moe": 755,
     "offload/optimizers": 767,
     "offload/pages": 198,
-    "offload/planning": 6846,
+    "offload/planning": 6844,
     "offload/process": 733,
     "offload/quantised": 1104,
     "offload/runs": 1088,
@@ -242,10 +242,10 @@ LINES = {
     "offload/weights": 1702,
     "swap": 6821,
     "tiers": 1638,
-    "tools/memest": 4369,
+    "tools/memest": 4361,
     "zero": 14334,
 }
-TEST_LINES = 58592
+TEST_LINES = 58603
 SMALL_FILES = 24
 LOOSE_FILES = 10
 

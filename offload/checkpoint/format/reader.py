@@ -209,9 +209,7 @@ class CheckpointReader:
         for problem in self.problems(contents=contents, files=files):
             raise CheckpointError(problem if "; " in problem else f"{problem}; {REMEDY}")
 
-    def problems(
-        self, *, contents: bool, files: Collection[str] | None = None
-    ) -> Iterator[str]:  # fmt: skip
+    def problems(self, *, contents: bool, files: Collection[str] | None = None) -> Iterator[str]:
         """The files' problems: missing, of another size or, with `contents`, changed, or without a
         tensor that the manifest has. All bytes are read for that. StorageError. `files`: only these
         are checked."""

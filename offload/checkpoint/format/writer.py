@@ -56,9 +56,7 @@ def group_record(number: int, name: str, *, is_trained: bool) -> GroupRecord:
 class CheckpointWriter:
     """Writes the files of `manifest`, which lacks only them, into a new folder."""
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, nbytes: int
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, manifest: Manifest, nbytes: int) -> None:
         """Makes the subfolders, if there is room for `nbytes`."""
         self._folder, self._manifest = folder, manifest
         self._files: dict[str, FileRecord] = {}
@@ -71,9 +69,7 @@ class CheckpointWriter:
         """Whether all of a file was written."""
         return name in self._files
 
-    def open(
-        self, name: str, sections: Sections, metadata: Mapping[str, str]
-    ) -> SafetensorsWriter:  # fmt: skip
+    def open(self, name: str, sections: Sections, metadata: Mapping[str, str]) -> SafetensorsWriter:
         """A new file, to be filled."""
         bound_to = self._manifest.bound_to(name)
         return SafetensorsWriter(self._folder / name, sections, metadata, bound_to)
@@ -109,9 +105,7 @@ class Composer(CheckpointWriter):
     """Writes a checkpoint without an engine. Every parameter has a group of its own, which loads
     into any grouping."""
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, kept: RecordFormat
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, manifest: Manifest, kept: RecordFormat) -> None:
         numel = sum(int(np.prod(record.shape)) for record in manifest.parameters)
         super().__init__(folder, manifest, 16 * numel)
         self._kept = kept

@@ -171,9 +171,7 @@ def record_kinds(
     yield RecordKind(tiers[-1], last, 1)
 
 
-def gathered_unit(
-    model: ModelShape, groups: Sequence[GroupBytes], other_nbytes: int = 0
-) -> int:  # fmt: skip
+def gathered_unit(model: ModelShape, groups: Sequence[GroupBytes], other_nbytes: int = 0) -> int:
     """The memory for the largest unit's parameters, none of which have their home there."""
     values = [group.decoded or group.parameters for group in groups]
     codes = [group.parameters if group.decoded else 0 for group in groups]

@@ -56,9 +56,7 @@ def read_question(asked: EstimateOptions) -> Question:
     return Question(case, config, (*assumed, *more))
 
 
-def answered(
-    question: Question, answer: Callable[[Case], Estimate]
-) -> tuple[Question, Estimate]:  # fmt: skip
+def answered(question: Question, answer: Callable[[Case], Estimate]) -> tuple[Question, Estimate]:
     """Return the answer, with assumptions first among its notes; if the model's code cannot be
     followed, it is of the states alone, and says so."""
     try:
@@ -142,9 +140,7 @@ def _workload_of(
     return work, list(_workload_notes(asked, source, work, assumed=given is None))
 
 
-def _generation_of(
-    asked: EstimateOptions, source: ModelSource
-) -> tuple[Generation, list[str]]:  # fmt: skip
+def _generation_of(asked: EstimateOptions, source: ModelSource) -> tuple[Generation, list[str]]:
     """Return the generation to plan for, and notes on assumptions and omissions."""
     found, assumed = Generation.asked(asked.batch, asked.prompt, asked.new_tokens)
     notes = list(assumed)
@@ -206,9 +202,7 @@ def profile_of(asked: EstimateOptions, config: OffloadConfig) -> HardwareProfile
     return profile.without_gpus() if config.device == "cpu" else profile
 
 
-def speeds_of(
-    profile: HardwareProfile, config: OffloadConfig, *, measure: bool
-) -> Speeds | None:  # fmt: skip
+def speeds_of(profile: HardwareProfile, config: OffloadConfig, *, measure: bool) -> Speeds | None:
     """Return one rank's speeds; with `measure`, this machine's are measured if they never were."""
     if not profile.here:
         return profile.speeds()

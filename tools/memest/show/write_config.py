@@ -27,9 +27,7 @@ _DEFAULTS = OffloadConfig().model_dump(mode="json", exclude_none=True)
 _NOT_GIVEN = {"optimizer", "clip_grad_norm", "gradient_accumulation_steps", "train", "written_for"}
 
 
-def config_yaml(
-    estimate: Estimate, case: Case, asked: OffloadConfig, file_name: str
-) -> str:  # fmt: skip
+def config_yaml(estimate: Estimate, case: Case, asked: OffloadConfig, file_name: str) -> str:
     """Return the text of a file that `offload.initialize(model, file_name)` takes, and `offload
     train` too if the model is a built-in one; for inference one that `offload.dispatch` takes.
 
