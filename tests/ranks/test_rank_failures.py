@@ -24,8 +24,9 @@ WORDS = {
     "stopped": "is silent, and was in .*: it ended, or was killed, stopped or cut off",
     "raised": "has left: ValueError: the data of this rank has come to its end",
     "sleeping": "lives and has not come to it, but is in none of the engine's collectives",
-    "elsewhere": "lives and has not come to it, but is in the all-gather of blocks.1 parameters"
-    ".*name in groups.blocks",
+    # the culprit waits as long as the others, and may be the first to give up
+    "elsewhere": "(lives and has not come to it, but is in|has left: RankError: rank 2:) "
+    "the all-gather of blocks.1 parameters.*name in groups.blocks",
     # each waits for the other, and whoever gives up first blames it
     "saves alone": "whether all have succeeded.*take them out of what only",
     "ends earlier": "has closed its engine.*drop_last=True",
