@@ -47,8 +47,7 @@ from offload.zero.groups.coded_layout import lay_out_codes
 from offload.zero.groups.layout import Layout
 from offload.zero.groups.store import NextUse
 from offload.zero.groups.weight_codes import WeightCodes
-from offload.zero.ranks.collectives import Workspace
-from offload.zero.ranks.rank_weights import SharedMemory
+from offload.zero.ranks.collectives import SharedMemory, Workspace
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.device_update import DeviceWork
 from offload.zero.step.records import RecordFormat

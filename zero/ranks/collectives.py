@@ -19,6 +19,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from offload.swap.device.fences import Fences
+from offload.swap.states.slot_pool import SlotPool
 from offload.swap.threads.lanes import profiled
 from offload.zero.ranks.rank_watch import RankWatch
 
@@ -40,6 +42,17 @@ class Workspace:
 
     received: torch.Tensor  # the largest contribution of a rank, in the format that travels
     summed: torch.Tensor  # fp32, as long as the largest shard
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Memory where the model computes, for what belongs to several ranks: whole parameters, and
+    gradients that wait for other ranks'."""
+
+    pool: SlotPool
+    gather_nbytes: int  # room for whole parameters
+    workspace: Workspace
+    fences: Fences
 
 
 @dataclass(slots=True)

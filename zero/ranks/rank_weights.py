@@ -1,44 +1,26 @@
-"""The collectives of ranks that share a model's weights: gathering shards, agreeing on writes.
+"""What several ranks do together with a model's weights: gathering shards, agreeing on writes.
 
-`rank_work.py` adds the collectives of training.
+`rank_work.py` has the ranks that do, and the collectives of training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
-from offload.swap.device.fences import Fences
-from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.swap.states.trace import Trace
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
-from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout
-from offload.zero.ranks.collectives import Workspace
-from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
-from offload.zero.ranks.ranks import Ranks
-from offload.zero.ranks.sharding import ALONE, Part, Sharding
+from offload.zero.ranks.sharding import ALONE, Sharding
 
 # Elements of a group that have a home here, and of the parts of it that are pieces of their own.
 MakeHome = Callable[[int, int, int | None], State]
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Memory where the model computes, for what belongs to several ranks: whole parameters, and
-    gradients that wait for other ranks'."""
-
-    pool: SlotPool
-    gather_nbytes: int  # room for whole parameters
-    workspace: Workspace
-    fences: Fences
 
 
 class RankWeights:
@@ -52,7 +34,7 @@ class RankWeights:
     def of(self, ep_size: int) -> RankWeights:
         """Return the ranks that share a group: of experts that are spread over `ep_size` ranks
         those that have the same ones."""
-        return self if ep_size == 1 else RankWeights()
+        return self
 
     def parameters(
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
@@ -114,119 +96,3 @@ class RankWeights:
 
     def close(self) -> None:
         """End the threads. Process groups stay until all of the process ends them."""
-
-
-class SharedWeights(RankWeights):
-    """This rank's side of the collectives over weights that several ranks share."""
-
-    has_others = True
-
-    def __init__(self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype) -> None:
-        """Every rank has to call this. `dtype` is the parameters' format."""
-        self.ranks = ranks
-        self.rank = ranks.rank
-        self.sharding = ranks.sharding
-        self.collectives = ranks.collectives()
-        self._itemsize = dtype.itemsize
-        room = ranks.least(memory.gather_nbytes)
-        self._gatherer = Gatherer(self.collectives, memory.pool, room, ranks.device, memory.fences)
-        self._groups: Sequence[ParamGroup] = ()
-        self._trace: Trace
-
-    def parameters(
-        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
-        update: Callable[[], Transfer[None] | None],
-    ) -> State:  # fmt: skip
-        rank = self.sharding.rank
-        if self.sharding.ranks == 1:
-            return make(layout.numel, layout.edge, None)
-        shared = Part.of(layout, rank), self._itemsize, self._gatherer, update
-        if self.sharding.parameters:
-            home = make(layout.shard_numel, layout.shard_trainable, None)
-            return GatheredState(home, *shared, is_held)
-        home = make(layout.numel, layout.edge, layout.shard_trainable or None)
-        return ReplicatedState(home, *shared, rank)
-
-    def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
-        self._groups, self._trace = groups, trace
-
-    def refresh(self, groups: Iterable[ParamGroup]) -> None:
-        for group in groups:
-            group.copies.refresh()
-
-    def use(self, group: ParamGroup, *, backward: bool) -> None:
-        upcoming = self._trace.rest() if backward else self._trace.upcoming()
-        groups = (self._groups[index] for index in upcoming if index < len(self._groups))
-        self._gather(group, groups)
-
-    def _gather(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
-        """Gather `group`, and after it the groups that are needed next."""
-        if not isinstance(group.state, GatheredState):
-            return
-        if not group.state.is_gathered:
-            self._gatherer.gather(group.state)
-        following = next(upcoming, None)
-        if following is not None and isinstance(following.state, GatheredState):
-            self._gatherer.expect(following.state, group.state)
-        self._gatherer.used(group.state)
-
-    def begin_pass(self) -> None:
-        self.finish_pass()
-        self.refresh(self._groups)
-        self._gatherer.begin_pass()
-
-    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
-        return self.ranks.exchange(numbers, what)
-
-    def as_on_first(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self.ranks.as_on_first(tensors)
-
-    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
-        return self.ranks.combine(part, name)
-
-    def refuse_forward_write(self, names: str) -> None:
-        raise UnsupportedError(
-            f"a forward wrote to {names} on one of several ranks, each of which has other data "
-            "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
-        )
-
-    def moved_nbytes(self) -> dict[str, int]:
-        traffic = self.collectives.traffic
-        return {
-            "all-gather": traffic.gathered_nbytes,
-            "reduce-scatter": traffic.reduced_nbytes,
-            "all-reduce": traffic.all_reduced_nbytes,
-        }
-
-    def lanes(self) -> list[Lane]:
-        return [*(order.lane for order in self.orders()), self.ranks.watch.lane]
-
-    def orders(self) -> list[OrderedWork]:
-        return [self._gatherer.order]
-
-    def ending(self) -> Callable[[], None]:
-        orders, ranks = self.orders(), self.ranks
-
-        def end() -> None:
-            _drain(orders, ranks)
-            _close(orders, ranks)
-
-        return end
-
-    def finish(self) -> None:
-        _drain(self.orders(), self.ranks)
-
-    def close(self) -> None:
-        _close(self.orders(), self.ranks)
-
-
-def _drain(orders: Sequence[OrderedWork], ranks: Ranks) -> None:
-    if not ranks.watch.is_leaving:
-        for order in orders:
-            order.drain(ranks.watch.timeout_s)
-
-
-def _close(orders: Sequence[OrderedWork], ranks: Ranks) -> None:
-    for order in orders:
-        order.close()
-    ranks.watch.close()

@@ -1,16 +1,24 @@
-"""The collectives of training: reducing gradients, agreeing on steps."""
+"""The ranks that train together: their collectives over weights and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
+from offload.swap.states.state import State
 from offload.swap.states.trace import Trace
+from offload.swap.threads.lanes import Lane
 from offload.swap.threads.ordered import OrderedWork
+from offload.swap.threads.transfer import Transfer
+from offload.tiers.errors import UnsupportedError
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.group import ParamGroup
-from offload.zero.ranks.rank_weights import RankWeights, SharedMemory, SharedWeights
+from offload.zero.groups.layout import Layout
+from offload.zero.ranks.collectives import SharedMemory
+from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
+from offload.zero.ranks.rank_weights import MakeHome, RankWeights
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.reduction import (
     Gradients,
@@ -49,7 +57,7 @@ class RankWork(RankWeights):
         """Note that all ranks should do this now (see `Ranks.note`)."""
 
 
-class SharedWork(SharedWeights, RankWork):
+class SharedWork(RankWork):
     """This rank's side of all collectives.
 
     Those of experts that are spread over ranks, where some ranks have the same ones, have process
@@ -57,43 +65,102 @@ class SharedWork(SharedWeights, RankWork):
     which of them come in backward, and when, depends on tokens.
     """
 
+    has_others = True
+
     def __init__(
         self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype,
         reduce_dtype: torch.dtype | None = None, ep_size: int = 1,
     ) -> None:  # fmt: skip
-        """`reduce_dtype` is the format that gradients are rounded to before they travel, if any;
-        `ep_size` the number of ranks over which experts are spread."""
-        super().__init__(ranks, memory, dtype)
+        """Every rank has to call this. `dtype` is the parameters' format, `reduce_dtype` the one
+        that gradients are rounded to before they travel, if any; `ep_size` is the number of ranks
+        over which experts are spread."""
+        super().__init__()  # no reductions until `reduce`
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.sharding = ranks.sharding
+        self.collectives = ranks.collectives()
+        self._itemsize = dtype.itemsize
         self._reduce_dtype = reduce_dtype
+        self._memory = memory
+        room = ranks.least(memory.gather_nbytes)
+        self._gatherer = Gatherer(self.collectives, memory.pool, room, ranks.device, memory.fences)
         self._exchanges_tokens = ep_size > 1
         same = ranks.same_experts(ep_size) if ep_size > 1 else None
         self._experts = (
             RankWork() if same is None else SharedWork(same, memory, dtype, reduce_dtype)
         )
-        self._memory = memory
         self._reduced: list[ReducedGradients] = []
-        self.reductions = Reductions()  # until `reduce`
+        self._groups: Sequence[ParamGroup] = ()
+        self._trace: Trace
 
     def of(self, ep_size: int) -> RankWork:
         return self if ep_size == 1 else self._experts
 
-    # ---------------------------------------------------------------- passes
+    # ---------------------------------------------------------------- weights
+    def parameters(
+        self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
+        update: Callable[[], Transfer[None] | None],
+    ) -> State:  # fmt: skip
+        rank = self.sharding.rank
+        if self.sharding.ranks == 1:
+            return make(layout.numel, layout.edge, None)
+        shared = Part.of(layout, rank), self._itemsize, self._gatherer, update
+        if self.sharding.parameters:
+            home = make(layout.shard_numel, layout.shard_trainable, None)
+            return GatheredState(home, *shared, is_held)
+        home = make(layout.numel, layout.edge, layout.shard_trainable or None)
+        return ReplicatedState(home, *shared, rank)
+
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
-        super().watch(groups, trace)
+        self._groups, self._trace = groups, trace
         self._experts.watch(groups, trace)
+
+    def refresh(self, groups: Iterable[ParamGroup]) -> None:
+        for group in groups:
+            group.copies.refresh()
 
     def use(self, group: ParamGroup, *, backward: bool) -> None:
         if backward:
             self.reductions.reduce_skipped_groups(group.index)
-        super().use(group, backward=backward)
+        upcoming = self._trace.rest() if backward else self._trace.upcoming()
+        groups = (self._groups[index] for index in upcoming if index < len(self._groups))
+        self._gather(group, groups)
+
+    def _gather(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
+        """Gather `group`, and after it the groups that are needed next."""
+        if not isinstance(group.state, GatheredState):
+            return
+        if not group.state.is_gathered:
+            self._gatherer.gather(group.state)
+        following = next(upcoming, None)
+        if following is not None and isinstance(following.state, GatheredState):
+            self._gatherer.expect(following.state, group.state)
+        self._gatherer.used(group.state)
+
+    def begin_pass(self) -> None:
+        self.finish_pass()
+        self.refresh(self._groups)
+        self._gatherer.begin_pass()
 
     def finish_pass(self) -> None:
         self.reductions.finish()
 
-    def refresh_updated(self) -> None:
-        self.refresh(self._groups[index] for index in self.reductions.forward_order)
-        self._experts.refresh_updated()
+    def exchange(self, numbers: list[int], what: str) -> np.ndarray:
+        return self.ranks.exchange(numbers, what)
 
+    def as_on_first(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self.ranks.as_on_first(tensors)
+
+    def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
+        return self.ranks.combine(part, name)
+
+    def refuse_forward_write(self, names: str) -> None:
+        raise UnsupportedError(
+            f"a forward wrote to {names} on one of several ranks, each of which has other data "
+            "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
+        )
+
+    # ---------------------------------------------------------------- gradients
     def gradients(
         self, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
@@ -117,13 +184,52 @@ class SharedWork(SharedWeights, RankWork):
         self.reductions = made
         return made
 
+    def refresh_updated(self) -> None:
+        self.refresh(self._groups[index] for index in self.reductions.forward_order)
+        self._experts.refresh_updated()
+
     def note(self, what: str) -> None:
         self.ranks.note(what)
 
+    # ---------------------------------------------------------------- the whole
     def moved_nbytes(self) -> dict[str, int]:
-        found, theirs = super().moved_nbytes(), self._experts.moved_nbytes()
+        traffic, theirs = self.collectives.traffic, self._experts.moved_nbytes()
+        found = {
+            "all-gather": traffic.gathered_nbytes,
+            "reduce-scatter": traffic.reduced_nbytes,
+            "all-reduce": traffic.all_reduced_nbytes,
+        }
         return {name: nbytes + theirs.get(name, 0) for name, nbytes in found.items()}
 
-    # ---------------------------------------------------------------- ending
+    def lanes(self) -> list[Lane]:
+        return [*(order.lane for order in self.orders()), self.ranks.watch.lane]
+
     def orders(self) -> list[OrderedWork]:
-        return [*self.reductions.orders(), *self._experts.orders(), *super().orders()]
+        return [*self.reductions.orders(), *self._experts.orders(), self._gatherer.order]
+
+    def ending(self) -> Callable[[], None]:
+        orders, ranks = self.orders(), self.ranks
+
+        def end() -> None:
+            _drain(orders, ranks)
+            _close(orders, ranks)
+
+        return end
+
+    def finish(self) -> None:
+        _drain(self.orders(), self.ranks)
+
+    def close(self) -> None:
+        _close(self.orders(), self.ranks)
+
+
+def _drain(orders: Sequence[OrderedWork], ranks: Ranks) -> None:
+    if not ranks.watch.is_leaving:
+        for order in orders:
+            order.drain(ranks.watch.timeout_s)
+
+
+def _close(orders: Sequence[OrderedWork], ranks: Ranks) -> None:
+    for order in orders:
+        order.close()
+    ranks.watch.close()

@@ -30,8 +30,7 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.gradients.gradients import GradientAccumulator, flat_gradient
-from offload.zero.ranks.collectives import Collectives
-from offload.zero.ranks.rank_weights import SharedMemory
+from offload.zero.ranks.collectives import Collectives, SharedMemory
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE, BUCKETS, Part, PartOfParam, Sharding
 

@@ -38,7 +38,7 @@ from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
 from offload.zero.hooks.handles import Keeper
 from offload.zero.hooks.pipeline_stages import check_schedule
-from offload.zero.ranks.rank_weights import SharedMemory
+from offload.zero.ranks.collectives import SharedMemory
 from offload.zero.ranks.rank_work import RankWork, SharedWork
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.reduction import Gradients
