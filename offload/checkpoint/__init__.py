@@ -35,13 +35,12 @@ def save(engine: Trained, path: StrPath, state: Mapping[str, Any] | None = None)
     budgets it holds one chunk. Whenever the process dies, `path` holds the old checkpoint or the
     new one, complete. Gradients are not part of a checkpoint.
 
-    Any number of processes may save to one folder or beside each other, and load from there
-    meanwhile. Files that are not ours are never replaced or removed.
+    Processes may save beside each other. One that loads what another process replaces meanwhile
+    gets a CheckpointError. Files that no checkpoint has are never replaced or removed.
 
     Raises StateError while gradients wait for a step, inside `engine.gathered`, or after a load
     that failed half-way; PathError if `path` cannot be written or holds something else;
-    NoSpaceError and StorageError for errors of the disk; CheckpointError if a stopped process has
-    locked the folder. The old checkpoint is intact then.
+    NoSpaceError and StorageError for errors of the disk. The old checkpoint is intact then.
     """
     from offload.checkpoint.engine.saving import save_engine
 

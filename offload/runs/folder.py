@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint import latest, prune, step_path
 from offload.checkpoint.engine.run_state import saved_run
-from offload.checkpoint.format.disk import make_folder
-from offload.checkpoint.format.locks import OpenFolder, lock_folder, unlock
+from offload.checkpoint.format.disk import OpenFile, lock_folder, make_folder, unlock
 from offload.checkpoint.format.steps import has_steps
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
@@ -70,7 +69,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.page = path / PAGE
-        self._lock: OpenFolder | None = None
+        self._lock: OpenFile | None = None
 
     @classmethod
     def new(cls, path: Path) -> RunFolder:

@@ -8,6 +8,7 @@ JSON of how often each thing was done and how it ended; `wrong` lists what must 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import random
@@ -119,9 +120,10 @@ def _child(
                 try:
                     job(engine, chosen.folder, draw)
                     file.write(f"{job.__name__[1:]}\n")
-                except offload.CheckpointError as error:
-                    expected = job is _save
-                    file.write(f"{'refused' if expected else 'wrong'}: {job.__name__} {error}\n")
+                except (offload.CheckpointError, offload.StorageError) as error:
+                    # replaced while it was read, or removed just before it was replaced
+                    expected = job is _read or getattr(error, "errno", 0) == errno.ENOENT
+                    file.write(f"{'missed' if expected else 'wrong'}: {job.__name__} {error}\n")
                 except Exception as error:  # noqa: BLE001 - the parent tells
                     file.write(f"wrong: {job.__name__} {error!r}\n")
         status = 0
@@ -138,7 +140,7 @@ def _save(engine: offload.Engine, folder: Path, draw: random.Random) -> None:
 
 
 def _read(engine: offload.Engine, folder: Path, draw: random.Random) -> None:
-    """There is always a whole one, by name and by step."""
+    """What is read has the hashes of one checkpoint."""
     path = folder / draw.choice(NAMES)
     adopt(path)
     with CheckpointReader(path) as reader:

@@ -22,7 +22,7 @@ from offload import checkpoint
 from offload.checkpoint.engine import saving
 from offload.checkpoint.format import folder as folders
 from offload.checkpoint.format import writer
-from offload.checkpoint.format.ownership import marked
+from offload.checkpoint.format.folder import pending_name
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import NoSpaceError, PathError
 from tests.offload.checkpoint_crash import KEYS, Request, bits_of, step_of
@@ -201,11 +201,11 @@ def test_a_complete_leftover_is_adopted_where_its_name_is_missing(
 ) -> None:
     folder = tmp_path / "run"
     checkpoints_of(engine, folder, 2)
-    (folder / "step-000002").rename(marked(folder / "step-000002", "tmp"))
-    (folder / "step-000001").rename(marked(folder / "step-000001", "old"))
+    (folder / "step-000002").rename(pending_name(folder / "step-000002"))
+    (folder / "step-000001").rename(pending_name(folder / "step-000001"))
     assert checkpoint.latest(folder) == folder / "step-000002"
     assert sorted(os.listdir(folder)) == ["step-000001", "step-000002"]
-    (folder / "step-000002").rename(marked(folder / "step-000002", "tmp"))
+    (folder / "step-000002").rename(pending_name(folder / "step-000002"))
     engine.load_checkpoint(folder / "step-000002")
 
 
@@ -214,8 +214,8 @@ def test_of_two_complete_leftovers_the_new_one_is_adopted(
 ) -> None:
     folder = tmp_path / "run"
     checkpoints_of(engine, folder, 2)
-    (folder / "step-000002").rename(marked(folder / "saved", "tmp"))
-    (folder / "step-000001").rename(marked(folder / "saved", "old"))
+    (folder / "step-000002").rename(pending_name(folder / "saved"))
+    (folder / "step-000001").rename(pending_name(folder / "saved"))
     engine.load_checkpoint(folder / "saved")
     assert engine.report().steps == 2
     assert os.listdir(folder) == ["saved"]
@@ -226,9 +226,9 @@ def test_torn_leftovers_are_removed_and_what_is_not_ours_stays(
 ) -> None:
     folder = tmp_path / "run"
     checkpoints_of(engine, folder, 1)
-    torn = Path(shutil.copytree(folder / "step-000001", marked(folder / "step-000002", "tmp")))
+    torn = Path(shutil.copytree(folder / "step-000001", pending_name(folder / "step-000002")))
     (torn / "buffers.safetensors").unlink()
-    foreign = marked(folder / "notes", "tmp")
+    foreign = pending_name(folder / "notes")
     foreign.mkdir()
     (foreign / "diary.txt").write_text("dear diary")
     assert checkpoint.latest(folder) == folder / "step-000001"
@@ -240,7 +240,7 @@ def test_a_folder_that_somebody_is_writing_is_left_alone(
 ) -> None:
     folder = tmp_path / "run"
     checkpoints_of(engine, folder, 2)
-    written = (folder / "step-000002").rename(marked(folder / "step-000002", "tmp"))
+    written = (folder / "step-000002").rename(pending_name(folder / "step-000002"))
     fd = os.open(written, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     assert checkpoint.latest(folder) == folder / "step-000001"
@@ -250,10 +250,9 @@ def test_a_folder_that_somebody_is_writing_is_left_alone(
     assert checkpoint.latest(folder) == folder / "step-000002"
 
 
-def test_a_load_reads_on_while_saves_replace_what_it_reads(
+def test_a_load_of_what_a_save_replaces_meanwhile_is_an_error_and_never_a_mixture(
     engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     path = tmp_path / "saved"
     losses_of(engine, batches(1))
     engine.save_checkpoint(path)
@@ -268,13 +267,11 @@ def test_a_load_reads_on_while_saves_replace_what_it_reads(
             read_into(*args)
 
         monkeypatch.setattr(CheckpointReader, "read_into", read)
-        other.load_checkpoint(path)
-        assert other.report().steps == 1
+        with pytest.raises(offload.CheckpointError, match="is missing"):
+            other.load_checkpoint(path)
         monkeypatch.undo()
         other.load_checkpoint(path)
         assert other.report().steps == 2
-    engine.save_checkpoint(path)
-    assert [name for name in os.listdir(tmp_path) if name.startswith("saved")] == ["saved"]
 
 
 # ------------------------------------------------------------------------- steps
@@ -348,10 +345,10 @@ def test_without_an_exchange_of_names_a_failing_rename_is_undone(
 ) -> None:
     path = tmp_path / "run" / "saved"
     engine.save_checkpoint(path)
-    rename = os.rename
+    rename, before = os.rename, (path / "manifest.json").read_text()
 
     def failing(a: Path, b: Path) -> None:
-        if ".tmp-" in str(a):
+        if ".tmp-" in str(a) and (Path(a) / "manifest.json").read_text() != before:
             raise OSError(5, "Input/output error")
         rename(a, b)
 

@@ -1,5 +1,5 @@
-"""Calls on a checkpoint's files: one that does not return is named, and what a descriptor and a
-lock are worth after it."""
+"""Calls on a checkpoint's files: one that does not return is named, and what a descriptor is worth
+after it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.checkpoint.format import disk, locks
+from offload.checkpoint.format import disk
 from offload.checkpoint.format.disk import OpenFile, new_file, rename
-from offload.checkpoint.format.locks import alone_in, lock_folder, unlock
-from offload.errors import CheckpointError, NoSpaceError
+from offload.errors import NoSpaceError
 
 
 def test_a_call_that_does_not_return_is_named_with_its_path(
@@ -47,17 +46,6 @@ def test_a_call_whose_end_an_interrupt_left_out_is_not_watched_any_longer() -> N
     del call  # without `ended`
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_a_lock_that_a_stopped_process_keeps_is_an_error_within_half_a_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert 20 < locks._PATIENCE_S < 30
-    monkeypatch.setattr(locks, "_PATIENCE_S", 0.05)
-    holder = lock_folder(tmp_path)
-    with pytest.raises(CheckpointError, match="another process has locked"), alone_in(tmp_path):
-        raise AssertionError("it is locked")
-    unlock(holder)
 
 
 def test_a_full_device_is_an_error_of_its_kind() -> None:

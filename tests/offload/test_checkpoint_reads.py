@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 
 import offload
 from offload.checkpoint.format import blocks, manifest
-from offload.checkpoint.format.locks import lock_folder, unlock
 from offload.checkpoint.format.manifest import FileRecord, Manifest
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
@@ -248,7 +247,6 @@ def test_weights_of_a_checkpoint_are_all_used_and_compared_with_their_hashes(
     caplog.clear()
     assert_same_bits(weights_in(keys_of(tmp_path), saved / part), expected)
     assert "unused" not in caplog.text
-    unlock(lock_folder(saved))  # nobody keeps it
     for name in (file.name for file in (saved / "parameters").iterdir()):
         damage(saved / "parameters" / name)
         with pytest.raises(CheckpointError, match=rf"{name} is damaged: "):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import os
 import secrets
@@ -26,6 +27,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _log = logging.getLogger("offload")
 
@@ -370,6 +372,28 @@ def sync_file(path: Path) -> None:
     """Make the contents of a file durable that was written by other code."""
     with storage_errors("writing", path), OpenFile(path, _OPEN_FLAGS) as file:
         file.sync()
+
+
+def lock_folder(path: Path) -> OpenFile | None:
+    """Lock a folder exclusively (flock) until `unlock`, or the end of the process; None if the file
+    system has no locks. BlockingIOError if another holder has it; OSError."""
+    folder = OpenFile(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        make_call("lock", path, fcntl.flock, folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        folder.close()
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return folder
+
+
+def unlock(folder: OpenFile | None) -> None:
+    """Give a lock back, which forked children may have inherited."""
+    if folder is not None:
+        with suppress(OSError):
+            fcntl.flock(folder.fd, fcntl.LOCK_UN)
+        folder.close()
 
 
 def device_of(path: Path) -> int:

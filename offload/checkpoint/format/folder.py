@@ -1,49 +1,54 @@
 """Replacing a checkpoint folder so that a reader, or a killed writer, never leaves a torn one.
 
-The new folder is written beside the old one (`ownership` has the names) and the two change names
-in one system call (RENAME_EXCHANGE); where that is missing, between two renames NAME does not
-exist, but NAME.old-* and NAME.tmp-* are both complete. What a killed process leaves is found by
-`recover`: its lock is gone. Complete folders whose NAME is missing are adopted, everything else
-that is ours is removed. Nothing ever waits for a pointer file to agree. Any number of processes may
-save in one folder or under one name, and read there: renames are made alone, and nothing is removed
-that is locked.
+The new folder is written beside the old one as NAME.tmp-RANDOM, and the two change names in one
+system call (RENAME_EXCHANGE); where that is missing, between two renames NAME does not exist, but
+both folders do, and are complete. A writer holds a lock on its folder, which ends with the process:
+`recover` gives complete folders of dead writers their NAME where it is missing, and removes others.
+On file systems without locks, what killed writers left stays.
+
+A checkpoint is known by its manifest, which ends in a hash of itself. A folder that holds files
+that no checkpoint has is never replaced or removed.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from contextlib import ExitStack, suppress
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from offload.checkpoint.format.disk import (
     FULL,
+    OpenFile,
     entries,
     exchange,
     is_folder,
     is_there,
+    lock_folder,
+    make_call,
     make_folder,
     real_path,
     rename,
     storage_error,
     storage_errors,
     sync_folder,
+    unlock,
 )
-from offload.checkpoint.format.locks import OpenFolder, alone_in, lock_folder, unlock
-from offload.checkpoint.format.ownership import (
-    Leftover,
-    check_replaceable,
-    leftovers,
-    marked,
-    remove,
-)
+from offload.checkpoint.format.manifest import MANIFEST, OPTIMIZER, PARAMETERS, is_data_file
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.tiers.errors import CheckpointError, PathError, StorageError
 
+# version 0.1.0 began with three kinds of them
+_PENDING = re.compile(r"(?P<name>.+)\.(tmp|old|del)-[0-9a-f]{28}")
 _NOT_THE_PATH = (
     errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, *FULL,
 )  # fmt: skip
+_SHOWN = 4
 _log = logging.getLogger("offload")
 
 
@@ -56,12 +61,12 @@ class PendingFolder:
     def __init__(self, target: Path) -> None:
         try:
             self.target = real_path(target)  # a link keeps pointing at what it points at
-            self.path = marked(self.target, "tmp")
+            self.path = pending_name(self.target)
         except ValueError as error:  # the root folder, or a NUL
             raise PathError(f"{str(target)!r} cannot be a checkpoint's folder: {error}") from None
         except OSError as error:
             raise storage_error(error, "looking at", target) from error
-        self._lock: OpenFolder | None = None
+        self._lock: OpenFile | None = None
         self._is_published = False
 
     def __enter__(self) -> PendingFolder:
@@ -81,31 +86,32 @@ class PendingFolder:
         return self
 
     def _make(self) -> None:
-        parent = self.target.parent
-        make_folder(parent, parents=True)
-        recover(parent)
-        with alone_in(parent):  # between mkdir and lock it must not be taken for a leftover
-            check_replaceable(self.target)
+        make_folder(self.target.parent, parents=True)
+        recover(self.target.parent)
+        check_replaceable(self.target)
+        while True:
             make_folder(self.path)
-            self._lock = lock_folder(self.path)
+            try:
+                self._lock = lock_folder(self.path)
+                if is_there(self.path):
+                    return
+            except (FileNotFoundError, BlockingIOError):
+                pass
+            # another process took it for that of a dead writer, before it was locked
+            self._unlock()
+            self.path = pending_name(self.target)
 
     def commit(self) -> None:
         """Give this folder the name `target`, durably. It must have the manifest and be synced."""
-        parent = self.target.parent
-        with ExitStack() as locks:
-            with storage_errors("writing", self.path):
-                inner = (self.path / each.name for each in entries(self.path) if each.is_dir())
-                for folder in (*inner, self.path):
-                    sync_folder(folder)
-                with alone_in(parent):
-                    check_replaceable(self.target)  # another process may have put something there
-                    replaced = _publish(self.path, self.target)
-                    self._is_published = True
-                    self._unlock()  # it can be read
-                    doomed = None if replaced is None else _condemn(replaced, self.target, locks)
-                sync_folder(parent)
-            if doomed is not None:
-                remove(doomed)
+        with storage_errors("writing", self.path):
+            for inner in (PARAMETERS, OPTIMIZER, "."):
+                sync_folder(self.path / inner)
+            check_replaceable(self.target)  # another process may have put something there
+            replaced = _publish(self.path, self.target)
+            self._is_published = True
+            sync_folder(self.target.parent)
+        if replaced is not None:
+            remove(replaced)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
@@ -119,17 +125,40 @@ class PendingFolder:
     def _give_up(self) -> None:
         """Remove the folder. If it was published, it stays with what it replaced: after a crash the
         old names might be back."""
-        if self._is_published:
-            self._unlock()
-            return
-        with suppress(OSError):  # it stays; what led here is the error
-            if is_there(self.path):
-                remove(self.path)
+        if not self._is_published:
+            with suppress(OSError):  # it stays; what led here is the error
+                if is_there(self.path):
+                    remove(self.path)
         self._unlock()
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
         unlock(lock)
+
+
+def _publish(new: Path, target: Path) -> Path | None:
+    """Give `new` the name `target`; returns the new path of the folder that had it before."""
+    if not is_there(target):
+        rename(new, target)
+        return None
+    if exchange(new, target):
+        return new
+    old = pending_name(target)
+    try:
+        rename(target, old)
+        rename(new, target)
+    except BaseException:
+        if not is_there(target):
+            rename(old, target)
+        raise
+    return old
+
+
+# --------------------------------------------------------------------------- leftovers
+def pending_name(target: Path) -> Path:
+    """A new name beside `target` for a folder that is not complete yet, or is about to be
+    removed."""
+    return target.with_name(f"{target.name}.tmp-{secrets.token_hex(14)}")
 
 
 def adopt(path: Path) -> None:
@@ -144,84 +173,124 @@ def adopt(path: Path) -> None:
 
 def recover(parent: Path) -> None:
     """Adopt or remove the folders that killed processes left in `parent`, except for folders that
-    another process writes, reads or removes."""
-    with ExitStack() as locks:
-        with alone_in(parent):
-            doomed = [each.path for each in leftovers(parent) if _is_doomed(each, locks)]
-        for path in doomed:  # takes long; other processes leave alone what we have locked
-            remove(path)
+    another process writes or removes."""
+    for path, target in _leftovers(parent):
+        try:
+            lock = lock_folder(path)
+        except OSError:
+            continue  # another process uses it, or has just removed it
+        if lock is None:
+            continue  # nothing says that its writer is dead
+        try:
+            if not _adopt(path, target):
+                remove(path)
+        except (OSError, StorageError) as error:  # it may be complete, or be another user's
+            _log.warning("%s stays: %s", path, error)
+        finally:
+            unlock(lock)
 
 
-def _is_doomed(leftover: Leftover, locks: ExitStack) -> bool:
-    """Whether it has to be removed, in which case it stays locked. Adopts it if possible."""
-    try:
-        lock = lock_folder(leftover.path)
-    except OSError:
-        return False  # another process uses it, or has just removed it
-    if lock is None:
-        return False  # nothing says that its writer is dead
-    locks.callback(unlock, lock)
-    try:
-        return not _adopt(leftover)
-    except (OSError, StorageError) as error:  # it may be complete, or be another user's
-        _log.warning("%s stays: %s", leftover.path, error)
-        return False
+def _leftovers(parent: Path) -> list[tuple[Path, Path]]:
+    """The pending folders in `parent`, each with the name that it was to have; newest first."""
+    found = []
+    for entry in entries(parent):
+        match = _PENDING.fullmatch(entry.name)
+        if match is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        with suppress(FileNotFoundError):  # just removed by the process that replaced it
+            path = parent / entry.name
+            status = make_call("stat", path, os.lstat, path)
+            found.append((status.st_mtime_ns, path, parent / match["name"]))
+    return [(path, target) for _, path, target in sorted(found, reverse=True)]
 
 
-def _adopt(leftover: Leftover) -> bool:
+def _adopt(leftover: Path, target: Path) -> bool:
     """Give the folder its name; False if it is not complete, or has been replaced."""
-    if leftover.kind == "del" or is_there(leftover.target):
+    if is_there(target):
         return False
     try:
-        with CheckpointReader(leftover.path, shared=False) as reader:
+        with CheckpointReader(leftover) as reader:
             reader.check(contents=False)
     except CheckpointError:
         return False
-    rename(leftover.path, leftover.target)
-    _log.info("adopted %s: its writer was stopped just before naming it so", leftover.target)
+    rename(leftover, target)
+    _log.info("adopted %s: its writer was stopped just before naming it so", target)
     return True
 
 
+# --------------------------------------------------------------------------- removing
 def discard(path: Path) -> bool:
     """Remove a checkpoint, by one rename; False if there is none. PathError, and nothing is
     changed, if `path` holds something else. StorageError."""
-    with ExitStack() as locks:
-        with storage_errors("removing", path), alone_in(path.parent):
-            if not is_there(path):
-                return False
-            check_replaceable(path)
-            doomed = _condemn(path, path, locks)
+    with storage_errors("removing", path):
+        if not is_there(path):
+            return False
+        check_replaceable(path)
+        doomed, lock = pending_name(path), lock_folder(path)
+        try:
+            rename(path, doomed)
             sync_folder(path.parent)  # a crash must not bring back the name with half of it
-        if doomed is not None:
             remove(doomed)
+        finally:
+            unlock(lock)
     return True
 
 
-def _condemn(folder: Path, target: Path, locks: ExitStack) -> Path | None:
-    """Give the folder a name that is never adopted, and lock it; None if it is still being read:
-    the next `recover` then finds it."""
-    doomed = marked(target, "del")
-    rename(folder, doomed)
+def remove(path: Path) -> None:
+    """Remove a pending folder, unless it holds foreign files. No link is followed, also if one
+    takes a name meanwhile."""
     try:
-        locks.callback(unlock, lock_folder(doomed))
-    except BlockingIOError:
-        return None
-    return doomed
+        foreign = _foreign(path)
+        if foreign:
+            _log.warning("%s stays: it holds %s", path, ", ".join(foreign[:_SHOWN]))
+        else:
+            make_call("rmtree", path, shutil.rmtree, path)
+    except FileNotFoundError:
+        return  # another process has removed it
+    except OSError as error:
+        _log.warning("%s stays, removing it failed: %s", path, error.strerror or error)
 
 
-def _publish(new: Path, target: Path) -> Path | None:
-    """Give `new` the name `target`; returns the new path of the folder that had it before."""
+def _foreign(folder: Path) -> list[str]:
+    """The names in a folder, and in a checkpoint's two subfolders, that no checkpoint has: other
+    files, links, pipes and the like."""
+    found = []
+    for entry in entries(folder):
+        inside, names = [entry], [entry.name]
+        if entry.name in (PARAMETERS, OPTIMIZER) and entry.is_dir(follow_symlinks=False):
+            inside = entries(folder / entry.name)
+            names = [f"{entry.name}/{inner.name}" for inner in inside]
+        found += [
+            name for name, each in zip(names, inside, strict=True)
+            if not each.is_file(follow_symlinks=False)
+            or not (name == MANIFEST or is_data_file(name))
+        ]  # fmt: skip
+    return sorted(found)
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise PathError, naming the contents, unless `target` is a checkpoint, empty or absent."""
+    if _PENDING.fullmatch(target.name):
+        raise PathError(f"{target} is a name for what is not complete yet; name another path")
     if not is_there(target):
-        rename(new, target)
-        return None
-    if exchange(new, target):
-        return new
-    old = marked(target, "old")
-    try:
-        rename(target, old)
-        rename(new, target)
-    except BaseException:
-        if not is_there(target):
-            rename(old, target)
-        raise
-    return old
+        return
+    if not is_folder(target):
+        raise PathError(f"{target} is a file, a checkpoint is a folder; name another path")
+    names = [entry.name for entry in entries(target)]
+    foreign, why = _foreign(target), "no checkpoint has such a file"
+    if MANIFEST not in names:
+        foreign, why = foreign or names, f"there is no {MANIFEST} that says so"
+    if foreign:
+        listing = ", ".join(foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
+        raise PathError(
+            f"{target} holds {listing}, which is not part of a checkpoint ({why}) and would be "
+            "lost; move it, or name another path"
+        )
+    if names:
+        try:
+            CheckpointReader(target).close()
+        except CheckpointError as error:
+            raise PathError(
+                f"{target} holds a {MANIFEST} that is not one of offload's, and would be lost: "
+                f"{error}. Move or remove {target}, or name another path"
+            ) from None

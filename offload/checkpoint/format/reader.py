@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -13,13 +12,7 @@ from types import TracebackType
 import xxhash
 
 from offload.checkpoint.format.checked_files import REMEDY, CheckedFiles
-from offload.checkpoint.format.disk import (
-    OpenFile,
-    make_call,
-    storage_error,
-    storage_errors,
-)
-from offload.checkpoint.format.locks import POLL_S, OpenFolder
+from offload.checkpoint.format.disk import OpenFile, storage_error
 from offload.checkpoint.format.manifest import (
     MANIFEST,
     RUN,
@@ -45,22 +38,20 @@ _NOT_INSIDE = (
     "is a link or no regular file, and of a checkpoint nothing outside of its folder is opened; "
     "`cp -rL` makes a copy without links"
 )
-_OPEN_TRIES = 200  # to open what is just being replaced: a second
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
 class CheckpointReader:
     """Reads one checkpoint folder. A context manager.
 
-    Keeps reading the same folder when another one takes its name, and holds a lock against its
-    removal: a load that runs while saves replace the checkpoint reads the old one, whole.
+    Keeps reading the same folder when another one takes its name: what is removed meanwhile is
+    missing, and nothing of two checkpoints is mixed.
     """
 
-    def __init__(self, path: Path, *, shared: bool = True) -> None:
-        """Raises CheckpointError for a missing checkpoint or an unusable manifest. Not `shared`:
-        without a lock of its own, for a caller that keeps the folder from being removed."""
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for a missing checkpoint or an unusable manifest."""
         self.path = path
-        self._folder = _open_shared(path) if shared else _open_folder(path)
-        self._inner: dict[str, OpenFolder] = {}
+        self._folder = _open_folder(path)
         self._headers: dict[str, dict[str, StoredTensor]] = {}
         self.digest = 0  # of the manifest, and so of all that it has hashes of
         try:
@@ -97,9 +88,11 @@ class CheckpointReader:
         """Open a file. CheckpointError unless it is a regular file in this very folder;
         FileNotFoundError, StorageError."""
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW  # a pipe would wait for its writer
-        path = self.path / name
+        path, folder = self.path / name, self._folder
         try:
-            file = OpenFile(path, flags, inside=self._folder_of(name).fd)
+            if path.parent != self.path:
+                folder = OpenFile(path.parent, _FOLDER | os.O_NOFOLLOW, inside=folder.fd)
+            file = OpenFile(path, flags, inside=folder.fd)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -111,17 +104,10 @@ class CheckpointReader:
         return file
 
     def _open_data(self, name: str) -> OpenFile:
-        with storage_errors("opening", self.path / name):
+        try:
             return self._open(name)
-
-    def _folder_of(self, name: str) -> OpenFolder:
-        """The folder that a file lies in: this one, or one of its two subfolders. OSError."""
-        inner = name.rpartition("/")[0]
-        if not inner:
-            return self._folder
-        if inner not in self._inner:
-            self._inner[inner] = OpenFolder(self.path / inner, self._folder)
-        return self._inner[inner]
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path / name} is missing; {REMEDY}") from None
 
     # ---------------------------------------------------------------- tensors
     def parameter(self, record: ParameterRecord) -> StoredTensor:
@@ -251,8 +237,7 @@ class CheckpointReader:
 
     def close(self) -> None:
         self._files.close()
-        for folder in (*self._inner.values(), self._folder):
-            folder.close()
+        self._folder.close()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -264,33 +249,9 @@ class CheckpointReader:
         self.close()
 
 
-def _open_shared(path: Path) -> OpenFolder:
-    """The folder of this name, opened and locked against its removal."""
-    for _ in range(_OPEN_TRIES):
-        folder = _open_folder(path)
-        try:
-            with storage_errors("locking", path):
-                if folder.share() and _is_at(folder.fd, path):
-                    return folder
-        except BaseException:
-            folder.close()
-            raise
-        folder.close()
-        time.sleep(POLL_S)
-    return _open_folder(path)  # it is locked for another reason
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether the folder still has its name; False once another folder has taken it."""
+def _open_folder(path: Path) -> OpenFile:
     try:
-        return make_call("stat", path, lambda: os.path.samestat(os.fstat(fd), os.stat(path)))
-    except FileNotFoundError:
-        return False
-
-
-def _open_folder(path: Path) -> OpenFolder:
-    try:
-        return OpenFolder(path)
+        return OpenFile(path, _FOLDER)
     except (ValueError, FileNotFoundError, NotADirectoryError) as error:  # ValueError: a NUL
         raise NoCheckpointError(
             f"no checkpoint at {str(path)!r}: {error}; name a folder that engine.save_checkpoint "

@@ -93,15 +93,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _check(path: Path) -> None:
-    """Raise CheckpointError if a checkpoint is torn. One that seems so is read twice: a single read
-    may go wrong, and what is taken for torn is passed over or removed."""
-    try:
-        _read(path)
-    except CheckpointError:
-        _read(path)
-
-
-def _read(path: Path) -> None:
+    """Raise CheckpointError if a checkpoint is torn."""
     with CheckpointReader(path) as reader:
         reader.check(contents=False)
 
