@@ -322,7 +322,7 @@ def test_a_configuration_s_mistake_is_named_with_its_line(tmp_path: Path, capsys
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_standard_output_is_not_a_verdict() -> None:
-    command = [sys.executable, "-m", "offload.tools.memest", "profiles"]
+    command = [sys.executable, "-m", "offload.tools.memest", *SMALL, "--no-measure"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 2

@@ -151,14 +151,6 @@ def compare(asked: EstimateOptions) -> int:
     return run_compare(asked)
 
 
-@app.command("profiles")
-def profiles() -> None:
-    """List the GPUs and SSDs known by name, with their sources."""
-    from offload.tools.memest.commands.run_machine import print_profiles
-
-    print_profiles()
-
-
 @app.command("check")
 def check(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Of `offload train`.")],

@@ -1,4 +1,4 @@
-"""`memest calibrate`, `check` and `profiles`: what this machine does, a run did, and parts can."""
+"""`memest calibrate` and `memest check`: what this machine does, and what a run did."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from offload.display.console import PlainConsole, table
 from offload.planning.choice.run_check import Row, check_run
 from offload.planning.machine.baseline import machine_baseline
 from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import PathError
 from offload.tiers.units import format_bytes
-from offload.tools.memest.hardware.parts import GPUS, SSDS
-from offload.tools.memest.show.render_terminal import plain, ruled, show
 from offload.tools.memest.show.view import counted, duration
 
 
@@ -26,11 +25,11 @@ def measure_again(paths: Sequence[Path]) -> None:
     for path in paths:
         _check_folder(path.expanduser())
     print("measuring this machine; close what else is busy ...", file=sys.stderr)
-    table = to_table(machine_speeds(paths, remeasure=True))
+    shown = to_table(machine_speeds(paths, remeasure=True))
     for precision in ("fp32", "bf16", "fp16"):
         baseline = machine_baseline(precision, remeasure=True)
-        table.add_row(f"interpreter and libraries, {precision}", format_bytes(baseline.ram_nbytes))
-    show(table)
+        shown.add_row(f"interpreter and libraries, {precision}", format_bytes(baseline.ram_nbytes))
+    PlainConsole().print(shown)
 
 
 def _check_folder(path: Path) -> None:
@@ -45,11 +44,12 @@ def _check_folder(path: Path) -> None:
 
 def to_table(speeds: Speeds) -> Table:
     """Return a table with one line per rate."""
-    table = plain({"no_wrap": True}, {"justify": "right", "no_wrap": True})
+    shown = table("", "", numbers={1})
+    shown.show_header = False
     for precision, rate in speeds.matmul_flops_per_s.items():
-        table.add_row(f"matrix products in {precision}", f"{rate / 1e12:,.3g} TFLOP/s")
+        shown.add_row(f"matrix products in {precision}", f"{rate / 1e12:,.3g} TFLOP/s")
     for states, rate in speeds.optimizer_parameters_per_s.items():
-        table.add_row(f"optimizer with {states} states", f"{counted(rate)} parameters/s")
+        shown.add_row(f"optimizer with {states} states", f"{counted(rate)} parameters/s")
     links = {
         "memory of the computing device": speeds.compute_bytes_per_s,
         "optimizer over the memory bus": speeds.host_bytes_per_s,
@@ -61,33 +61,9 @@ def to_table(speeds: Speeds) -> Table:
     }
     for name, rate in links.items():
         if rate:
-            table.add_row(name, f"{rate / 1e9:,.3g} GB/s")
-    table.add_row("one operation", duration(speeds.operation_s))
-    return table
-
-
-def print_profiles() -> None:
-    """Print all parts to standard output."""
-    gpus = ruled("name", "memory", "bf16 TFLOP/s", "GB/s", "link", title="GPUs", left=["link"])
-    for g in GPUS:
-        rates = f"{g.flops_per_s['bf16'] / 1e12:,.4g}", f"{g.bytes_per_s / 1e9:,.0f}"
-        gpus.add_row(g.name, format_bytes(g.nbytes), *rates, g.link.name)
-    _show(gpus, [(gpu.name, gpu.source) for gpu in GPUS])
-    heads = ("name", "size", "read GB/s", "write GB/s", "rated TB written")
-    ssds = ruled(*heads, title="SSDs, sustained")
-    for s in SSDS:
-        rates = f"{s.read_bytes_per_s / 1e9:.3g}", f"{s.write_bytes_per_s / 1e9:.3g}"
-        ssds.add_row(s.name, format_bytes(s.nbytes), *rates, f"{s.endurance_nbytes / 1e12:,.0f}")
-    _show(ssds, [(ssd.name, ssd.source) for ssd in SSDS])
-
-
-def _show(table: Table, named: Sequence[tuple[str, str]]) -> None:
-    """Print a table, and a line `A, B: source` for the parts of each source."""
-    by_source: dict[str, list[str]] = {}
-    for name, source in named:
-        by_source.setdefault(source, []).append(name)
-    lines = [f"{', '.join(names)}: {source}" for source, names in by_source.items()]
-    show(table, Text("\n" + "\n".join(lines) + "\n", style="dim"))
+            shown.add_row(name, f"{rate / 1e9:,.3g} GB/s")
+    shown.add_row("one operation", duration(speeds.operation_s))
+    return shown
 
 
 # ---------------------------------------------------------------- predicted and measured
@@ -99,17 +75,17 @@ _TOLERANCE = 0.03  # of a tier's ledger
 def print_check(folder: Path) -> None:
     """Print one line per figure. Raise ConfigError if the folder holds no checkable run."""
     found = check_run(folder)
-    table = ruled("", "predicted", "measured", "apart")
+    shown = table("", "predicted", "measured", "apart", numbers=range(1, 4))
     for row in found.rows:
         apart = row.ratio - 1
         far = abs(apart) > _TOLERANCES.get(row.name, _TOLERANCE)
         far = far and not (row.is_bound and apart > 0)
-        table.add_row(
+        shown.add_row(
             f"{row.name}, at most" if row.is_bound else row.name,
             _figure(row, row.predicted), _figure(row, row.measured),
             Text(f"{apart:+.1%}", style="yellow" if far else "green"),
         )  # fmt: skip
-    show(table)
+    PlainConsole().print(shown)
     for reason in found.missing:
         print(reason)
     print(f"{found.steps:,} step{'' if found.steps == 1 else 's'}")

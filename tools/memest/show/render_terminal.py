@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offload.display.console import PlainConsole, Prose
+from offload.display.console import Prose, table
 from offload.pages import page as pages
 
 _STYLES = {"good": "green", "bad": "red", "": ""}
@@ -27,26 +25,26 @@ def _parts(page: pages.Page) -> Iterator[RenderableType]:
         yield Text(page.title)
     yield from (Text(part) for text in page.about for part in text.split(" · "))
     yield ""
-    figures = plain({"style": "dim", "no_wrap": True}, {"justify": "right", "no_wrap": True}, {})
+    figures = table("", "", "", numbers={1})
+    figures.show_header = False
     for figure in page.figures:
-        figures.add_row(figure.name, figure.value, figure.aside)
+        figures.add_row(Text(figure.name, style="dim"), figure.value, figure.aside)
     yield figures
     for section in page.sections:
         if section.tables or section.lines:
             yield ""
             yield Text(section.title, style="bold")
-        yield from (cell_table(table) for table in section.tables)
+        yield from (cell_table(each) for each in section.tables)
         yield from bullets(section.lines, indent="  ")
 
 
-def cell_table(table: pages.Table) -> Table:
+def cell_table(given: pages.Table) -> Table:
     """Return a page's table for a terminal."""
-    found = ruled(*table.heads, left=[table.heads[index] for index in table.left])
-    for row in table.rows:
-        found.add_row(*(_cell(each) for each in row))
-    if not any(table.heads):
-        found.show_header = False
-    return found
+    shown = table(*given.heads, numbers=set(range(len(given.heads))) - given.left)
+    shown.show_header = any(given.heads)
+    for row in given.rows:
+        shown.add_row(*(_cell(each) for each in row))
+    return shown
 
 
 def _cell(cell: str | pages.Cell) -> RenderableType:
@@ -59,33 +57,6 @@ def _cell(cell: str | pages.Cell) -> RenderableType:
     return text
 
 
-def ruled(*columns: str, title: str = "", left: Collection[str] = ()) -> Table:
-    """Return a table, right-aligned except for the first column and those in `left`."""
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title_justify="left",
-        title=Text(title, style="bold") if title else None, title_style="",
-    )  # fmt: skip
-    for index, name in enumerate(columns):
-        number = index > 0 and name not in left
-        table.add_column(name, justify="right" if number else "left", no_wrap=number or not index)
-    return table
-
-
-def plain(*columns: dict[str, Any], gap: int = 2) -> Table:
-    """Return a table without lines and heads; a column is what `add_column` takes."""
-    table = Table(box=None, show_header=False, padding=(0, gap, 0, 0))
-    for column in columns:
-        table.add_column(**column)
-    return table
-
-
 def bullets(lines: Iterable[str], indent: str = "") -> Iterator[Prose]:
     for line in dict.fromkeys(lines):
         yield Prose(line, first=f"{indent}· ")
-
-
-def show(*parts: RenderableType) -> None:
-    """Print to standard output, one below the other."""
-    console = PlainConsole()
-    for part in parts:
-        console.print(part)
