@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 # all that is needed of hardware, so that answers do not depend on this machine
 MACHINE = ["--gpu", "RTX 4090", "--ram", "64GiB", "--ssd", "Gen4 SSD"]
 TINY = ["--layers", "2", "--hidden", "64", "--vocab", "256"]
-WORK = ["--batch", "2", "--sequence", "32", "--precision", "bf16"]
+WORK = ["--batch", "2", "--sequence", "32", "-o", "precision=bf16"]
 SMALL = [
     *TINY,
     *WORK,
@@ -93,7 +93,7 @@ def _without(words: Sequence[str], settings: dict[str, str]) -> list[str]:
 
 
 def test_options_win_over_the_file(yaml: Path, capsys: Any) -> None:
-    options = ["--batch", "4", "--sequence", "16", "--precision", "fp16"]
+    options = ["--batch", "4", "--sequence", "16", "-o", "precision=fp16"]
     options += ["-o", "gradient_accumulation_steps=3"]
     assert run(str(yaml), *options, "--no-measure", "--format", "json") == 0
     value = json.loads(capsys.readouterr().out)
@@ -185,7 +185,7 @@ def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: A
 @pytest.mark.parametrize("ram", ["1280MiB", "2GiB"])
 def test_what_fits_with_recomputation_fits_where_that_is_left_open(ram: str, capsys: Any) -> None:
     sizes = ["--layers", "8", "--hidden", "512", "--vocab", "1000"]
-    work = ["--batch", "8", "--sequence", "256", "--precision", "bf16", "--no-measure"]
+    work = ["--batch", "8", "--sequence", "256", "-o", "precision=bf16", "--no-measure"]
     asked = [*sizes, *work, "--gpu", "none", "--ram", ram, "--nvme", "64GiB", "--format", "json"]
     recomputing = run(*asked, "-o", "placement.activations.checkpoint=true")
     assert run(*asked) <= recomputing
@@ -241,10 +241,9 @@ BAD: list[tuple[list[str], str]] = [
     ([*TINY, "--batch", "0"], "invalid value for '--batch'"),
     ([*TINY, "--batch", "100000", "--sequence", "1000000"], "tokens in a pass"),
     ([*TINY, "--prompt", "5"], "--prompt 5: is of inference alone"),
-    ([*TINY, "--precision", "fp8"], "fp8"),
+    ([*TINY, "-o", "precision=fp8"], "fp8"),
     ([*TINY, "-o", "precsion=bf16"], "did you mean `precision`?"),
     ([*TINY, "-o", "nonsense"], "expected key=value"),
-    ([*TINY, "-o", "precision=fp32", "--precision", "bf16"], "given twice"),
     ([*TINY, "--gpu", "24XB"], "'XB' is not a unit of bytes"),
     ([*TINY, "--gpu", "RTX 4O90"], "did you mean `RTX 4090`?"),
     ([*TINY, "--ram", "99999999999TiB"], "--ram"),
@@ -353,7 +352,7 @@ def test_a_budget_that_is_proposed_is_enough_when_it_is_taken(capsys: Any) -> No
     """Chunks that are left open grow with the budget, and with them what is needed."""
     question = [
         "--layers", "16", "--hidden", "1536", "--vocab", "32000", "--gpu", "none",
-        "--ram", "64GiB", "--nvme", "100GiB", "--no-measure", "--precision", "fp32",
+        "--ram", "64GiB", "--nvme", "100GiB", "--no-measure", "-o", "precision=fp32",
         "--batch", "1", "--sequence", "128", "-o", "placement.optimizer=host", "--format", "json",
     ]  # fmt: skip
     assert run(*question, "-o", "budget.host=256MiB") == 1

@@ -32,7 +32,7 @@ def written(path: Path, *arguments: str) -> OffloadConfig:
 def test_what_was_planned_is_what_is_written(tmp_path: Path, capsys: Any) -> None:
     places = "placement={parameters: host, gradients: {host: 60%, nvme: 40%}, optimizer: nvme}"
     config = written(
-        tmp_path / "a.yaml", *TINY, *WORK, "--gpu", "none", "--precision", "bf16",
+        tmp_path / "a.yaml", *TINY, *WORK, "--gpu", "none", "-o", "precision=bf16",
         "-o", places, "-o", "budget={host: 96MiB, nvme: 1GiB}", "-o", "clip_grad_norm=0.5",
         "-o", "optimizer={type: lion, lr: 3e-4}", "-o", "nvme.paths=[a b, 'c: d']",
     )  # fmt: skip
@@ -90,7 +90,7 @@ def test_any_model_takes_it_through_initialize(tmp_path: Path) -> None:
     import offload
 
     path = tmp_path / "a.yaml"
-    written(path, *TINY, *WORK, "--gpu", "none", "--precision", "fp32")
+    written(path, *TINY, *WORK, "--gpu", "none", "-o", "precision=fp32")
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     with offload.initialize(model, path) as engine:
         for _ in range(2):

@@ -21,12 +21,6 @@ class Format(enum.StrEnum):
     HTML = "html"
 
 
-class Precision(enum.StrEnum):
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-
-
 def _given(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
     return typer.Option(*names, rich_help_panel=panel, help=text, metavar=metavar)
 
@@ -57,13 +51,12 @@ class EstimateOptions:
         list[str] | None,
         _given(
             _WORK,
-            "Set a key of the configuration, for example -o placement.optimizer=nvme. Repeatable.",
+            "Set a key of the configuration, for example -o precision=fp32. Repeatable.",
             "-o",
             "--option",
             metavar="KEY=VALUE",
         ),
     ] = None
-    precision: Annotated[Precision | None, _given(_WORK, "Short for -o precision=.")] = None
     batch: Annotated[int | None, _number(_WORK, "Sequences per pass.")] = None
     sequence: Annotated[int | None, _number(_WORK, "Tokens of each, in training.")] = None
     inference: Annotated[bool, _given(_WORK, "Generating, not training.", "--inference")] = False
@@ -94,19 +87,6 @@ class EstimateOptions:
     no_measure: Annotated[
         bool, _given(_ANSWER, "No times, rather than measuring this machine once.", "--no-measure")
     ] = False
-
-    @property
-    def all_overrides(self) -> tuple[str, ...]:
-        """The settings of the configuration, `key=value`."""
-        given = tuple(self.overrides or ())
-        if self.precision is None:
-            return given
-        for text in given:
-            if text.partition("=")[0].strip() == "precision":
-                raise ConfigError(
-                    f"-o {text}: precision is given twice, {self.precision} by its option"
-                )
-        return (*given, f"precision={self.precision}")
 
     @property
     def chosen_format(self) -> Format:

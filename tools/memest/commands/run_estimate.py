@@ -34,7 +34,7 @@ def read_question(asked: EstimateOptions) -> Question:
     """Read all inputs of an answer. Raise ConfigError or PathError naming what is wrong."""
     named = None
     if asked.config is not None:
-        named = OffloadConfig.load(asked.config, asked.all_overrides)
+        named = OffloadConfig.load(asked.config, asked.overrides or ())
     source = source_of(asked, named)
     config, assumed = _config_of(asked, source, named)
     generation = None
@@ -90,7 +90,7 @@ def _config_of(
     asked: EstimateOptions, source: ModelSource, named: OffloadConfig | None
 ) -> tuple[OffloadConfig, list[str]]:
     """Return the configuration, and the assumptions in it."""
-    overrides = asked.all_overrides
+    overrides = asked.overrides or ()
     if source.config is not None:
         if named is not None:
             raise ConfigError(
@@ -109,9 +109,7 @@ def _config_of(
     precision = own or _usual_precision(asked)
     chosen = [f"precision={precision}", "placement.activations.checkpoint=auto"]
     config = OffloadConfig.load({}, [*chosen, *overrides])
-    given = asked.precision is not None or any(
-        text.partition("=")[0].strip() == "precision" for text in overrides
-    )
+    given = any(text.partition("=")[0].strip() == "precision" for text in overrides)
     why = "as the weights are" if own is not None else "as none was asked for"
     return config, [] if given else [f"precision: {precision}, {why}"]
 
