@@ -26,13 +26,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.bench.io import fill, noise
-from offload.bench.io_raw import RAW, Shape, ThreadsLoop
+from offload.bench.io_raw import RAW, Shape, raw_loop
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import interleaved, seconds_of
 from offload.bench.table import Column, number, print_record
 from offload.process.child import Child, Parent
-from offload.swap.io.swap_file import SwapFile
 
 OURS, IN_RAM = "ours, all on nvme", "all weights in memory"
 DISK, LONGEST = "bound by disk", "the larger bound"
@@ -185,24 +183,12 @@ _OPENED = {OURS: _ours, IN_RAM: _in_ram}
 
 
 # ---------------------------------------------------------------- rounds
-def raw_reads(folder: Path, opened: ExitStack, shape: Shape) -> ThreadsLoop:
-    """A loop of raw reads over a file that is written once: what a disk still has to write slows
-    reads down."""
-    file = opened.enter_context(SwapFile(folder))
-    file.reserve(DISK_NBYTES)
-    buffer = noise(shape.depth * shape.block_nbytes)
-    fill(file, buffer, DISK_NBYTES, print)
-    loop = ThreadsLoop(shape, file, buffer, DISK_NBYTES)
-    opened.callback(loop.close)
-    return loop
-
-
 def compare(options: argparse.Namespace, batch: int) -> Record:
     """Measure one batch size: every system once per round, with the bounds."""
     record = Record("generation", {**vars(options), "batch": batch})
     with ExitStack() as stack:
         shape = _OF_EXPERTS if options.shape == "mixture" else RAW
-        disk = raw_reads(options.path, stack, shape)
+        disk = raw_loop(options.path, DISK_NBYTES, print, stack, shape)
         runs: dict[str, Callable[[], Any]] = {
             DISK: lambda: disk.nbytes / seconds_of(partial(disk.run, write=False))
         }

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from offload.bench.limits import BusLimit
 from offload.bench.record import this_machine
+from offload.bench.stream import optimizer_loop
 from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.process import machine
@@ -80,9 +80,9 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def _bus_speed() -> float:
     with ExitStack() as stack:
-        loop = BusLimit("bf16", _BUS_NUMEL, machine.cpu_count(), stack)
-        loop.measure()
-        return statistics.median(loop.measure() for _ in range(_ROUNDS))
+        loop = optimizer_loop("bf16", _BUS_NUMEL, machine.cpu_count(), stack)
+        loop()
+        return statistics.median(loop.speed() for _ in range(_ROUNDS))
 
 
 def timed_on_device(work: Callable[[], object], repeats: int) -> float:

@@ -36,7 +36,6 @@ from torch import nn
 from benchmarks.generation import give_quick_values
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_sizes import Case
-from offload.bench.limits import roofline
 from offload.bench.record import Kind, Row
 from offload.bench.systems import Ours, batch_of, between, made
 from offload.bench.table import Column, number, span
@@ -122,11 +121,10 @@ def row_of(label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine:
     """A row with a measured step and its bounds."""
     seconds = statistics.median(step["seconds"])
     limits = bounds(case, machine)
-    device_side = {name: [limits[name]] for name in ("link", "compute")}
     facts = {
         "tokens_per_s": case.tokens / seconds,
         "model_flops_per_s": case.model_flops / seconds,
-        "share_of_roofline": roofline(device_side)[0] / seconds,
+        "share_of_roofline": max(limits["link"], limits["compute"]) / seconds,
         "share_of_all_bounds": max(limits.values()) / seconds,
         "peak_rss_nbytes": float(step["peak_rss_nbytes"]),
         "peak_device_nbytes": float(step["peak_device_nbytes"]),

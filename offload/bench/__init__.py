@@ -7,7 +7,7 @@
     adam        optimizer steps on flat arrays
     io          files                                    io_raw
     copy        host and device memory
-    step        whole training steps, of one rank        contenders, systems, limits
+    step        whole training steps, of one rank        contenders, systems
     ranks       ... and of several
 
 Others are measured in the same run by `benchmarks/` of a checkout, over the same harness.

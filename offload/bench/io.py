@@ -1,12 +1,10 @@
 """`offload bench io`: our block store against a raw loop on the same device.
 
-Every system has a file of its own in the same folder, written in full before it is timed: the
-first write to fresh blocks is slower, and no later write of a run is one.
+Every system has a file of its own in the same folder, written in full before it is timed.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offload.bench.io_raw import RAW, Shape, ThreadsLoop, cut
+from offload.bench.io_raw import RAW, Shape, ThreadsLoop, cut, fill, noise, raw_loop
 from offload.bench.record import Kind, Record, Target
 from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
@@ -24,16 +22,15 @@ from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import BlockStore, StoredBlock
 from offload.swap.io.swap_file import SwapFile, file_system_of, free_space
 from offload.swap.threads.transfer import Transfer
-from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import BudgetError, ConfigError, PathError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.units import format_bytes
 
 DEFAULT_NBYTES = 1 << 30
-_BUFFER_NBYTES = RAW.depth * RAW.block_nbytes
 BLOCK_NBYTES = 16 << 20  # of our store
 _IN_FLIGHT = 4  # blocks
+_BUFFER_NBYTES = RAW.depth * RAW.block_nbytes + _IN_FLIGHT * BLOCK_NBYTES
 T = TypeVar("T")
 
 COLUMNS = (
@@ -60,21 +57,18 @@ def run_io(options: IoOptions, say: Say) -> Record:
     nbytes = _nbytes(options, folder)
     if (available := machine.available_memory_nbytes()) < _BUFFER_NBYTES:
         raise BudgetError(
-            f"the bench's buffer takes {format_bytes(_BUFFER_NBYTES)} of memory, and "
+            f"the bench's buffers take {format_bytes(_BUFFER_NBYTES)} of memory, and "
             f"{format_bytes(available)} are free; end other programs first"
         )
     record = Record("io", {**asdict(options), "folder": str(folder), "nbytes": nbytes})
     record.note_rounds(options.rounds)
     with ExitStack() as stack:
-        raw = stack.enter_context(SwapFile(folder))
-        raw.reserve(nbytes)
-        buffer = noise(_BUFFER_NBYTES)
-        fill(raw, buffer, nbytes, say)
-        systems = _raw_systems(raw, buffer, nbytes, stack)
-        systems += _our_systems(options, folder, buffer, nbytes, stack, say)
+        shape = Shape(min(RAW.depth, nbytes // RAW.block_nbytes), RAW.block_nbytes)
+        raw = raw_loop(folder, nbytes, say, stack, shape)
+        systems = [*_raw_systems(raw), *_our_systems(options, folder, nbytes, stack, say)]
         systems.sort(key=lambda system: not system.name.endswith("read"))
         measure(record, systems, options.rounds, say)
-        record.notes.append(_where(folder, nbytes, raw))
+        record.notes.append(_where(folder, nbytes, raw.file))
     for direction in ("read", "write"):
         record.compare(f"ours {direction}", f"raw {direction}", "bytes_per_s", Target(0.95))
     return record
@@ -100,42 +94,19 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
     return nbytes
 
 
-def noise(nbytes: int) -> memoryview:
-    """Page-aligned memory full of bytes that no device compresses.
-
-    It is what the tiers have: with small pages, or shared ones, some disks are a third as fast.
-    """
-    buffer = memoryview(AnonymousMemory(nbytes))
-    for start in range(0, nbytes, 1 << 20):
-        part = buffer[start : start + (1 << 20)]
-        part[:] = os.urandom(part.nbytes)
-    return buffer
-
-
-def fill(file: SwapFile, buffer: memoryview, nbytes: int, say: Say) -> None:
-    """Write `nbytes` once, untimed."""
-    say(f"writing {format_bytes(nbytes)} to a file")
-    step = min(16 << 20, buffer.nbytes)
-    for offset in range(0, nbytes, step):
-        part = buffer[: min(step, nbytes - offset)]
-        os.pwritev(file.fd, [part], offset)
-
-
-def _raw_systems(file: SwapFile, buffer: memoryview, nbytes: int, stack: ExitStack) -> list[Timed]:
-    shape = Shape(min(RAW.depth, nbytes // RAW.block_nbytes), RAW.block_nbytes)
-    loop = ThreadsLoop(shape, file, buffer, nbytes)
-    stack.callback(loop.close)
+def _raw_systems(loop: ThreadsLoop) -> list[Timed]:
     systems = []
     for direction in ("read", "write"):
         work = partial(loop.run, write=direction == "write")
-        systems.append(moving(f"raw {direction}", Kind.LIMIT, loop.nbytes, work, str(shape)))
+        systems.append(moving(f"raw {direction}", Kind.LIMIT, loop.nbytes, work, loop.name))
     return systems
 
 
 def _our_systems(
-    options: IoOptions, folder: Path, buffer: memoryview, nbytes: int, stack: ExitStack, say: Say
-) -> list[Timed]:
+    options: IoOptions, folder: Path, nbytes: int, stack: ExitStack, say: Say
+) -> list[Timed]:  # fmt: skip
     count = min(_IN_FLIGHT, nbytes // BLOCK_NBYTES)
+    buffer = noise(count * BLOCK_NBYTES)
     parts = cut(buffer, count, BLOCK_NBYTES)
     file = SwapFile(folder)
     stack.callback(file.close)

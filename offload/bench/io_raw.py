@@ -1,5 +1,6 @@
 """The disk's limit: a raw O_DIRECT loop without queue, checksum or books: threads in `preadv` and
-`pwritev`."""
+`pwritev`, over a file that was written in full before, as the first write to fresh blocks is slow.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +8,15 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
+from offload.bench.rounds import Say, seconds_of
 from offload.swap.io.swap_file import SwapFile
+from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import StorageError
+from offload.tiers.units import format_bytes
 
 _MIB = 1 << 20
 
@@ -29,13 +35,63 @@ class Shape:
 RAW = Shape(8, 16 * _MIB)  # as much under way as any disk here needs
 
 
+def raw_loop(
+    folder: Path, nbytes: int, say: Say, opened: ExitStack, shape: Shape = RAW
+) -> ThreadsLoop:
+    """Return a loop over a new file of `nbytes` in `folder`, both closed with `opened`. Blocks
+    until the file is written."""
+    file = opened.enter_context(SwapFile(folder))
+    file.reserve(nbytes)
+    buffer = noise(shape.depth * shape.block_nbytes)
+    fill(file, buffer, nbytes, say)
+    loop = ThreadsLoop(shape, file, buffer, nbytes)
+    opened.callback(loop.close)
+    return loop
+
+
+def noise(nbytes: int) -> memoryview:
+    """Page-aligned memory full of bytes that no device compresses.
+
+    It is what the tiers have: with small pages, or shared ones, some disks are a third as fast.
+    """
+    buffer = memoryview(AnonymousMemory(nbytes))
+    for start in range(0, nbytes, _MIB):
+        part = buffer[start : start + _MIB]
+        part[:] = os.urandom(part.nbytes)
+    return buffer
+
+
+def fill(file: SwapFile, buffer: memoryview, nbytes: int, say: Say) -> None:
+    """Write `nbytes` once, untimed."""
+    say(f"writing {format_bytes(nbytes)} to a file")
+    step = min(16 * _MIB, buffer.nbytes)
+    for offset in range(0, nbytes, step):
+        part = buffer[: min(step, nbytes - offset)]
+        os.pwritev(file.fd, [part], offset)
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Bytes per second of one round; `mixed` counts both directions together."""
+
+    read: float
+    write: float
+    mixed: float
+
+    def seconds(self, read_nbytes: int, written_nbytes: int) -> float:
+        """The least time for these bytes: reads and writes one after the other or mixed, whichever
+        is faster here."""
+        apart = read_nbytes / self.read + written_nbytes / self.write
+        return min(apart, (read_nbytes + written_nbytes) / self.mixed)
+
+
 class ThreadsLoop:
     """Moves the whole blocks of the first `nbytes` of a file, once, in either direction: `depth`
     threads, each with one buffer, take the next block when they are done."""
 
     def __init__(self, shape: Shape, file: SwapFile, buffer: memoryview, nbytes: int) -> None:
-        self.name = str(shape)
-        self._file, self._block = file, shape.block_nbytes
+        self.name, self.file = str(shape), file
+        self._block = shape.block_nbytes
         self.nbytes = nbytes // self._block * self._block
         self._buffers = cut(buffer, shape.depth, shape.block_nbytes)
         self._pool = ThreadPoolExecutor(shape.depth, thread_name_prefix="offload-bench-io")
@@ -58,13 +114,21 @@ class ThreadsLoop:
                 if turn is None:
                     return
                 index, write = turn
-                move_all(self._file.fd, part, index * self._block, write=write)
+                move_all(self.file.fd, part, index * self._block, write=write)
 
         try:
             for done in [self._pool.submit(work, part) for part in self._buffers]:
                 done.result()
         finally:
             todo = iter(())
+
+    def speed(self, read_share: float) -> DiskSpeed:
+        """Measure one round; the mix has `read_share` of its bytes read."""
+        read_s = seconds_of(lambda: self.run(write=False))
+        write_s = seconds_of(lambda: self.run(write=True))
+        read = round(self.nbytes // self._block * read_share) * self._block
+        mixed_s = seconds_of(lambda: self.mixed(read, self.nbytes - read))
+        return DiskSpeed(self.nbytes / read_s, self.nbytes / write_s, self.nbytes / mixed_s)
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -1,7 +1,14 @@
 """`offload bench step`: whole training steps of one model, each system in a process of its own.
 
-Systems step in turn, so that a machine whose speed drifts treats all alike. What bounds a step here
-is measured in the same rounds: see `limits`. How a turn is timed: see `systems.Turns`.
+Systems step in turn, so that a machine whose speed drifts treats all alike. How a turn is timed:
+see `systems.Turns`. What bounds a step here is measured in the same rounds:
+
+    compute     forward and backward of the plain model, everything in RAM, no optimizer
+    disk        the step's bytes through a raw loop
+    bus         the optimizer's bytes through a loop without arithmetic
+
+A step that overlaps all of them perfectly takes as long as the longest: the roofline (Williams,
+Waterman, Patterson, 2009).
 """
 
 from __future__ import annotations
@@ -25,9 +32,10 @@ from offload.bench.contenders import (
     count_parameters,
     train_in_turn,
 )
-from offload.bench.limits import BusLimit, DiskLimit, DiskSpeed, roofline
+from offload.bench.io_raw import DiskSpeed, raw_loop
 from offload.bench.record import Kind, Record, Row, Target
 from offload.bench.rounds import Say
+from offload.bench.stream import optimizer_loop
 from offload.bench.table import Column, number
 from offload.config import OffloadConfig
 from offload.process import machine
@@ -84,14 +92,14 @@ class _Bounds:
         self, systems: Sequence[Contender], folder: Path, opened: ExitStack
     ) -> dict[str, Callable[[], Any]]:
         self._nvme = next((system for system in systems if system.spec.name == NVME.name), None)
-        self.disk = DiskLimit(folder, DISK_NBYTES, self._say, opened)
-        self.bus = BusLimit(self._precision, BUS_NUMEL, machine.cpu_count(), opened)
-        return {_DISK: self._measure_disk, _BUS: self.bus.measure}
+        self.disk = raw_loop(folder, DISK_NBYTES, self._say, opened)
+        self.bus = optimizer_loop(self._precision, BUS_NUMEL, machine.cpu_count(), opened)
+        return {_DISK: self._measure_disk, _BUS: self.bus.speed}
 
     def _measure_disk(self) -> DiskSpeed:
         turns = [] if self._nvme is None else self._nvme.turns
         read, written = (turns[-1].read_nbytes, turns[-1].written_nbytes) if turns else (1, 1)
-        return self.disk.measure(read / (read + written) if read + written else 0.5)
+        return self.disk.speed(read / (read + written) if read + written else 0.5)
 
 
 # ---------------------------------------------------------------- losses
@@ -145,7 +153,8 @@ def _add_roofline(
     for name in sorted(bounds):
         record.rows.append(Row(f"bound by {name}", Kind.LIMIT, {"seconds": bounds[name]}))
     if len(bounds) == 3:
-        record.rows.append(Row(_ROOFLINE, Kind.LIMIT, {"seconds": roofline(bounds)}))
+        longest = [max(values) for values in zip(*bounds.values(), strict=True)]
+        record.rows.append(Row(_ROOFLINE, Kind.LIMIT, {"seconds": longest}))
     record.details["disk"] = [asdict(speed) for speed in disk]
     record.details["bus_bytes_per_s"] = bus
 
@@ -162,7 +171,7 @@ def _notes(base: OffloadConfig, numel: int, bounds: _Bounds) -> list[str]:
         f"{numel / 1e6:.4g} M parameters, {base.precision}, batch {base.train.batch} x "
         f"{base.train.sequence} tokens, accumulation {base.gradient_accumulation_steps}",
         f"bounds: compute is plain PyTorch's forward and backward; disk is our nvme bytes in a raw "
-        f"loop ({bounds.disk.note}); bus is {bounds.bus.traffic:g} B per parameter in a loop in C; "
+        f"loop ({bounds.disk.name}); bus is {bounds.bus.traffic:g} B per parameter in a loop in C; "
         f"{_ROOFLINE} is the largest of each round",
         "loss diff: the largest from plain PyTorch at equal steps; ours are equal to the last bit",
     ]

@@ -13,12 +13,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from offload.planning.machine.optimizer_variants import Array, Stream
+from offload.bench.rounds import seconds_of
+from offload.planning.machine.optimizer_variants import PLAIN, SPLIT, Array, Arrays, Stream
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import UnsupportedError
 
@@ -70,6 +72,20 @@ class BusLoop:
 
     def __call__(self) -> None:
         self._runner(self._body, self._groups)
+
+    def speed(self) -> float:
+        """Measure the bytes per second of one pass."""
+        return self.nbytes / seconds_of(self)
+
+
+def optimizer_loop(precision: str, numel: int, threads: int, opened: ExitStack) -> BusLoop:
+    """Return a loop with the traffic of the optimizer that a precision calls for, over `numel`
+    parameters; its threads are closed with `opened`. Blocks for a second."""
+    streams = (PLAIN if precision == "fp32" else SPLIT).streams
+    arrays = Arrays(numel, streams)
+    runner = ParallelRunner(threads, min_share=1)
+    opened.callback(runner.close)
+    return BusLoop(streams, [arrays[stream] for stream in streams], runner)
 
 
 def _passing(function: Callable[..., None], arrays: Sequence[Array]) -> Callable[[int, int], None]:

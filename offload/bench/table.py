@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload.bench.record import Kind, Ratio, Record, Row
+from offload.bench.record import Kind, Record, Row
 from offload.display.console import PlainConsole, table
 
 _STYLES = {Kind.LIMIT: "cyan", Kind.OURS: "bold", Kind.PEER: ""}
@@ -42,60 +41,45 @@ def number(measure: str, scale: float = 1.0, digits: int = 2) -> Callable[[Row],
     return text
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table's cells. The first columns that are text are to the left, numbers to the right."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    texts: int = 1  # columns of text
-
-
-def rows_of(record: Record, columns: Sequence[Column]) -> Grid:
-    """A row per system, its kind first."""
-    rows = []
-    for row in record.rows:
-        name = f"{row.name} ({row.note})" if row.note and row.measured else row.name
-        rows.append((str(row.kind), name, *(column.text(row) for column in columns)))
-    return Grid(("", "", *(column.heading for column in columns)), rows, 2)
-
-
-def ratios_of(record: Record) -> Grid:
-    headings = ("ratio, within rounds", "of", "median", "range", "target")
-    return Grid(headings, [_ratio(ratio) for ratio in record.ratios], 2)
-
-
-def _ratio(ratio: Ratio) -> tuple[str, ...]:
-    return (
-        f"{ratio.of} / {ratio.to}", _MEASURES.get(ratio.measure, ratio.measure),
-        f"{ratio.median:.3f}", span(ratio.rounds),
-        "" if ratio.target is None else str(ratio.target),
-    )  # fmt: skip
-
-
 def span(values: Sequence[float]) -> str:
     """The lowest and the highest value; empty if there is only one."""
     return f"{min(values):.2f} .. {max(values):.2f}" if len(values) > 1 else ""
 
 
-def print_record(record: Record, columns: Sequence[Column], console: Console | None = None) -> None:
+def print_record(record: Record, columns: Sequence[Column]) -> None:
     """Print two tables and the notes."""
-    screen = console or PlainConsole()
-    machine = record.machine
+    screen, machine = PlainConsole(), record.machine
     where = machine.get("gpu") or f"{machine['cores']} x {machine['cpu']}"
     screen.print(Text(f"offload bench {record.bench}: {where}", style="bold"))
-    screen.print(_drawn(rows_of(record, columns), [_STYLES[row.kind] for row in record.rows]))
+    screen.print(_rows(record, columns))
     if record.ratios:
-        met = [ratio.target is None or ratio.target.met(ratio.median) for ratio in record.ratios]
         screen.print()
-        screen.print(_drawn(ratios_of(record), ["" if each else "yellow" for each in met]))
+        screen.print(_ratios(record))
     absent = [f"{row.name}: {row.note}" for row in record.rows if not row.measured]
     for note in [*absent, *record.notes]:
         screen.print(Text(f"- {note}", style="dim"))
 
 
-def _drawn(grid: Grid, styles: Sequence[str]) -> Table:
-    shown = table(*grid.headings, numbers=range(grid.texts, len(grid.headings)))
-    for row, style in zip(grid.rows, styles, strict=True):
-        shown.add_row(*row, style=style)
+def _rows(record: Record, columns: Sequence[Column]) -> Table:
+    """Return a table of the systems, the kind of each first."""
+    headings = ("", "", *(column.heading for column in columns))
+    shown = table(*headings, numbers=range(2, len(headings)))
+    for row in record.rows:
+        name = f"{row.name} ({row.note})" if row.note and row.measured else row.name
+        cells = (column.text(row) for column in columns)
+        shown.add_row(str(row.kind), name, *cells, style=_STYLES[row.kind])
+    return shown
+
+
+def _ratios(record: Record) -> Table:
+    """Return a table of the ratios; those that miss their target are yellow."""
+    headings = ("ratio, within rounds", "of", "median", "range", "target")
+    shown = table(*headings, numbers=range(2, len(headings)))
+    for ratio in record.ratios:
+        met = ratio.target is None or ratio.target.met(ratio.median)
+        shown.add_row(
+            f"{ratio.of} / {ratio.to}", _MEASURES.get(ratio.measure, ratio.measure),
+            f"{ratio.median:.3f}", span(ratio.rounds),
+            "" if ratio.target is None else str(ratio.target), style="" if met else "yellow",
+        )  # fmt: skip
     return shown

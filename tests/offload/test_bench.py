@@ -210,7 +210,7 @@ def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
 def test_a_system_of_ours_that_fails_ends_the_bench_with_its_own_words(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.bench.step.DiskLimit", None)  # its turn does not come
+    monkeypatch.setattr("offload.bench.step.raw_loop", None)  # its turn does not come
     arguments = [*STEP, "--systems", "nvme", "-o", "budget.host=1MiB", "--path", str(tmp_path)]
     assert run(*arguments, "--rounds", "1") == 1
     error = capsys.readouterr().err
