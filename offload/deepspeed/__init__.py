@@ -7,8 +7,8 @@
         engine.backward(engine(batch))
         engine.step()
 
-`deepspeed.zero`, `.utils`, `.comm`, `.accelerator` and `.ops.adam` have what such loops use.
-docs/deepspeed.md lists it, and says what the keys of a configuration become.
+`deepspeed.zero` has what such loops use, `deepspeed.comm` is torch.distributed. docs/deepspeed.md
+lists what is here, and says what the keys of a configuration become.
 """
 
 from __future__ import annotations
@@ -17,31 +17,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.deepspeed.comm import init_distributed
     from offload.deepspeed.engine import EngineModule as DeepSpeedEngine
-    from offload.deepspeed.start import add_config_arguments, initialize
-    from offload.deepspeed.utils import log_dist, logger
+    from offload.deepspeed.start import add_config_arguments, init_distributed, initialize
 
-_MODULES = {"zero", "utils", "comm", "accelerator", "ops"}
+_MODULES = {"zero": "offload.deepspeed.zero", "comm": "torch.distributed"}
 _HOME = {
     "initialize": ("start", "initialize"),
     "DeepSpeedEngine": ("engine", "EngineModule"),
-    "init_distributed": ("comm", "init_distributed"),
+    "init_distributed": ("start", "init_distributed"),
     "add_config_arguments": ("start", "add_config_arguments"),
-    "get_accelerator": ("accelerator", "get_accelerator"),
-    "log_dist": ("utils", "log_dist"),
-    "logger": ("utils", "logger"),
 }
-
-__all__ = [
-    "DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "log_dist",
-    "logger",
-]  # fmt: skip
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"offload.deepspeed.{name}")
+        return import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOME[name]

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`."""
+"""`deepspeed.initialize`, and what is called before it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from offload.config.paths import StrPath
-from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.engine import EngineModule
 from offload.deepspeed.settings import Settings
 from offload.deepspeed.zero import outside_init
 from offload.engine import Engine
 from offload.engine_lookup import engine_for, tiers_of
 from offload.tiered_model import TieredModel
+from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger("offload")
@@ -92,6 +93,31 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", action="store_true", help="Has no effect.")
     group.add_argument("--deepspeed_config", help="The configuration of DeepSpeed, JSON.")
     return parser
+
+
+def init_distributed(
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500, verbose: bool = True, timeout: timedelta | None = None,
+    init_method: str | None = None, dist_init_required: bool | None = None, config: Any = None,
+    rank: int = -1, world_size: int = -1,
+) -> None:  # fmt: skip
+    """Initialise torch's process group as `torchrun` asks for it, or one of this process alone. Do
+    nothing if there is a process group, or with `dist_init_required=False`."""
+    if dist_init_required is False or torch.distributed.is_initialized():
+        return
+    kind = accelerator.default_type()
+    backend = dist_backend or (
+        "gloo" if kind == "cpu"
+        else f"cpu:gloo,{kind}:{torch.distributed.get_default_backend_for_device(kind)}"
+    )  # fmt: skip
+    more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if "WORLD_SIZE" in os.environ or init_method is not None or world_size > 0:
+        torch.distributed.init_process_group(
+            backend, init_method=init_method, rank=rank, world_size=world_size, **more
+        )
+        return
+    store = torch._C._distributed_c10d.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, **more)
 
 
 def _config(args: Any, config: Config | None, config_params: Config | None) -> Config:

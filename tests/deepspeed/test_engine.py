@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import offload.deepspeed as deepspeed
-from offload.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from offload.tiers.errors import (
     CheckpointError,
     ConfigError,
@@ -88,12 +87,10 @@ def test_the_returned_loss_is_divided_and_need_not_be() -> None:
         x, y = batch(0)
         loss = mse(engine(x), y)
         assert torch.equal(engine.backward(loss, retain_graph=True), loss / 3)
-        divided = deepspeed.utils.safe_get_full_grad(engine.module[0].weight)
+        divided = engine.module[0].weight.grad.clone()
         engine.zero_grad()
         assert torch.equal(engine.backward(loss, scale_wrt_gas=False), loss)
-        whole = deepspeed.utils.safe_get_full_grad(engine.module[0].weight)
-        assert divided is not None
-        assert whole is not None
+        whole = engine.module[0].weight.grad.clone()
         assert torch.allclose(divided * 3, whole)
 
 
@@ -145,8 +142,7 @@ def test_bf16_has_masters() -> None:
             x, y = batch(number, torch.bfloat16)
             engine.backward(mse(engine(x).float(), y.float()))
             engine.step()
-        master = deepspeed.utils.safe_get_full_fp32_param(param)
-        assert master is not None
+        master = engine.optimizer.state[param]["master"].clone()
         assert master.dtype is torch.float32
         assert torch.equal(master.bfloat16(), param.detach().bfloat16())
         assert not torch.equal(master, param.detach().float())
@@ -188,8 +184,8 @@ def test_a_client_optimizer_with_groups_and_a_scheduler_of_it() -> None:
     ("make", "kind"),
     [
         (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True), "sgd"),
-        (FusedAdam, "adamw"),
-        (lambda p: DeepSpeedCPUAdam(p, adamw_mode=False), "adam"),
+        (torch.optim.AdamW, "adamw"),
+        (torch.optim.Adam, "adam"),
     ],
 )
 def test_client_optimizers_train_as_they_would(make: Any, kind: str) -> None:
@@ -255,31 +251,6 @@ def test_parameters_in_no_group_are_frozen_and_their_norm_does_not_count(caplog:
     train(engine, range(3))
     assert torch.equal(net[0].weight, before)
     engine.destroy()
-
-
-# ---------------------------------------------------------------- accessors
-def test_gradients_masters_and_states_are_read() -> None:
-    utils = deepspeed.utils
-    with initialized(model(), {**BASE, "gradient_accumulation_steps": 1}) as engine:
-        param = engine.module[0].weight
-        assert utils.safe_get_full_grad(param) is None
-        engine.backward(mse(engine(batch(0)[0]), batch(0)[1]))
-        param.grad.fill_(1.0)
-        gradient = utils.safe_get_full_grad(param)
-        assert gradient is not None
-        assert torch.equal(gradient, torch.ones(16, IN))
-        engine.step()
-        moment = utils.safe_get_full_optimizer_state(param, "exp_avg")
-        assert moment is not None
-        assert moment.unique().numel() == 1  # all elements had the same gradient
-        with pytest.raises(StateError, match="keeps exp_avg"):
-            utils.safe_get_full_optimizer_state(param, "momentum")
-        with deepspeed.zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
-            param.fill_(0.25)
-        master = utils.safe_get_full_fp32_param(param)
-        assert master is not None
-        assert master.eq(0.25).all()
-    assert utils.safe_get_full_fp32_param(param) is None
 
 
 def test_one_engines_backward_divides_for_both() -> None:
@@ -480,8 +451,8 @@ def test_attributes_of_the_model_and_those_that_are_not_there() -> None:
                 getattr(engine, name)
     with pytest.raises(ImportError, match="init_inference"):
         from offload.deepspeed import init_inference  # noqa: F401
-    with pytest.raises(AttributeError, match="safe_set_full_grad"):
-        _ = deepspeed.utils.safe_set_full_grad
+    with pytest.raises(AttributeError, match="'utils'"):
+        _ = deepspeed.utils
 
 
 def test_no_sync() -> None:
@@ -511,19 +482,8 @@ def test_a_process_alone_has_a_process_group() -> None:
         with initialized(model()) as engine:
             assert engine.world_size == 1
             train(engine, range(3))
-        deepspeed.log_dist("said", ranks=[0])
     finally:
         dist.destroy_process_group()
-    with pytest.raises(AttributeError, match=r"'offload\.deepspeed\.comm' has no"):
-        _ = deepspeed.comm.nonsense
-
-
-def test_the_accelerator() -> None:
-    found = deepspeed.accelerator.get_accelerator()
-    assert torch.device(found.current_device_name()).type == found.device_name()
-    found.synchronize()
-    with pytest.raises(AttributeError, match="nonsense"):
-        _ = found.nonsense
 
 
 def test_parameters_come_in_every_form_that_torch_takes() -> None:

@@ -1,1 +1,0 @@
-"""DeepSpeed's optimizers by their names: `adam`."""
