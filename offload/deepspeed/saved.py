@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,25 +15,18 @@ from typing import Any
 import torch
 
 from offload.checkpoint.engine.shards import on_all
-from offload.checkpoint.format.disk import (
-    entries,
-    is_folder,
-    is_there,
-    make_call,
-    storage_errors,
-)
+from offload.checkpoint.format.disk import make_call, storage_errors
 from offload.checkpoint.format.folder import adopt
 from offload.checkpoint.format.manifest import RunRecord
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.user_state import packed, run_of, state_in
+from offload.checkpoint.format.user_state import run_of, state_in
 from offload.engine import Engine
 from offload.runs.metrics import write_whole
-from offload.tiers.errors import CheckpointError, PathError
+from offload.tiers.errors import CheckpointError
 
 _log = logging.getLogger("offload")
 LATEST = "latest"
 _KEY = "deepspeed"  # of a checkpoint's state
-_FORMAT = 1
 _MOST_TAG = 4096
 
 
@@ -53,24 +44,22 @@ class LoopState:
     def read(cls, found: Any, where: Path) -> LoopState:
         """Return the state in a checkpoint's entry. Raise CheckpointError unless it is complete."""
         try:
-            if found["format"] != _FORMAT:
-                raise CheckpointError(f"{where}: format {found['format']!r:.40} is not {_FORMAT}")
-            scheduler, client = found["lr_scheduler"], found["client_state"]
-            if not isinstance(scheduler, dict) or not isinstance(client, dict):
-                raise TypeError("its states are no objects")
             return cls(
                 int(found["global_steps"]), int(found["global_samples"]),
-                int(found["skipped_steps"]), scheduler, client,
+                int(found["skipped_steps"]), dict(found["lr_scheduler"]),
+                dict(found["client_state"]),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise CheckpointError(
-                f"{where} is damaged ({error!s:.200}); load another tag"
+                f"{where} has no complete state of a loop ({error!s:.200}): it is not as the "
+                "engine of offload.deepspeed saves it; load another tag, or this one with "
+                "engine.offload.load_checkpoint"
             ) from None
 
     @property
     def entry(self) -> dict[str, Any]:
         """The checkpoint's entry that `read` reads."""
-        return {_KEY: {"format": _FORMAT, **vars(self)}}
+        return {_KEY: vars(self)}
 
 
 def save_all(
@@ -78,14 +67,11 @@ def save_all(
 ) -> None:
     """Write a checkpoint with the loop's state; see `EngineModule.save_checkpoint`. Raise
     UnsupportedError for values that a checkpoint cannot keep."""
-    path = folder / tag
-    with _agreed(engine, f"{path} was not saved"):
-        if _is_first_rank(engine):
-            packed(state.lr_scheduler, "lr_scheduler.state_dict()")
-            packed(state.client_state, "client_state")
-    engine.save_checkpoint(path, state=state.entry if _is_first_rank(engine) else {})
-    with _agreed(engine, f"{path} was not saved"):
-        if _is_first_rank(engine) and save_latest:
+    path, ranks = folder / tag, engine.runtime.ranks
+    is_first = ranks is None or ranks.rank == 0
+    engine.save_checkpoint(path, state=state.entry if is_first else {})
+    with on_all(ranks, f"{folder / LATEST} was not written"):
+        if is_first and save_latest:
             write_latest(folder, tag)
 
 
@@ -107,7 +93,7 @@ def load_saved(engine: Engine, folder: Path, tag: str | None) -> tuple[Path, Loo
         _log.warning("%s is not there: nothing was loaded; name a tag", folder / LATEST)
         return None
     path = folder / tag
-    with _agreed(engine, f"{path} was not loaded"):
+    with on_all(engine.runtime.ranks, f"{path} was not loaded"):
         _check_is_a_loops(path)
     return path, LoopState.read(engine.load_checkpoint(path).get(_KEY), path)
 
@@ -137,41 +123,13 @@ def last_tag(folder: Path) -> str | None:
 
 def _check_is_a_loops(path: Path) -> None:
     """Raise CheckpointError unless there is a checkpoint with the complete state of a loop."""
-    _refuse_theirs(path)
     adopt(path)
     with storage_errors("looking at", path):
-        is_saved = is_there(path)
-    if not is_saved:
-        raise CheckpointError(f"{path}: there is no such checkpoint; load another tag")
-    with CheckpointReader(path) as reader:
-        found = state_in(reader)
-    if _KEY not in found:
-        raise CheckpointError(
-            f"{path} has no state of a loop: the engine of offload.deepspeed has not saved it; "
-            "load another tag, or this one with engine.offload.load_checkpoint"
-        )
-    LoopState.read(found[_KEY], path)
-
-
-def _refuse_theirs(path: Path) -> None:
-    with storage_errors("looking at", path):
-        names = [entry.name for entry in entries(path)] if is_folder(path) else []
-    if any(name.endswith("model_states.pt") for name in names):
+        is_deepspeeds = any(path.glob("*model_states.pt"))
+    if is_deepspeeds:
         raise CheckpointError(
             f"{path} was written by DeepSpeed, in pickles; `offload checkpoint import-deepspeed "
             f"{path} OUT --trust` makes a checkpoint of offload of it"
         )
-
-
-@contextmanager
-def _agreed(engine: Engine, what: str) -> Iterator[None]:
-    """Raise any rank's error on every rank; no rank continues before all have left the block."""
-    with on_all(engine.runtime.ranks, what):
-        try:
-            yield
-        except OSError as error:
-            raise PathError(f"{what}: {error.strerror or error}") from error
-
-
-def _is_first_rank(engine: Engine) -> bool:
-    return engine.runtime.ranks is None or torch.distributed.get_rank() == 0
+    with CheckpointReader(path) as reader:
+        LoopState.read(state_in(reader).get(_KEY), path)
