@@ -2,26 +2,88 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
+from offload.deepspeed.migration import Batches, Migration, migrate, read_ds_config
 from offload.deepspeed.saved import LoopState, load_saved, save_all
-from offload.deepspeed.settings import Settings
 from offload.engine import Engine
-from offload.tiers.errors import StateError, UnsupportedError
+from offload.optimizers.client import CLASSES, ClientOptimizer
+from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+_log = logging.getLogger("offload")
+# Keys of the optimizer section on how states are kept, which no client's optimizer has.
+_OF_STATES = ("master", "states", "chunk", "in_backward")
 # Those of this process: DeepSpeed's functions take a parameter alone.
 _ENGINES: weakref.WeakSet[EngineModule] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one engine."""
+
+    given: dict[str, Any]  # the configuration as it came
+    made: Migration
+    batches: Batches
+    client: ClientOptimizer | None
+    config: OffloadConfig
+
+    @classmethod
+    def of(
+        cls, source: StrPath | Mapping[str, Any], ranks: int,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> Settings:  # fmt: skip
+        """Read a configuration. Raise ConfigError for keys that are unknown, refused or left to the
+        Trainer; log those that are dropped."""
+        given = read_ds_config(source)
+        made = migrate(given, ranks)
+        unfilled = made.unfilled
+        if unfilled:
+            raise ConfigError(
+                f"{', '.join(unfilled)}: auto is filled in by transformers' Trainer only; "
+                "write the number"
+            )
+        if made.batches is None:
+            raise ConfigError("train_batch_size: missing; set it or train_micro_batch_size_per_gpu")
+        for warning in made.warnings:
+            _log.warning("%s", warning)
+        client = None if optimizer is None else ClientOptimizer.of(optimizer, CLASSES)
+        if client is not None:
+            kept = {
+                key: value for key, value in made.values.get("optimizer", {}).items()
+                if key in _OF_STATES
+            }  # fmt: skip
+            for key in made.get("offload", {}).get("optimizer", {}):
+                if key not in _OF_STATES:
+                    raise ConfigError(
+                        f"offload.optimizer.{key}: the program has an optimizer of its own, which "
+                        "says that; remove one of them"
+                    )
+            made.values["optimizer"] = {**client.section, **kept}
+        config = made.config
+        if config.optimizer.in_backward is True:
+            raise UnsupportedError(
+                "optimizer.in_backward: updates begin in the first backward, and step() decides "
+                "here when a step is due; use offload.initialize for it"
+            )
+        return cls(given, made, made.batches, client, config)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self.client is not None or self.made.has_optimizer
 
 
 class EngineModule(nn.Module):
@@ -47,12 +109,12 @@ class EngineModule(nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.device = engine.device
         self.world_size = self.dp_world_size = ranks
-        self.global_rank = _rank()
+        self.global_rank = 0 if engine.runtime.ranks is None else engine.runtime.ranks.rank
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self._settings = settings
         self._boundary: bool | None = None  # as the loop has set it
-        self._in_no_sync = self._step_applied = False
+        self._step_applied = False
         self._passes_divided = 0  # since the last call of step
         self._passes_counted = 0  # of the model since the last step, at the last call of step
         self._grad_norm: float | None = None
@@ -68,14 +130,8 @@ class EngineModule(nn.Module):
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
         """Run backward of `loss`, divided by the passes of a step (and scaled under fp16). Return
-        the divided loss. Raise StateError without an optimizer, UnsupportedError if `loss` is not a
-        scalar."""
+        the divided loss. Raise StateError without an optimizer."""
         self._need_optimizer("backward")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise UnsupportedError(
-                "engine.backward takes a loss with one element; call output.backward(gradient) for "
-                "other tensors"
-            )
         divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         with self.offload.runtime.scaled_backward() as scale:
             (divided if scale == 1.0 else divided * scale).backward(retain_graph=retain_graph)
@@ -84,18 +140,10 @@ class EngineModule(nn.Module):
         self.offload.note_pass(divided)
         return divided
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of passes inside on this rank until the first pass outside. Raise
-        StateError inside another `no_sync`, and for a step inside."""
-        if self._in_no_sync:
-            raise StateError("no_sync inside no_sync; leave the first one before")
-        self._in_no_sync = True
-        try:
-            with self.offload.no_sync():
-                yield
-        finally:
-            self._in_no_sync = False
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep the gradients of passes inside on this rank until the first pass outside, or the
+        step."""
+        return self.offload.no_sync()
 
     # ---------------------------------------------------------------- steps
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -110,10 +158,8 @@ class EngineModule(nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Step the optimizer and the scheduler if a step is due. Call it after each pass. Raise
-        StateError inside `no_sync`, and after a loss.backward() that nothing has divided."""
+        StateError after a loss.backward() that nothing has divided."""
         self._need_optimizer("step")
-        if self._in_no_sync:
-            raise StateError("engine.step() inside no_sync; leave the block before")
         self._check_divided()
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
@@ -193,9 +239,6 @@ class EngineModule(nn.Module):
         """The current scale of fp16; 1 in other precisions."""
         scale = self.offload.runtime.loss_scale
         return 1.0 if scale is None else scale.scale
-
-    def zero_optimization_stage(self) -> int:
-        return self.offload.config.zero.stage
 
     # ---------------------------------------------------------------- states
     def manages(self, param: nn.Parameter) -> bool:
@@ -277,8 +320,3 @@ class EngineModule(nn.Module):
 def engine_of(param: nn.Parameter) -> EngineModule | None:
     """Return the open engine that a parameter trains through; None if there is none."""
     return next((engine for engine in list(_ENGINES) if engine.manages(param)), None)
-
-
-def _rank() -> int:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if there else 0

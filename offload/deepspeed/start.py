@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -17,20 +16,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from offload.config.paths import StrPath
-from offload.deepspeed.engine import EngineModule
-from offload.deepspeed.settings import Settings
-from offload.deepspeed.zero import outside_init
+from offload.deepspeed.engine import EngineModule, Settings
 from offload.engine import Engine
 from offload.engine_lookup import engine_for, tiers_of
-from offload.tiered_model import TieredModel
 from offload.tiers import accelerator
-from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 _log = logging.getLogger("offload")
 Config = StrPath | Mapping[str, Any]
 
 
-@outside_init()
 def initialize(
     args: Any = None, model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
@@ -51,10 +46,12 @@ def initialize(
     none are frozen, since no step changes them.
 
     Raise ConfigError naming every key that is unknown or refused, UnsupportedError for an
-    optimizer without a rule, and what `offload.initialize` raises.
+    optimizer without a rule, StateError inside `zero.Init`, and what `offload.initialize` raises.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"initialize(model=...): expected a module, found {model!r}")
+    if torch.get_default_device().type == "meta":
+        raise StateError("initialize inside zero.Init: the model is complete behind that block")
     if mpu is not None or mesh_param is not None:
         raise UnsupportedError(
             "mpu and mesh_param: use offload.initialize(model, config, mesh=...) with "
@@ -152,7 +149,7 @@ def _plain_list(given: Any) -> list[Any]:
 
 def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> Engine:
     for before in tiers_of(model):
-        _thaw(_frozen.pop(before, []))
+        before.close("host")  # which thaws what it had frozen
     if settings.has_optimizer:
         frozen = _left_out(model, groups)
     else:  # nothing trains: no gradients or states are kept
@@ -164,7 +161,6 @@ def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> E
     except BaseException:
         _thaw(frozen)
         raise
-    _frozen[engine] = frozen
     engine.before_close(partial(_thaw, frozen))
     if frozen and settings.has_optimizer:
         _log.warning(
@@ -172,10 +168,6 @@ def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> E
             "frozen", len(frozen),
         )  # fmt: skip
     return engine
-
-
-# parameters frozen for each engine
-_frozen: weakref.WeakKeyDictionary[TieredModel, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 
 
 def _thaw(frozen: list[nn.Parameter]) -> None:

@@ -22,8 +22,6 @@ class Init:
     The argument `enabled` has an effect; DeepSpeed's others say how parameters are cut.
     """
 
-    entered = 0  # of this process
-
     def __init__(
         self, module: nn.Module | None = None, data_parallel_group: Any = None,
         mem_efficient_linear: bool = True, remote_device: str | None = None,
@@ -36,8 +34,6 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             self._contexts.enter_context(torch.device("meta"))
-            Init.entered += 1
-            self._contexts.callback(_leave)
         return self
 
     def __exit__(
@@ -45,17 +41,6 @@ class Init:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self._contexts.close()
-
-
-def _leave() -> None:
-    Init.entered -= 1
-
-
-@contextlib.contextmanager
-def outside_init() -> Iterator[None]:
-    """Create everything inside on the CPU in place of the meta device, also within `Init`."""
-    with torch.device("cpu") if Init.entered else contextlib.nullcontext():
-        yield
 
 
 class GatheredParameters:

@@ -287,6 +287,8 @@ def test_values_written_under_zero_init_are_not_lost_in_silence() -> None:
         warnings.simplefilter("ignore")
         net = model()
         net.load_state_dict(values)
+        with pytest.raises(StateError, match=r"inside zero\.Init"):
+            deepspeed.initialize(model=net, config=BASE)
     with pytest.raises(UnsupportedError, match="meta device"):
         deepspeed.initialize(model=net, config=BASE)
     with deepspeed.zero.Init():
@@ -444,7 +446,6 @@ def test_attributes_of_the_model_and_those_that_are_not_there() -> None:
         assert engine.kind == "of the model"
         assert engine.module is net
         assert not engine.eval().training
-        assert engine.zero_optimization_stage() == 2
         for name in "offload_states", "nonsense":
             assert not hasattr(engine, name)
             with pytest.raises(AttributeError, match=f"'{name}'"):
@@ -462,10 +463,6 @@ def test_no_sync() -> None:
         for number in range(3):
             with engine.no_sync():
                 engine.backward(mse(engine(batch(number)[0]), batch(number)[1]))
-                with pytest.raises(StateError, match="inside no_sync"):
-                    engine.step()
-                with pytest.raises(StateError, match="inside no_sync"), engine.no_sync():
-                    pass
             engine.step()
         plain.train(range(3))
         assert same(weights(net), weights(plain.model))
