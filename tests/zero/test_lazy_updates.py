@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from offload.kernels.floats import Float, serial
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
+from offload.swap.device.device_state import Links
+from offload.swap.device.streams import CopyStream, WorkStream
 from offload.swap.states.file_state import FileState
 from offload.swap.states.state import HostPiece, MemoryState, State
 from offload.swap.states.trace import Trace
@@ -26,14 +28,16 @@ from offload.tiers.memory_tier import Lease
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.bits import DTYPE_OF
+from offload.zero.groups.fetching import Fetcher
 from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.sharding import Part
 from offload.zero.step import lazy_updates
+from offload.zero.step.device_update import DeviceWork
 from offload.zero.step.optimizer_state import Hyper, OptimizerState
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
-from offload.zero.step.update import ExpectedUses, UpdateQueue
+from offload.zero.step.update import UpdateQueue
 from tests.swap.state_conformance import Places, make_places
 
 NUMELS = (4500, 40)  # of an expert's weight and bias, which has no weight decay
@@ -69,10 +73,11 @@ class Table:
         self.numbers: dict[str, Any] = {"lr": 1e-2, **(ADAM if kind is AdamScalars else {})}
         self.decay = 0.1
         self.left_out: set[int] = set()  # parameters in no param group, by place in the expert
-        expected = ExpectedUses(lambda group: 0.0, lambda group: 0.0)
         staging = [self._lease("staging", 96 << 10).tensor for _ in range(3)] if in_file else []
         self._run = ParallelRunner(1)
-        self.updates = UpdateQueue(own, self._run, 7, staging, expected)
+        cpu = torch.device("cpu")
+        work = DeviceWork(WorkStream(cpu), Links(CopyStream(cpu), CopyStream(cpu)))
+        self.updates = UpdateQueue(own, self._run, 7, staging, Fetcher(0), work)
         self.states = [self._state(index) for index in range(EXPERTS)]
         self.groups = [state.group for state in self.states]
         table = ExpertTable("experts", self.groups)

@@ -21,7 +21,7 @@ from offload.kernels.floats import Float
 from offload.kernels.gpu import triton_optimizer
 from offload.swap.device.device_state import Links
 from offload.swap.device.staging_ring import StagingRing
-from offload.swap.device.streams import CopyStream, StreamEvent, WorkStream, mark_here
+from offload.swap.device.streams import StreamEvent, WorkStream, mark_here
 from offload.swap.threads.lanes import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.units import round_up
@@ -40,20 +40,14 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """The streams and memory of a device that updates and gradients use beside the model. A CPU
-    that does everything needs neither."""
+    """The streams and memory of a device that updates and gradients use beside the model. On a
+    CPU streams do nothing."""
 
     stream: WorkStream  # for the update thread
     links: Links  # for the update's own copies
     buffers: Sequence[torch.Tensor] = ()  # 1D uint8 on the device: staging of chunks stepped there
     partials: torch.Tensor | None = None  # 1D fp64 on the device: room for all sums of squares
     ring: StagingRing | None = None  # on the way to accumulators in host memory
-
-    @classmethod
-    def nothing(cls) -> DeviceWork:
-        """Return the work of a CPU, with streams that do nothing and without memory."""
-        cpu = torch.device("cpu")
-        return cls(WorkStream(cpu), Links(CopyStream(cpu), CopyStream(cpu)))
 
 
 class DeviceUpdate:

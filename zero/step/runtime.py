@@ -22,7 +22,6 @@ from torch import nn
 from offload.kernels.floats import Float
 from offload.kernels.variants import Master
 from offload.swap.states.state import State
-from offload.swap.states.trace import Trace
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.swap.threads.worker import ParallelRunner
@@ -50,7 +49,7 @@ from offload.zero.step.device_update import DeviceWork
 from offload.zero.step.optimizer_state import HyperOf, OptimizerState
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
-from offload.zero.step.update import ExpectedUses, UpdateQueue
+from offload.zero.step.update import UpdateQueue, next_update
 from offload.zero.tensors.local_tensors import spread_as
 from offload.zero.tensors.released import Values
 
@@ -105,13 +104,9 @@ class RuntimeOptions:
     reduce_dtype: torch.dtype | None = None  # gradients are rounded to it on their way to ranks
 
 
-def _next_update(trace: Trace, index: int) -> float:
-    return trace.next_cycle_use(index) + 0.5
-
-
 def _next_read(runtime: Runtime, index: int) -> float:
     done = index in runtime.stepper.speculative and not runtime.updates.is_pending(index)
-    return math.inf if done else _next_update(runtime.trace, index)
+    return math.inf if done else next_update(runtime.trace, index)
 
 
 class Runtime:
@@ -158,8 +153,11 @@ class Runtime:
             self.reductions = self.rank_work.reduce(
                 options.dtype, wait_for_complete_groups=options.step_rules.in_backward
             )
+            # the update thread must not keep the model alive
+            fetcher = weakref.proxy(self.store.fetcher)
             self.updates = UpdateQueue(
-                self.own, run, options.seed, staging, self._expected_uses(), work
+                self.own, run, options.seed, staging, fetcher, work,
+                keep_records=options.keep_records,
             )  # fmt: skip
             begun.callback(self.updates.close)
             self.store.fetcher.updates = self.updates
@@ -181,16 +179,13 @@ class Runtime:
         index, layout, part = group.index, group.layout, self.store.part_of(group)
 
         # homes live as long as their files, and must not keep the model alive
-        this, trace = weakref.proxy(self), self.trace
-
-        next_update = partial(_next_update, trace, index)
-        next_read = partial(_next_read, this, index)
-
+        next_read = partial(_next_read, weakref.proxy(self), index)
+        next_use = partial(next_update, self.trace, index)
         gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
         chunks = layout.chunks(self.options.chunk_numel)
         kept_as = self._homes.record_format
         records = [
-            self._homes.record(index, group.name, chunk, kept_as.nbytes(len(elements)), next_update)
+            self._homes.record(index, group.name, chunk, kept_as.nbytes(len(elements)), next_use)
             for chunk, elements in enumerate(chunks)
         ]
         steps = np.zeros(sum(spec.trainable for spec in layout.params), dtype=np.int64)
@@ -267,15 +262,6 @@ class Runtime:
         self.gradients.drop_cleared()
         self.gradients.note_set()
         self.store.begin_forward()
-
-    def _expected_uses(self) -> ExpectedUses:
-        # the update thread must not keep the model alive
-        fetcher, trace = weakref.proxy(self.store.fetcher), self.trace
-        return ExpectedUses(
-            of_parameters=lambda group: fetcher.next_use(group.index),
-            of_records=lambda group: _next_update(trace, group.index),
-            keep_records=self.options.keep_records,
-        )
 
     def _take(self, group: int, index: int, param: torch.Tensor) -> None:
         """Take a gradient that autograd has given, or has added to the handle that was there."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -25,14 +25,14 @@ from offload.kernels.cpu.optimizer import Missed, optimizer_step
 from offload.kernels.floats import Array, Float
 from offload.kernels.rules import StateFormat
 from offload.swap.device.streams import mark_here
+from offload.swap.states.trace import Trace
 from offload.swap.threads.lanes import Lane, WaitFor
 from offload.swap.threads.transfer import Transfer, all_of
 from offload.swap.threads.worker import ParallelRunner, Worker
 from offload.tiers.tier import Residency
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import array_of
-from offload.zero.groups.fetching import PendingUpdates
-from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.fetching import Fetcher, PendingUpdates
 from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.step.device_update import DeviceUpdate, DeviceWork
 from offload.zero.step.save_gate import SaveGate
@@ -41,26 +41,16 @@ _PAGE_NBYTES = 4096
 _LEAST_BLOCKS = 256  # blocks of 8-bit states per thread, at least
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedUses:
-    """The next uses of a group's states, counted from now."""
-
-    of_parameters: Callable[[ParamGroup], float]
-    of_records: Callable[[ParamGroup], float]
-    # Whether memory is left for records beside everything that is needed sooner. Where it is short,
-    # records on their way home would only take memory from parameters.
-    keep_records: bool = False
-
-
 class UpdateQueue(PendingUpdates):
     """Runs pending updates on a thread of its own. `buffers` are its staging memory (1D uint8)."""
 
     def __init__(
         self, own: Float, run: ParallelRunner, seed: int, buffers: Sequence[torch.Tensor],
-        expected: ExpectedUses, device: DeviceWork | None = None,
+        fetcher: Fetcher, device: DeviceWork, *, keep_records: bool = False,
     ) -> None:  # fmt: skip
-        """`seed` is that of stochastic rounding; `device` the streams and memory of a device, if
-        any."""
+        """`seed` is that of stochastic rounding; `fetcher` knows the next uses. `keep_records`:
+        memory is left for records beside everything that is needed sooner. Where it is short,
+        records on their way home would only take memory from parameters."""
         self._own = own
         self._run = run
         self._run_blocks = run.sharing(_LEAST_BLOCKS)
@@ -68,13 +58,14 @@ class UpdateQueue(PendingUpdates):
         self._free = deque(buffers)
         self._staging = bool(buffers)  # False: every home is memory, nothing is ever staged
         self._lookahead = max(2, len(buffers) - 1)
-        self._expected = expected
+        self._fetcher = fetcher
+        self._keep_records = keep_records
         self.gate = SaveGate()  # of a save in the background
         self._waiting: OrderedDict[int, GroupUpdate] = OrderedDict()  # the next one first
         self._unfinished: dict[int, GroupUpdate] = {}
         self._lock = threading.Lock()
-        self._device = DeviceWork.nothing() if device is None else device
-        self._device_update = DeviceUpdate(self._device, own, seed)
+        self._device = device
+        self._device_update = DeviceUpdate(device, own, seed)
         self._chunks: Iterator[Chunk] | None = None
         self._active: deque[Chunk] = deque()
         self._on_device: list[tuple[Chunk, Transfer[None]]] = []  # queued there, not done yet
@@ -245,11 +236,12 @@ class UpdateQueue(PendingUpdates):
         if not by_device or group.state.residency() is Residency.ABSENT:
             # The forward is next: let the weights be updated where it will read them, if there is
             # room.
-            group.state.prefetch_host(next_use=self._expected.of_parameters(group))
+            group.state.prefetch_host(next_use=self._fetcher.next_use(group.index))
         chunks = zip(state.chunks, state.records, strict=True)
         for index, (elements, record) in enumerate(chunks):
-            if self._expected.keep_records:
-                record.prefetch_host(next_use=self._expected.of_records(group))
+            if self._keep_records:
+                next_use = next_update(self._fetcher.trace, group.index)
+                record.prefetch_host(next_use=next_use)
             gradient = None
             if update.has_gradients:
                 gradients = state.gradients
@@ -364,6 +356,12 @@ class UpdateQueue(PendingUpdates):
         for update in updates:
             if not update.ready.done():
                 update.ready.fail(error)
+
+
+def next_update(trace: Trace, index: int) -> float:
+    """Return the uses until a group's optimizer states are needed: behind its first use of the next
+    cycle."""
+    return trace.next_cycle_use(index) + 0.5
 
 
 def merge(pieces: Sequence[Segment]) -> list[Segment]:
