@@ -96,6 +96,10 @@ class Fetcher:
             self._choices.add(item.index)
         self._any_moves |= not item.state.in_place
 
+    def replace(self, item: Fetchable) -> None:
+        """Let `item` take the place of the one with its number."""
+        self._items[item.index] = item
+
     def next_use(self, index: int) -> float:
         """Return the uses until an item is needed; infinity if unexpected. For any thread."""
         if index in (self._needed, self._needed_choice):

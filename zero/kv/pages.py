@@ -53,12 +53,14 @@ class _Page:
 class KVPages:
     """Keys and values [batch, heads, length, dim] of one layer. For the thread of the model."""
 
+    in_place = False
+
     def __init__(self, store: KVStore, name: str, window: int | None = None) -> None:
         """`window` is the number of tokens that are kept in the end."""
         self.name = name
         self.length = 0  # tokens
         self.batch = 0
-        self.seat = store.seat(name, self)
+        self.index: int  # in the trace, set by the store
         self._store = store
         self._window = window
         self._known: PageFormat | None = None  # once there were tokens
@@ -69,6 +71,12 @@ class KVPages:
         self._reading: int | None = None  # the first of the pages that a read has not come to yet
         self._places: dict[_Page, int] = {}  # each page's index in `_pages`
         self._closed = False
+        store.seat(name, self)
+
+    @property
+    def state(self) -> KVPages:
+        """What the fetcher fetches: all pages."""
+        return self
 
     @property
     def _format(self) -> PageFormat:
@@ -97,7 +105,7 @@ class KVPages:
         reading, place = self._reading, self._places.get(page)
         if reading is not None and place is not None and place >= reading:
             return _NOW
-        return self._store.fetcher.trace.next_use(self.seat.index)
+        return self._store.fetcher.trace.next_use(self.index)
 
     def give_back(self, page: State) -> None:
         """Give back one of these pages, to which no reference is left."""

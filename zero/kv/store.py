@@ -23,13 +23,12 @@ from typing import Protocol
 
 import torch
 
-from offload.swap.io.io_backend import Priority
 from offload.swap.states.state import State
 from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
-from offload.zero.groups.fetching import Fetcher
+from offload.zero.groups.fetching import Fetchable, Fetcher
 from offload.zero.kv.page_format import KVShape, PageFormat
 
 _log = logging.getLogger("offload")
@@ -74,40 +73,13 @@ class KVHomes(Protocol):
         ...
 
 
-class SeatedPages(Protocol):
-    """The pages of one layer of a cache (`KVPages`)."""
+class SeatedPages(Fetchable, Protocol):
+    """The pages of one layer of a cache (`KVPages`). Their number in the trace is that of the same
+    layer in the cache before."""
 
-    seat: Seat
-
-    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Begin to bring the pages, as far as there is room; return whether all had room."""
-        ...
-
-    def note_use(self) -> None: ...
+    index: int
 
     def close(self) -> None: ...
-
-
-class Seat:
-    """A number in the trace, for the successive pages of one layer: in caches that follow each
-    other, the same layer has the same number."""
-
-    in_place = False
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.pages: SeatedPages | None = None
-
-    @property
-    def state(self) -> Seat:
-        return self
-
-    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        return self.pages is None or self.pages.prefetch(next_use=next_use, priority=priority)
-
-    def note_use(self) -> None:
-        if self.pages is not None:
-            self.pages.note_use()
 
 
 @dataclass(eq=False)
@@ -152,33 +124,32 @@ class KVStore:
         self._session: AbstractContextManager[object] = session or nullcontext()
         self._thread = threading.get_ident()
         self._process = os.getpid()
-        self._live: dict[int, SeatedPages] = {}  # by seat
-        self._free_seats: list[Seat] = []
+        self._live: dict[int, SeatedPages] = {}  # by number
+        self._free_numbers: list[int] = []
         self._dropped: deque[SeatedPages] = deque()  # nobody has them any more
         self._buffers: dict[str, list[Lease]] = {}
         self._slabs: dict[int, list[_Slab]] = {}  # by the size of a page
         self._closed = False
 
     # ---------------------------------------------------------------- pages
-    def seat(self, name: str, pages: SeatedPages) -> Seat:
-        """Return the seat of another layer's pages. Raises StateError if the store is closed."""
+    def seat(self, name: str, pages: SeatedPages) -> None:
+        """Give pages their number. Raises StateError if the store is closed."""
         self.reap()
         if self._closed:
             raise StateError(f"{name}: the model was given back; dispatch it again")
-        if not self._free_seats:
-            seat = Seat(self.fetcher.next_number)
-            self.fetcher.add(seat)
+        if self._free_numbers:
+            pages.index = self._free_numbers.pop()
+            self.fetcher.replace(pages)
         else:
-            seat = self._free_seats.pop()
-        self._live[seat.index] = seat.pages = pages
-        return seat
+            pages.index = self.fetcher.next_number
+            self.fetcher.add(pages)
+        self._live[pages.index] = pages
 
     def left(self, pages: SeatedPages) -> None:
         """Note that pages were closed."""
-        if self._live.pop(pages.seat.index, None) is not None:
-            pages.seat.pages = None
-            self._free_seats.append(pages.seat)
-            self._free_seats.sort(key=lambda seat: -seat.index)  # the same order for the next cache
+        if self._live.pop(pages.index, None) is not None:
+            self._free_numbers.append(pages.index)
+            self._free_numbers.sort(reverse=True)  # the same order for the next cache
 
     def drop(self, pages: SeatedPages) -> None:
         """Give back pages to which no reference is left. For any thread, at any time."""
@@ -210,7 +181,7 @@ class KVStore:
         self._thread = threading.get_ident()  # threads take turns
         self.reap()
         with self._session:
-            self.fetcher.need(pages.seat)
+            self.fetcher.need(pages)
 
     def fetch_ahead(self) -> None:
         """Begin to bring the states that are used next."""
@@ -280,10 +251,7 @@ class KVStore:
             size = page.tensor.numel()
             self._slabs[size].remove(slab)
             slab.free.clear()
-            self._free(slab.lease)
-
-    def _free(self, lease: Lease) -> None:
-        self._homes.free_kv_memory(lease)
+            self._homes.free_kv_memory(slab.lease)
 
     def buffer(
         self, what: str, batch: int, shape: KVShape, length: int, room: int
@@ -305,7 +273,7 @@ class KVStore:
         for lease in idle:
             if lease is not chosen:
                 kept.remove(lease)
-                self._free(lease)
+                self._homes.free_kv_memory(lease)
         if chosen is None:
             chosen = self._homes.kv_memory(f"KV cache, {what} for attention", nbytes)
             kept.append(chosen)
@@ -317,7 +285,7 @@ class KVStore:
         for kept in self._buffers.values():
             for lease in [lease for lease in kept if used or not lease.in_use()]:
                 kept.remove(lease)
-                self._free(lease)
+                self._homes.free_kv_memory(lease)
 
     def close(self) -> None:
         """Close all pages. Tensors that were given out must not be used any more."""
