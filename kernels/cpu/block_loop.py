@@ -7,33 +7,31 @@ from numba.core import cgutils
 
 from offload.kernels.cpu.int8 import BLOCK, decode_int8, encode_int8, scale_bits_for
 from offload.kernels.cpu.lanes import F32, I8, I32, I64, WIDTH, Lanes, Value
-from offload.kernels.cpu.loops import pipelined, sweep
-from offload.kernels.cpu.noise import RandomBits
+from offload.kernels.cpu.loops import sweep
 from offload.kernels.cpu.rule_lanes import RULES
 from offload.kernels.cpu.step_parts import (
     Operands,
-    last_stage,
     load_gradient,
     load_weight,
     moments_of,
     new_weight,
-    random_of,
+    random_halves,
     root_of,
     store_weight,
 )
 from offload.kernels.variants import Variant
 
+# Elements per round of the second sweep: the root of one vector hides behind the codes of another.
+_BURST = 2 * WIDTH
+
 
 class Blocks:
     """Emits the loop over blocks, for 8-bit states."""
 
-    def __init__(
-        self, builder: ir.IRBuilder, variant: Variant, at: Operands, lanes: type[Lanes]
-    ) -> None:
+    def __init__(self, builder: ir.IRBuilder, variant: Variant, at: Operands) -> None:
         self.builder = builder
         self.variant = variant
         self.at = at
-        self.lanes = lanes
         self.weight_last = RULES[variant.rule].weight_last
         # Per state: the new values of a block (in the order of lanes), and their largest magnitude.
         room = ir.ArrayType(F32, BLOCK)
@@ -78,41 +76,30 @@ class Blocks:
                 p = new_weight(vector, variant, at, p, root_of(vector, variant, at, way))
                 store_weight(vector, variant, at, p, index)
 
-        sweep(builder, start, end, WIDTH, step, self.lanes)
+        sweep(builder, start, end, WIDTH, step)
 
     def _encode(self, scales: Sequence[tuple[Value, Value]], start: Value, end: Value) -> None:
         """Second sweep: from the buffer to bytes."""
         builder, variant, at = self.builder, self.variant, self.at
 
-        def fresh(vector: Lanes, index: Value) -> list[Value]:
+        def step(vector: Lanes, index: Value) -> Iterator[None]:
             inside = builder.sub(index, start)
-            return [vector.load_raw(F32, array, inside) for array in self.fresh]
-
-        def encode(vector: Lanes, index: Value, random: RandomBits) -> None:
-            noise = random.halves(shift=4)
-            for place, value in enumerate(fresh(vector, index)):
+            fresh = [vector.load_raw(F32, array, inside) for array in self.fresh]
+            way = root_of(vector, variant, at, fresh) if self.weight_last else ()
+            noise = random_halves(vector, at, index, at.key, shift=4)
+            yield
+            for place, value in enumerate(fresh):
                 bits, keep = scales[place]
                 signed = variant.signed[place]
                 code = encode_int8(vector, value, bits, noise[place], signed)
                 vector.store_code(code, keep, at.states[place], index)
+            if self.weight_last:
+                p = load_weight(vector, variant, at, index)
+                p = new_weight(vector, variant, at, p, way)
+                store_weight(vector, variant, at, p, index)
 
-        def step(vector: Lanes, index: Value) -> Iterator[None]:
-            encode(vector, index, random_of(vector, at, index, at.key))
-            yield
-
-        def root(vector: Lanes, index: Value, _: Sequence[Value]) -> Sequence[Value]:
-            way = root_of(vector, variant, at, fresh(vector, index))
-            return (*way, random_of(vector, at, index, at.key).word)
-
-        def weight(vector: Lanes, index: Value, given: Sequence[Value]) -> Sequence[Value]:
-            *way, word = given
-            encode(vector, index, RandomBits(vector, word))
-            return last_stage(variant, at)(vector, index, way)
-
-        if self.weight_last:
-            pipelined(builder, start, end, [root, weight], self.lanes)
-        elif at.states:
-            sweep(builder, start, end, WIDTH, step, self.lanes)
+        if at.states:
+            sweep(builder, start, end, _BURST, step)
 
     def _note_magnitude(self, vector: Lanes, place: int, value: Value) -> None:
         where = self.largest[vector.width][place]

@@ -80,11 +80,6 @@ class Lanes:
         """fp32 lanes, rounded to nearest even in the array's format."""
         self.store_raw(self.encode(kind, value), base, index)
 
-    @property
-    def numbers(self) -> Sequence[int]:
-        """The number of the element, among `width` neighbours, that each lane holds."""
-        return range(self.width)
-
     def store_bf16(self, bits: Value, base: Value, index: Value) -> None:
         """The high halves of fp32 bits in i32 lanes, as bf16."""
         self.store_raw(self.high_half(bits), base, index)

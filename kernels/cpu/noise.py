@@ -81,28 +81,18 @@ def mix64(value: int) -> int:
     return value ^ value >> 31
 
 
-class RandomBits:
-    """Emits r(key) for neighbouring elements; `number` (i32) is that of the first."""
-
-    def __init__(self, vector: Lanes, word: Value) -> None:
-        self.vector = vector
-        self.word = word  # i32 lanes; the last line of mix32 is left to those who take a half
-
-    @classmethod
-    def of(cls, vector: Lanes, number: Value, key: Value) -> "RandomBits":
-        builder = vector.builder
-        start = builder.mul(number, ir.Constant(I32, GOLDEN - 2**32))
-        spread = vector.constants(I32, [lane * GOLDEN & _MASK32 for lane in vector.numbers])
-        x = builder.xor(builder.add(vector.splat(start), spread), vector.splat(key))
-        x = builder.xor(x, vector.shift_right(x, 16))
-        x = builder.mul(x, vector.constant(I32, 0x7FEB352D))
-        x = builder.xor(x, vector.shift_right(x, 15))
-        return cls(vector, builder.mul(x, vector.constant(I32, 0x846CA68B)))
-
-    def halves(self, shift: int = 0) -> tuple[Value, Value]:
-        """r >> 16 and r & 0xffff, each moved left by `shift`."""
-        vector, builder = self.vector, self.vector.builder
-        mask = vector.constant(I32, 0xFFFF << shift)
-        high = vector.shift_right(self.word, 16 - shift)  # the last line changes the low half only
-        low = builder.xor(vector.shift_left(self.word, shift), high)
-        return builder.and_(high, mask), builder.and_(low, mask)
+def random_bits(vector: Lanes, number: Value, key: Value, shift: int = 0) -> tuple[Value, Value]:
+    """Emit r(key) >> 16 and r(key) & 0xffff, each moved left by `shift`, for neighbouring elements;
+    `number` (i32) is that of the first."""
+    builder = vector.builder
+    start = builder.mul(number, ir.Constant(I32, GOLDEN - 2**32))
+    spread = vector.constants(I32, [lane * GOLDEN & _MASK32 for lane in range(vector.width)])
+    x = builder.xor(builder.add(vector.splat(start), spread), vector.splat(key))
+    x = builder.xor(x, vector.shift_right(x, 16))
+    x = builder.mul(x, vector.constant(I32, 0x7FEB352D))
+    x = builder.xor(x, vector.shift_right(x, 15))
+    x = builder.mul(x, vector.constant(I32, 0x846CA68B))
+    mask = vector.constant(I32, 0xFFFF << shift)
+    high = vector.shift_right(x, 16 - shift)  # the last line of mix32 changes the low half only
+    low = builder.xor(vector.shift_left(x, shift), high)
+    return builder.and_(high, mask), builder.and_(low, mask)

@@ -4,14 +4,6 @@ Per vector of elements: load and widen the gradient, the weight and the states, 
 round and store. With 8-bit states a block is done in two sweeps over data in the nearest cache: the
 first leaves the new states in a buffer on the stack and takes their largest magnitude, the second
 encodes them with the scale that follows from it.
-
-What limits these loops where memory does not: the registers a core can rename (about 160 vectors on
-AVX2 machines) hold little more than one round of the loop, so a round takes as long as its longest
-chain of operations: 49 cycles from a gradient through root and division to a weight, where the
-divider needs 18 and the operations about 26. So the stages of a vector are spread over three rounds
-(`kernels.loops`). On one Zen 3 core, from the second-level cache, in 10**9 parameters per second,
-before and after: fp32 states 1.64 and 1.93, bf16 states 1.30 and 1.54. Pairing 16-bit values as in
-`kernels.paired_lanes` before that: bf16 states from 1.07 to 1.30, 8-bit states from 0.64 to 0.86.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,18 +17,15 @@ from offload.kernels.cpu import jit
 from offload.kernels.cpu.block_loop import Blocks
 from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.cpu.lanes import I8, I32, I64, WIDTH, Lanes, Value, has_wide_registers
-from offload.kernels.cpu.loops import pipelined, sweep
-from offload.kernels.cpu.noise import RandomBits
-from offload.kernels.cpu.paired_lanes import PairedLanes
+from offload.kernels.cpu.loops import sweep
 from offload.kernels.cpu.rule_lanes import RULES
 from offload.kernels.cpu.step_parts import (
     Operands,
-    last_stage,
     load_gradient,
     load_weight,
     moments_of,
     new_weight,
-    random_of,
+    random_halves,
     root_of,
     store_weight,
 )
@@ -44,19 +33,16 @@ from offload.kernels.floats import Float
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Variant, without_gradient
 
-# Elements per round of a loop that is not pipelined: a round loads from all arrays, computes, then
-# stores. 128 fill the 32 registers of AVX-512 (4 operands of 8 vectors; 256 spill), 16 are what
-# AVX2's 16 can hold.
+# Elements per round of a loop: a round loads from all arrays, computes, then stores. 128 fill the
+# 32 registers of AVX-512 (4 operands of 8 vectors; 256 spill), 16 are what AVX2's 16 can hold.
 BURST = 128 if has_wide_registers() else WIDTH
-PAIRED = not has_wide_registers()  # the order of 16-bit and 8-bit states in registers
-PIPELINED = not has_wide_registers()  # whether rules with a root overlap vectors
 SPAN = 2048  # elements on which several steps are made in turn: 24 KiB of fp32 weight and states
 # Places in the kernel's `arguments`: addresses, then numbers.
 GRAD, WEIGHT, EXTRA, STATES, SCALES, KEY, WEIGHT_KEY, FIRST, NUMEL = 0, 1, 2, 3, 6, 8, 9, 10, 11
 ARGUMENTS = 12
 _DIGEST = jit.digest(
-    __file__, "cpu/block_loop.py", "cpu/int8.py", "cpu/noise.py", "cpu/paired_lanes.py",
-    "cpu/rule_lanes.py", "rules.py", "cpu/step_parts.py", "variants.py",
+    __file__, "cpu/block_loop.py", "cpu/int8.py", "cpu/noise.py", "cpu/rule_lanes.py",
+    "rules.py", "cpu/step_parts.py", "variants.py",
 )  # fmt: skip
 
 
@@ -115,7 +101,7 @@ def _step(typing, plan, arguments, constants, lo, hi):  # type: ignore[no-untype
         lo, hi = jit.integers(context, builder, signature, args, 3, 5)
         operands = _operands(builder, variant, packed, scalars)
         if variant.states is StateFormat.INT8:
-            Blocks(builder, variant, operands, _lanes(variant)).loop(lo, hi)
+            Blocks(builder, variant, operands).loop(lo, hi)
         else:
             _elements(builder, variant, operands, lo, hi)
         return context.get_dummy_value()
@@ -153,47 +139,25 @@ def _elements(builder: ir.IRBuilder, variant: Variant, at: Operands, lo: Value, 
     """Emit the loop over elements lo .. hi, for states without a scale."""
     kind = Float.FP32 if variant.states is StateFormat.FP32 else Float.BF16
 
-    def load(vector: Lanes, index: Value) -> tuple[Value, Value, Sequence[Value]]:
+    def step(vector: Lanes, index: Value) -> Iterator[None]:
         g = load_gradient(vector, variant, at, index)
         p = load_weight(vector, variant, at, index)
-        return g, p, [vector.load(kind, array, index) for array in at.states]
-
-    def store_states(vector: Lanes, index: Value, new: Sequence[Value], random: Value) -> None:
-        if kind is Float.FP32:
-            for value, array in zip(new, at.states, strict=True):
-                vector.store(kind, value, array, index)
-            return
-        halves = RandomBits(vector, random).halves()
-        for place, value in enumerate(new):
-            bits = vector.add_noise(value, halves[place], signed=variant.signed[place])
-            vector.store_bf16(bits, at.states[place], index)
-
-    def step(vector: Lanes, index: Value) -> Iterator[None]:
-        g, p, states = load(vector, index)
+        states = [vector.load(kind, array, index) for array in at.states]
         yield
         new, way = moments_of(vector, variant, at, g, p, states)
         p = new_weight(vector, variant, at, p, root_of(vector, variant, at, way))
         yield
-        store_states(vector, index, new, random_of(vector, at, index, at.key).word)
+        store_states(vector, index, new)
         store_weight(vector, variant, at, p, index)
 
-    def moments(vector: Lanes, index: Value, _: Sequence[Value]) -> Sequence[Value]:
-        new, way = moments_of(vector, variant, at, *load(vector, index))
-        return (*way, *new, random_of(vector, at, index, at.key).word)
+    def store_states(vector: Lanes, index: Value, new: Sequence[Value]) -> None:
+        if kind is Float.FP32:
+            for value, array in zip(new, at.states, strict=True):
+                vector.store(kind, value, array, index)
+            return
+        halves = random_halves(vector, at, index, at.key)
+        for place, value in enumerate(new):
+            bits = vector.add_noise(value, halves[place], signed=variant.signed[place])
+            vector.store_bf16(bits, at.states[place], index)
 
-    def root(vector: Lanes, index: Value, given: Sequence[Value]) -> Sequence[Value]:
-        count = len(given) - 1 - len(at.states)
-        way, new, random = given[:count], given[count:-1], given[-1]
-        store_states(vector, index, new, random)
-        return root_of(vector, variant, at, way)
-
-    if PIPELINED and RULES[variant.rule].root is not None:
-        pipelined(builder, lo, hi, [moments, root, last_stage(variant, at)], _lanes(variant))
-    else:
-        sweep(builder, lo, hi, BURST, step, _lanes(variant))
-
-
-def _lanes(variant: Variant) -> type[Lanes]:
-    """The order of elements in vectors; see `kernels.paired_lanes`."""
-    paired = PAIRED and variant.states is not StateFormat.FP32
-    return PairedLanes if paired else Lanes
+    sweep(builder, lo, hi, BURST, step)

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.kernels.cpu.lanes import F32, I32, Lanes, Value
-from offload.kernels.cpu.loops import Stage
-from offload.kernels.cpu.noise import RandomBits
+from offload.kernels.cpu.noise import random_bits
 from offload.kernels.cpu.rule_lanes import RULES
 from offload.kernels.floats import Float
 from offload.kernels.variants import Master, Variant
@@ -55,21 +54,11 @@ def new_weight(
     return rule.weight(vector, variant, constants(vector, at), p, direction)
 
 
-def last_stage(variant: Variant, at: Operands) -> Stage:
-    """The parts after the root, as the last stage of a pipelined loop."""
-
-    def weight(vector: Lanes, index: Value, way: Sequence[Value]) -> Sequence[Value]:
-        p = load_weight(vector, variant, at, index)
-        p = new_weight(vector, variant, at, p, way)
-        store_weight(vector, variant, at, p, index)
-        return ()
-
-    return weight
-
-
-def random_of(vector: Lanes, at: Operands, index: Value, key: Value) -> RandomBits:
+def random_halves(
+    vector: Lanes, at: Operands, index: Value, key: Value, shift: int = 0
+) -> tuple[Value, Value]:
     number = vector.builder.add(at.first, vector.builder.trunc(index, I32))
-    return RandomBits.of(vector, number, key)
+    return random_bits(vector, number, key, shift)
 
 
 def load_gradient(vector: Lanes, variant: Variant, at: Operands, index: Value) -> Value:
@@ -90,7 +79,7 @@ def store_weight(vector: Lanes, variant: Variant, at: Operands, p: Value, index:
     if variant.master is Master.SPLIT:
         vector.store_split(p, at.weight, at.extra, index)
     elif variant.rounds_weight:
-        noise, _ = random_of(vector, at, index, at.weight_key).halves()
+        noise, _ = random_halves(vector, at, index, at.weight_key)
         bits = vector.add_noise(p, noise)
         vector.store_bf16(bits, at.weight, index)
     else:
