@@ -20,7 +20,7 @@ from offload.config.fields import shared_settings
 from offload.config.paths import StrPath, local_path_of
 from offload.memory.tier_manager import TieredHomes, ranks_here
 from offload.models.activations import Activations
-from offload.models.closing import GivenBack, Keep, close_weights
+from offload.models.closing import Keep
 from offload.models.trained import SavedCheckpoint
 from offload.optimizers.optimizer import (
     OffloadOptimizer,
@@ -504,26 +504,6 @@ class Engine(TieredModel):
     def _settle(self) -> None:
         super()._settle()
         self._open().settle()
-
-    def _given_back(self, store: WeightStore) -> GivenBack:
-        back = super()._given_back(store)
-        back.master_of = self._master_of
-        back.close_states = self._close_states
-        if self._ranks is None:  # else some may have none
-            back.gradient_of = self.values.gradient
-        return back
-
-    def _master_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        values = self.values
-        trained = values.is_trained(param) and "master" in values.fields(param)
-        return values.read(param, "master") if trained else None
-
-    def _close_states(self, group: ParamGroup) -> None:
-        close_weights(group)
-        state = self._open().optimizer_states[group.index]
-        for each in (state.gradients.state, *state.records):
-            if not each.has_views():
-                each.close()
 
     def _close(self) -> None:
         self._closed = True

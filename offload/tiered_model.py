@@ -313,7 +313,7 @@ class TieredModel(abc.ABC):
                 "on several ranks all have to ask for the parameters: engine.close(keep='host')"
             )
             return None
-        back = self._given_back(self._store)
+        back = GivenBack(self.module, self._store, self.values, self._homes, self._given)
         try:
             with self._store.one_thread:
                 self._store.check_usable()
@@ -352,9 +352,6 @@ class TieredModel(abc.ABC):
         back, self._back = self._back, None
         if back is not None:
             back.install()
-
-    def _given_back(self, store: WeightStore) -> GivenBack:
-        return GivenBack(self.module, store, self._homes, self._given)
 
     def _settle(self) -> None:
         """Let values be those of all writes and updates so far."""

@@ -6,7 +6,7 @@ that has more bits. Where that is wider than the weight in its tier, it has the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +20,7 @@ from offload.tiers.errors import ConfigError, StateError
 from offload.tiers.units import format_bytes
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import WeightStore
+from offload.zero.groups.weight_values import WeightValues
 from offload.zero.tensors.local_tensors import hold, local_of
 from offload.zero.tensors.paged import PagedTensor
 from offload.zero.tensors.placeholders import exchanging
@@ -65,17 +66,14 @@ class GivenBack:
     """The parameters of one model, on their way out of the tiers."""
 
     def __init__(
-        self, model: nn.Module, store: WeightStore, homes: TieredHomes,
+        self, model: nn.Module, store: WeightStore, values: WeightValues, homes: TieredHomes,
         dtypes: Mapping[int, torch.dtype],
     ) -> None:  # fmt: skip
         """`dtypes` holds the format in which each parameter was given, by its id."""
         self._model = model
         self._store = store
+        self._values = values
         self._homes = homes
-        # Set by what trains: a parameter's master and gradient, and the end of a group's states.
-        self.master_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None
-        self.gradient_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None
-        self.close_states: Callable[[ParamGroup], None] = close_weights
         self._given: dict[int, _Given] = {}
         self.nbytes = 0  # of all of them
         for group in store.groups:
@@ -130,7 +128,7 @@ class GivenBack:
             since = _GIVE_BACK_NBYTES  # the buffers of updates are free now
             for group in self._store.groups:
                 nbytes = self._take_group(group)
-                self.close_states(group)
+                self._values.close_states(group)
                 copied, since = copied + nbytes, since + nbytes
                 if since >= _GIVE_BACK_NBYTES:
                     since = 0
@@ -144,9 +142,10 @@ class GivenBack:
         for given in self._given.values():
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = given.param.grad
-            if isinstance(gradient, PagedTensor):
+            # of several ranks, some may have none
+            if isinstance(gradient, PagedTensor) and not self._store.ranks.has_others:
                 with suppress(StateError):  # some were cleared behind updates in backward
-                    found = self.gradient_of(given.param)
+                    found = self._values.gradient(given.param)
                     if found is not None:
                         given.gradient = found.to(device="cpu", dtype=given.dtype)
 
@@ -158,7 +157,7 @@ class GivenBack:
             if group.is_written(index):  # its master follows when the writer has ended
                 values = param.detach()
             elif given.dtype is not group.dtype:
-                values = self.master_of(param)
+                values = self._values.master(param)
             if values is None:
                 values = group.flat()[spec.offset : spec.stop]
             given.put(store.whole_of(param)[1], local_of(values).reshape(-1))
@@ -183,10 +182,3 @@ class GivenBack:
             for tensor in (*self._model.buffers(), *others):
                 if tensor.device.type != "cpu":
                     tensor.data = tensor.data.to("cpu")
-
-
-def close_weights(group: ParamGroup) -> None:
-    """Close a group whose values were copied; its state stays open if it has views."""
-    group.unmap()
-    if not group.state.has_views():
-        group.state.close()

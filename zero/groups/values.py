@@ -71,6 +71,10 @@ class ParameterValues(WeightValues):
         whole = ranks.combine(torch.from_numpy(out), f"{field} of {spec.name}")
         return like(param, whole.view(spec.shape))
 
+    def master(self, param: nn.Parameter) -> torch.Tensor | None:
+        has_one = self.is_trained(param) and "master" in self.fields(param)
+        return self.read(param, "master") if has_one else None
+
     @defer_signals
     def write(self, param: nn.Parameter, field: str, value: torch.Tensor) -> None:
         """Overwrite one of the arrays that `read` names, of a trained parameter that is not packed;
@@ -242,6 +246,13 @@ class ParameterValues(WeightValues):
             return self._runtime.packed_gradients.value(packed)
         group, index = self._find(param)
         return self._runtime.gradients.value(param, self._state_of(group), index)
+
+    def close_states(self, group: ParamGroup) -> None:
+        super().close_states(group)
+        state = self._state_of(group)
+        for each in (state.gradients.state, *state.records):
+            if not each.has_views():
+                each.close()
 
     def _state_of(self, group: ParamGroup) -> OptimizerState:
         return self._runtime.optimizer_states[group.index]

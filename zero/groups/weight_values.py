@@ -196,6 +196,21 @@ class WeightValues:
         spec = group.layout.params[index]
         return like(param, spec.of(group.flat()).clone())
 
+    # ---------------------------------------------------------------- what only training has
+    def master(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return a copy of a parameter's master; None if it has none."""
+        return None
+
+    def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return a copy of a parameter's gradient; None if it has none."""
+        return None
+
+    def close_states(self, group: ParamGroup) -> None:
+        """Close the states of a group whose values were copied; those with views stay open."""
+        group.unmap()
+        if not group.state.has_views():
+            group.state.close()
+
     def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
         self._store.check_usable()
         found = self._store.group_of(param)
