@@ -20,12 +20,7 @@ from offload.zero.ranks.collectives import SharedMemory
 from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.ranks.rank_weights import MakeHome, RankWeights
 from offload.zero.ranks.ranks import Ranks
-from offload.zero.ranks.reduction import (
-    Gradients,
-    ReducedGradients,
-    Reductions,
-    SharedReductions,
-)
+from offload.zero.ranks.reduction import Gradients, Reductions, SharedReductions
 from offload.zero.ranks.sharding import Part
 
 
@@ -49,10 +44,6 @@ class RankWork(RankWeights):
         (see `ReducedGradients`)."""
         return own
 
-    def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> Reductions:
-        """Reduce from now on the gradients that `gradients` has made (see `SharedReductions`)."""
-        return self.reductions
-
     def note(self, what: str) -> None:
         """Note that all ranks should do this now (see `Ranks.note`)."""
 
@@ -66,30 +57,36 @@ class SharedWork(RankWork):
     """
 
     has_others = True
+    reductions: SharedReductions
 
     def __init__(
         self, ranks: Ranks, memory: SharedMemory, dtype: torch.dtype,
-        reduce_dtype: torch.dtype | None = None, ep_size: int = 1,
+        reduce_dtype: torch.dtype | None = None, ep_size: int = 1, *,
+        wait_for_complete_groups: bool,
     ) -> None:  # fmt: skip
         """Every rank has to call this. `dtype` is the parameters' format, `reduce_dtype` the one
         that gradients are rounded to before they travel, if any; `ep_size` is the number of ranks
-        over which experts are spread."""
-        super().__init__()  # no reductions until `reduce`
+        over which experts are spread. `wait_for_complete_groups`: see `SharedReductions`."""
         self.ranks = ranks
         self.rank = ranks.rank
         self.sharding = ranks.sharding
         self.collectives = ranks.collectives()
         self._itemsize = dtype.itemsize
-        self._reduce_dtype = reduce_dtype
-        self._memory = memory
         room = ranks.least(memory.gather_nbytes)
         self._gatherer = Gatherer(self.collectives, memory.pool, room, ranks.device, memory.fences)
-        self._exchanges_tokens = ep_size > 1
         same = ranks.same_experts(ep_size) if ep_size > 1 else None
-        self._experts = (
-            RankWork() if same is None else SharedWork(same, memory, dtype, reduce_dtype)
-        )
-        self._reduced: list[ReducedGradients] = []
+        self._experts = RankWork()
+        if same is not None:
+            self._experts = SharedWork(
+                same, memory, dtype, reduce_dtype,
+                wait_for_complete_groups=wait_for_complete_groups,
+            )  # fmt: skip
+        self._experts.reductions.synchronising = False
+        self.reductions = SharedReductions(
+            ranks, self.collectives, memory, reduce_dtype or dtype, reduce_dtype or torch.float32,
+            self._experts.reductions, wait_for_complete_groups=wait_for_complete_groups,
+            exchanges_tokens=ep_size > 1,
+        )  # fmt: skip
         self._groups: Sequence[ParamGroup] = ()
         self._trace: Trace
 
@@ -112,7 +109,8 @@ class SharedWork(RankWork):
         return ReplicatedState(home, *shared, rank)
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
-        self._groups, self._trace = groups, trace
+        self._groups = groups
+        self._trace = self.reductions.trace = trace
         self._experts.watch(groups, trace)
 
     def refresh(self, groups: Iterable[ParamGroup]) -> None:
@@ -165,24 +163,7 @@ class SharedWork(RankWork):
         self, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
     ) -> Gradients:  # fmt: skip
-        made = ReducedGradients(index, part, own, make_local, await_update)
-        self._reduced.append(made)
-        return made
-
-    def reduce(self, dtype: torch.dtype, *, wait_for_complete_groups: bool) -> SharedReductions:
-        made = SharedReductions(
-            self._reduced, self.ranks, self.collectives,
-            self._memory,
-            self._reduce_dtype or dtype, self._reduce_dtype or torch.float32, self._trace,
-            wait_for_complete_groups=wait_for_complete_groups,
-        )  # fmt: skip
-        made.exchanges_tokens = self._exchanges_tokens
-        made.experts = self._experts.reduce(
-            dtype, wait_for_complete_groups=wait_for_complete_groups
-        )
-        made.experts.synchronising = False
-        self.reductions = made
-        return made
+        return self.reductions.add(index, part, own, make_local, await_update)
 
     def refresh_updated(self) -> None:
         self.refresh(self._groups[index] for index in self.reductions.forward_order)
@@ -205,7 +186,7 @@ class SharedWork(RankWork):
         return [*(order.lane for order in self.orders()), self.ranks.watch.lane]
 
     def orders(self) -> list[OrderedWork]:
-        return [*self.reductions.orders(), *self._experts.orders(), self._gatherer.order]
+        return [self.reductions.thread, *self._experts.orders(), self._gatherer.order]
 
     def ending(self) -> Callable[[], None]:
         orders, ranks = self.orders(), self.ranks

@@ -42,11 +42,12 @@ class ReducedGradients:
     this rank's part."""
 
     def __init__(
-        self, index: int, part: Part, own: GradientAccumulator,
+        self, reductions: SharedReductions, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
     ) -> None:  # fmt: skip
         """`await_update` waits until no update reads the last reduction's result. `make_local`
         makes an accumulator of the whole group, for gradients that are not reduced yet."""
+        self._reductions = reductions
         self.index = index
         self.name = own.name
         self.parts: list[PartOfParam] = list(part.trained())
@@ -57,7 +58,6 @@ class ReducedGradients:
         self._make_local = make_local
         self._await_update = await_update
         self.local: GradientAccumulator | None = None
-        self.reductions: SharedReductions | None = None  # set when they are made
         count = len(self.specs)
         self.passes = np.zeros(count, dtype=np.int64)  # > 0: some rank has a gradient, this step
         self.had = np.zeros(count, dtype=bool)  # this rank, by the end of the last round
@@ -141,8 +141,7 @@ class ReducedGradients:
         self.forget_local()
 
     def add(self, index: int, gradient: torch.Tensor) -> bool:
-        assert self.reductions is not None, "set when they are made"
-        return self.reductions.take(self, index, gradient)
+        return self._reductions.take(self, index, gradient)
 
     # ---------------------------------------------------------------- not reduced yet
     def keep(self, index: int, gradient: torch.Tensor) -> None:
@@ -191,9 +190,6 @@ class Reductions:
         reduces the sum."""
         return nullcontext()
 
-    def reduce_skipped_groups(self, index: int) -> None:
-        """Reduce groups that a backward which now uses the group `index` has left behind."""
-
     @property
     def forward_order(self) -> Sequence[int]:
         """The groups that were reduced in the last step, in about the order in which the model uses
@@ -229,10 +225,6 @@ class Reductions:
         is out of room. `in_backward`: the caller runs the backward pass."""
         return False
 
-    def orders(self) -> list[OrderedWork]:
-        """Return the threads of the reductions."""
-        return []
-
 
 class SharedReductions(Reductions):
     """The reductions of a rank among others."""
@@ -240,28 +232,30 @@ class SharedReductions(Reductions):
     has_others = True
 
     def __init__(
-        self, groups: Sequence[ReducedGradients], ranks: Ranks, collectives: Collectives,
-        memory: SharedMemory, dtype: torch.dtype, summed_dtype: torch.dtype, trace: Trace, *,
-        wait_for_complete_groups: bool,
+        self, ranks: Ranks, collectives: Collectives, memory: SharedMemory, dtype: torch.dtype,
+        summed_dtype: torch.dtype, experts: Reductions, *, wait_for_complete_groups: bool,
+        exchanges_tokens: bool,
     ) -> None:  # fmt: skip
-        """`dtype` is that of contributions, `summed_dtype` that of sums of several passes. `trace`
-        has what this pass has used. `wait_for_complete_groups`: a group is updated as soon as it is
-        reduced, so it should not be reduced before all its gradients are there."""
-        self._groups = groups
-        self._of = {group.index: group for group in groups}
-        self.experts = Reductions()  # among the ranks with the same ones
-        # Within backward ranks wait for each other's tokens. One that waited here for a group that
-        # another rank does not use would never come to send them; so more buckets are taken, as
-        # many as there is memory for.
-        self.exchanges_tokens = False
+        """`dtype` is that of contributions, `summed_dtype` that of sums of several passes.
+        `experts` are reduced among the ranks with the same ones. `wait_for_complete_groups`: a
+        group is updated as soon as it is reduced, so it should not be reduced before all its
+        gradients are there.
+
+        `exchanges_tokens`: within backward ranks wait for each other's tokens. One that waited here
+        for a group that another rank does not use would never come to send them; so more buckets
+        are taken, as many as there is memory for."""
+        self._groups: list[ReducedGradients] = []
+        self._of: dict[int, ReducedGradients] = {}  # by the index of a group
+        self.trace: Trace  # has what this pass has used; set before the first pass
+        self._experts = experts
+        self._exchanges_tokens = exchanges_tokens
         self._ranks = ranks
         self._collectives = collectives
         self._memory = memory
         self._dtype = dtype
         self._summed_dtype = summed_dtype
         self._wait_for_complete_groups = wait_for_complete_groups
-        self._trace = trace
-        self._thread = OrderedWork("offload-reduce", ranks.device)
+        self.thread = OrderedWork("offload-reduce", ranks.device)
         self.sharding = ranks.sharding
         self._order: list[int] = []
         self._places: dict[int, int] = {}  # in it, of groups
@@ -271,8 +265,16 @@ class SharedReductions(Reductions):
         self._arrivals: dict[int, None] = {}  # groups in the order of their last gradients
         self._open = False
         self._kept_passes = False  # some pass of this step was not reduced, here as on all ranks
-        for group in groups:
-            group.reductions = self
+
+    def add(
+        self, index: int, part: Part, own: GradientAccumulator,
+        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
+    ) -> ReducedGradients:  # fmt: skip
+        """Return the gradients of another group (see `ReducedGradients`)."""
+        made = ReducedGradients(self, index, part, own, make_local, await_update)
+        self._groups.append(made)
+        self._of[index] = made
+        return made
 
     # ---------------------------------------------------------------- backward
     @contextmanager
@@ -316,7 +318,7 @@ class SharedReductions(Reductions):
             return
         self._begin_round()
         while self._place + BUCKETS <= self._places.get(index, 0):
-            if not self._trace.is_over(self._order[self._place]):
+            if not self.trace.is_over(self._order[self._place]):
                 return
             self._issue_head()
 
@@ -332,7 +334,7 @@ class SharedReductions(Reductions):
         those of groups whose use was not seen. Where parameters are sharded all ranks use the same
         groups."""
         used = [
-            index for index in self._trace.first_uses()
+            index for index in self.trace.first_uses()
             if index in self._of and self._of[index].specs
         ]  # fmt: skip
         rest = [group.index for group in reversed(self._groups) if group.specs]
@@ -344,7 +346,7 @@ class SharedReductions(Reductions):
     def clear(self, group_index: int, indices: Sequence[int]) -> None:
         group = self._of.get(group_index)
         if group is None:  # an expert that other ranks do not have, or some
-            self.experts.clear(group_index, indices)
+            self._experts.clear(group_index, indices)
             return
         for index in indices:
             if group.had[index]:
@@ -361,16 +363,16 @@ class SharedReductions(Reductions):
         if group.bucket is None:
             group.await_last()
             begun = sum(other.bucket is not None for other in self._groups)
-            while self._thread.pending + begun >= BUCKETS and not self.exchanges_tokens:
+            while self.thread.pending + begun >= BUCKETS and not self._exchanges_tokens:
                 # one bucket is filled while another one is reduced: so much is planned for
-                if not self._thread.await_oldest():
+                if not self.thread.await_oldest():
                     break
             nbytes = group.numel * dtype.itemsize
             name = f"{group.name}, to be reduced"
             group.bucket = self._memory.pool.demand(nbytes, name, StateClass.STAGING)
             for mark in self._memory.fences.claim(group.bucket.extent):
                 mark.before_compute()
-            group.landed = Transfer(f"the reduction of {group.name}", self._thread.lane)
+            group.landed = Transfer(f"the reduction of {group.name}", self.thread.lane)
         return group.bucket.tensor.view(dtype)[: group.numel]
 
     def _issue_ready(self) -> None:
@@ -441,7 +443,7 @@ class SharedReductions(Reductions):
             else:
                 group.own.landed.then(lambda _: landed.complete(None))
 
-        ended = self._thread.submit(f"the reduce-scatter of {group.name}", partial(reduce, bucket))
+        ended = self.thread.submit(f"the reduce-scatter of {group.name}", partial(reduce, bucket))
         ended.then(settle)
 
     # ---------------------------------------------------------------- between passes
@@ -461,7 +463,7 @@ class SharedReductions(Reductions):
         self._take_over(self._ranks.exchange(self._what_is_here(), what, name))
         for group in self._groups:
             group.landed.wait()
-        self.experts.agree(use, name)  # not before: it has the same workspace
+        self._experts.agree(use, name)  # not before: it has the same workspace
 
     def _what_is_here(self) -> list[int]:
         present = [int(passes > 0) for group in self._groups for passes in group.passes]
@@ -518,25 +520,22 @@ class SharedReductions(Reductions):
             self._ranks.note("all gradients are cleared")
         self._kept_passes = False
         self._arrivals.clear()
-        self.experts.discard()
+        self._experts.discard()
 
     def all_squares(self, squares: list[float]) -> np.ndarray:
         return self._ranks.exchange_sums(squares)
 
     def await_progress(self, *, in_backward: bool) -> bool:
-        if self._thread.await_oldest():
+        if self.thread.await_oldest():
             return True
-        if self.experts.await_progress(in_backward=False):
+        if self._experts.await_progress(in_backward=False):
             return True
         left = self._order[self._place :]
         if not in_backward or self._issuing:
             return False
         if not left or self._of[left[0]].bucket is None:
             return False
-        if self._wait_for_complete_groups and not self._trace.is_over(left[0]):
+        if self._wait_for_complete_groups and not self.trace.is_over(left[0]):
             return False
         self._issue_head()
         return True
-
-    def orders(self) -> list[OrderedWork]:
-        return [self._thread]

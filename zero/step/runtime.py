@@ -140,9 +140,11 @@ class Runtime:
                 memory = homes.shared_memory()
                 ep_size = max((group.shape.ep_size for group in discovery.groups), default=1)
                 self.rank_work = SharedWork(
-                    ranks, memory, options.dtype, options.reduce_dtype, ep_size
-                )
-            begun.callback(lambda: self.rank_work.close())
+                    ranks, memory, options.dtype, options.reduce_dtype, ep_size,
+                    wait_for_complete_groups=options.step_rules.in_backward,
+                )  # fmt: skip
+            begun.callback(self.rank_work.close)
+            self.reductions = self.rank_work.reductions
             self.store = WeightStore(
                 discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
                 ranks=self.rank_work, keeper=homes.activations,
@@ -150,9 +152,6 @@ class Runtime:
             self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
             self.group_of, self.versions = self.store.group_of, self.store.versions
             self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
-            self.reductions = self.rank_work.reduce(
-                options.dtype, wait_for_complete_groups=options.step_rules.in_backward
-            )
             # the update thread must not keep the model alive
             fetcher = weakref.proxy(self.store.fetcher)
             self.updates = UpdateQueue(
