@@ -54,13 +54,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _case(
-    name: str, overrides: tuple[str, ...], batches: int = 1, in_one_piece: bool = False
-) -> SystemSpec:
+def _case(name: str, overrides: tuple[str, ...], batches: int = 1) -> SystemSpec:
     """A configuration by its differences from that of the 151 M shape."""
-    return SystemSpec(
-        name, name, Kind.OURS, OURS, overrides, batches=batches, in_one_piece=in_one_piece
-    )
+    return SystemSpec(name, name, Kind.OURS, OURS, overrides, batches=batches)
 
 
 def _model(layers: int, hidden: int, mlp: int, heads: int, vocab: int = 8192) -> tuple[str, ...]:
@@ -81,7 +77,6 @@ CASES = [
     _case("151 M fp32, host", _HOST),
     _case("151 M fp32, nvme", _NVME),
     _case("151 M fp32, nvme, 4 passes", (*_NVME, "gradient_accumulation_steps=4"), 4),
-    _case("151 M fp32, nvme, 4 micro-batches", (*_NVME, "micro_batches=4"), 4, True),
     _case("151 M bf16, host", (*_HOST, *_BF16)),
     _case("151 M bf16, nvme", (*_NVME, *_BF16)),
     _case("151 M fp32, optimizer on nvme", (*all_on("host", optimizer="nvme"), "budget.host=2GiB")),
@@ -110,9 +105,7 @@ def predictor(spec: SystemSpec) -> Callable[[Speeds], StepEstimate]:
     device = compute_device(config)
     plan = make_plan(config, shape, this_machine(config.nvme, device))
     config = resolved_config(config, plan, device.type)
-    batch = config.train.batch * (spec.batches if spec.in_one_piece else 1)
-    passes = 1 if spec.in_one_piece else spec.batches
-    workload = Workload(batch, config.train.sequence, passes)
+    workload = Workload(config.train.batch, config.train.sequence, spec.batches)
     facts = trace_activations(model, config, workload)
     return partial(estimate_step, plan, config, shape, facts, workload)
 

@@ -177,17 +177,12 @@ class Engine(TieredModel):
         module, store = self.module, self.store
         self.optimizer.register_step_pre_hook(lambda *_: _refuse_unseen(module, store))
         self.optimizer.serve(self)
-        self._keep_activations(config, discovery, self._runtime)
+        self._activations = Activations(
+            self.module, discovery, config, self._homes.activations, self._store
+        )
         self._runtime.start(self.module, self.values, self)  # which the model keeps
         self._refuse(refuse_foreign_optimizers)
         self._refuse_wrappers()
-
-    def _keep_activations(
-        self, config: OffloadConfig, discovery: Discovery, runtime: Runtime
-    ) -> None:
-        self._activations = Activations(
-            self.module, discovery, config, self._homes.activations, runtime
-        )
 
     def _make_runtime(
         self, discovery: Discovery, dtype: torch.dtype, run: ParallelRunner
@@ -202,7 +197,6 @@ class Engine(TieredModel):
             accumulate_fp32=config.gradient_accumulation_steps > 1,
             prefetch=int(config.prefetch),
             keep_records=spare_host_nbytes(self.plan) > 0,
-            micro_batches=config.micro_batches,
             step_rules=StepRules(
                 config.clip_grad_norm,
                 config.skips_nonfinite,

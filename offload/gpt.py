@@ -126,8 +126,7 @@ class GatedMlp(nn.Module):
 
 
 class Load(NamedTuple):
-    """The load of experts for each sequence of a batch: a block that computes the batch in pieces
-    (`micro_batches`) knows no balancing loss of the whole batch."""
+    """The load of experts for each sequence of a batch."""
 
     shares: Tensor  # BE fp32: the mean probability of each expert
     chosen: Tensor  # BE fp32: the share of tokens that chose it, their sum is experts_per_token

@@ -36,7 +36,6 @@ from offload.zero.groups.weight_values import WeightValues
 from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.kv.sizes import CachedLayer
 from offload.zero.kv.store import KVStore
-from offload.zero.recompute.micro_batches import MicroBatching
 
 _log = logging.getLogger("offload")
 M = TypeVar("M", bound=nn.Module)
@@ -148,7 +147,6 @@ class Dispatched(TieredModel):
         self.values = WeightValues(self._store)
         self._give_out_values()
         self._attach_experts()
-        self._split_batches()
         self._store.start(self.module, self.values, self, self._begin_forward)  # the model keeps it
         self._store.expect_model_order()
         self._refuse_gradients()
@@ -170,23 +168,6 @@ class Dispatched(TieredModel):
             trim=machine.trim_memory if self.device.type == "cpu" else None,
         )  # fmt: skip
         store.on_close.append(paged_cache.install(self.module, self._kv))
-
-    def _split_batches(self) -> None:
-        """Let blocks run over pieces of the batch."""
-        if self.config.micro_batches == 1:
-            return
-        check = None
-        if "transformers" in sys.modules:  # else it is none of its models
-            from offload.kv import paged_cache
-
-            check = paged_cache.refuse_pieces
-        store = self.store
-        batching = MicroBatching(
-            int(self.config.micro_batches), store.units,
-            lambda indices, more: store.hooks.held([store.groups[index] for index in indices]),
-            check=check,
-        )  # fmt: skip
-        store.on_close.append(batching.remove)
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
         self.store.load(group, values)

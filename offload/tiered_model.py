@@ -58,7 +58,6 @@ from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE
 from offload.zero.ranks.tensor_parallel import TensorParallel
-from offload.zero.recompute.micro_batches import blocks_of
 from offload.zero.tensors.local_tensors import local_of
 from offload.zero.tensors.released import why_closed
 
@@ -106,8 +105,6 @@ class TieredModel(abc.ABC):
             only=only,
         )  # fmt: skip
         self.spread.check_groups(discovery.groups)
-        if config.micro_batches != 1:
-            blocks_of(int(config.micro_batches), discovery.units)  # before anything is allocated
         return discovery.stored(config.stored)
 
     def _find_tensor_parallel(self, config: OffloadConfig, data_ranks: Sequence[int]) -> None:

@@ -54,7 +54,6 @@ class SystemSpec:
     overrides: tuple[str, ...] = ()
     memory_per_parameter: int = 0  # bytes at most, roughly, of all ranks in fp32: what fits
     batches: int = 1  # of the configuration's size per step
-    in_one_piece: bool = False  # the model gets them as one batch, and splits it itself
     settings: Mapping[str, Any] = field(default_factory=dict)  # what else the class is made with
     requires: str = ""  # a module that may not be installed
 
@@ -101,7 +100,6 @@ class Contender:
         options = {
             "program": spec.program, "settings": dict(spec.settings), "config": config.to_dict(),
             "batches": max(spec.batches, config.gradient_accumulation_steps),
-            "in_one_piece": spec.in_one_piece,
         }  # fmt: skip
         self._children: list[Child] = []
         try:

@@ -129,13 +129,10 @@ class Turns:
                      |  deferred work of k    |  deferred work of k + 1
     """
 
-    def __init__(
-        self, system: System, config: OffloadConfig, batches: int, *, in_one_piece: bool
-    ) -> None:
-        """A step takes `batches` of the configuration's, `in_one_piece` or one after the other."""
+    def __init__(self, system: System, config: OffloadConfig, batches: int) -> None:
+        """A step takes `batches` of the configuration's, one after the other."""
         self._system = system
         self._count = batches
-        self._in_one_piece = in_one_piece
         # each of several ranks has every so-manieth batch
         rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
         self._batches = (batch_of(config, number) for number in count(rank, ranks))
@@ -155,11 +152,7 @@ class Turns:
         }  # fmt: skip
 
     def _step(self) -> tuple[float, dict[str, float]]:
-        micro_batches = [next(self._batches) for _ in range(self._count)]
-        if self._in_one_piece:
-            inputs, targets = zip(*micro_batches, strict=True)
-            micro_batches = [(torch.cat(inputs), torch.cat(targets))]
-        times = self._system.step(micro_batches)
+        times = self._system.step([next(self._batches) for _ in range(self._count)])
         parts = {"seconds": times.seconds, "forward_backward_s": times.forward_backward_s}
         return times.loss, parts
 
@@ -180,7 +173,7 @@ def made(options: Mapping[str, Any]) -> tuple[System, OffloadConfig]:
 def serve(options: Mapping[str, Any], parent: Parent) -> None:
     """Report that the system is ready, then train a turn per command."""
     system, config = made(options)
-    turns = Turns(system, config, options["batches"], in_one_piece=options["in_one_piece"])
+    turns = Turns(system, config, options["batches"])
     parent.answer({"ready": True})
     for _ in parent.commands():
         parent.answer(turns.turn())

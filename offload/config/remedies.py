@@ -13,6 +13,12 @@ from offload.config.file import KeyPath
 
 _NONE_NEAR = {"fp8", "adafactor"}  # a name that looks alike is something else
 _NOTHING = {"none", "null", "nil", "off", "no", ""}
+_REMOVED = {  # keys of earlier versions, and what to do instead
+    "micro_batches": (
+        "; it was removed: leave it out, and call the model with smaller batches "
+        "(gradient_accumulation_steps), or set placement.activations.checkpoint: true"
+    ),
+}
 
 
 def suggestion(found: str, allowed: Iterable[str]) -> str:
@@ -36,6 +42,8 @@ def near(found: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
 def unknown_key(path: KeyPath, root: type[BaseModel]) -> str:
     """Return a hint for a key that its section does not have: its name here, or its section."""
     name = str(path[-1])
+    if name in _REMOVED:
+        return _REMOVED[name]
     section = model_at(root, path[:-1])
     names = tuple(section.model_fields) if section else ()
     home = _only_home(name, root) if near(name, names, 0.8) is None else None

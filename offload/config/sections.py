@@ -292,10 +292,6 @@ class OffloadConfig(Section):
     gradient_accumulation_steps: int = key(1, example=4, ge=1, le=1 << 16, unit="passes")
     """Backward passes whose gradients add up to one step. Says what the loop does: no step is
     skipped, and no loss is divided."""
-    micro_batches: int = key(1, example=4, ge=1, unit="pieces")
-    """Pieces of each batch that a block runs over before the next block begins: weights and
-    gradients move once per step, and a block that is recomputed is so piece by piece. Another
-    number rounds differently."""
     prefetch: AutoDepth = key("auto", example=4, per_rank=True, unit="groups")
     """Groups fetched ahead of their use; 0: none. auto: so many that some 48 MiB move."""
     groups: GroupsConfig = section(GroupsConfig, per_rank=True)
@@ -365,8 +361,8 @@ class OffloadConfig(Section):
             raise KeyedError(
                 "placement.gradients: nvme contradicts gradient_accumulation_steps: "
                 f"{self.gradient_accumulation_steps} in {self.precision}: sums are kept in fp32, "
-                "and twice the bytes on disk never pay; set placement.gradients: host, or "
-                "micro_batches instead of accumulation, whose gradients move once in 16 bits",
+                "and twice the bytes on disk never pay; set placement.gradients: host, or a larger "
+                "batch instead of accumulation, whose gradients move once in 16 bits",
                 "placement.gradients",
                 "gradient_accumulation_steps",
             )
@@ -442,11 +438,9 @@ class OffloadConfig(Section):
         return Storage(format_, chosen.skip)
 
     def splits_experts(self, ranks: int) -> bool:
-        """Whether experts move one by one. With `micro_batches` a block computes all pieces while
-        all of its parameters are present; at stage 3 ranks gather the same parameters, regardless
-        of the experts that each rank chose."""
-        gathers = ranks > 1 and self.zero.stage >= 3
-        return self.micro_batches == 1 and not gathers
+        """Whether experts move one by one. At stage 3 they do not: ranks gather the same
+        parameters, regardless of the experts that each rank chose."""
+        return ranks == 1 or self.zero.stage < 3
 
     def resolved(self) -> OffloadConfig:
         """Return a copy with every `auto` resolved that depends on neither machine nor batch."""

@@ -26,7 +26,6 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
-from transformers.utils import output_capturing
 
 from offload.errors import StateError, UnsupportedError
 from offload.zero.kv.pages import KVPages
@@ -309,22 +308,3 @@ def _of_heads(config: Any) -> CachedLayer:
         getattr(config, "qk_head_dim", None) or dim,
         getattr(config, "v_head_dim", None) or dim,
     )
-
-
-def refuse_pieces(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for a call of the block `name` that cannot run over pieces of the
-    batch: with a cache, or while transformers records outputs of the modules in it."""
-    if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
-        raise UnsupportedError(
-            f"{name}: micro_batches computes the pieces of a batch one after the other, and a "
-            "cache of keys and values holds all of them; pass use_cache=False, or set "
-            "micro_batches: 1"
-        )
-    collector = getattr(output_capturing, "_active_collector", None)
-    for key in () if collector is None else collector.get() or ():
-        if key != "hidden_states" and not key.startswith("_"):  # those are the block's own
-            raise UnsupportedError(
-                f"{name}: micro_batches computes the pieces of a batch one after the other, and "
-                f"{key} of all of them are asked for (output_{key}=True); leave that out, or set "
-                "micro_batches: 1"
-            )

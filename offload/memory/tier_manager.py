@@ -281,13 +281,6 @@ class TieredHomes:
         self.pool.await_progress = self._device.await_progress(for_updates)
         self._device.pool.await_progress = self._device.await_progress(for_updates)
 
-    def gradient_sums(self) -> torch.Tensor:
-        """Return fp32 room for a block's gradients over micro-batches (1D, where it computes)."""
-        pool = self._device.pool if self.plan.gpu else self.pool
-        lease = pool.demand(self.plan.sums_nbytes, "gradient sums", StateClass.STAGING)
-        self._staging.append(lease)
-        return lease.tensor.view(torch.float32)
-
     def shared_memory(self) -> SharedMemory:
         """Allocate memory for buffers that belong to several ranks, where the model computes."""
         planned = self.plan.shared

@@ -61,8 +61,7 @@ class WithoutCaches:
     """Turns key/value caches off for one model while it trains, unless a call asks for one.
 
     Its configuration asks for a cache by default (`use_cache`), in training, too. There the cache
-    only keeps every block's keys and values alive, and it cannot be used by a block that is
-    recomputed or runs over pieces of the batch.
+    only keeps every block's keys and values alive, and a block that is recomputed cannot use it.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -121,10 +121,10 @@ class Facts:
         self._model = model
         self._workload = workload
         self._device = device
-        self._found: dict[tuple[object, int], ActivationFacts] = {}
+        self._found: dict[object, ActivationFacts] = {}
 
     def __call__(self, config: OffloadConfig) -> ActivationFacts:
-        key = (config.placement.activations.checkpoint, config.micro_batches)
+        key = config.placement.activations.checkpoint
         if key not in self._found:
             self._found[key] = trace_activations(
                 self._model, config, self._workload, device=self._device

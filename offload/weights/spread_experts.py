@@ -89,12 +89,6 @@ class SpreadExperts:
                     f"{prefix}{table.first} is the first expert on rank {rank} of {ranks} with "
                     f"ep_size {self.ep_size}, and has to be {first}; build the model on each rank"
                 )
-        if config.micro_batches != 1:
-            raise ConfigError(
-                f"micro_batches: {config.micro_batches} with ep_size {self.ep_size}: ranks would "
-                "exchange tokens piece by piece, and may have other numbers of pieces; set "
-                "micro_batches: 1 and accumulate gradients over smaller batches"
-            )
 
     def check_groups(self, groups: Iterable[GroupPlan]) -> None:
         """Raise UnsupportedError for experts that would be averaged with those of other ranks."""

@@ -17,7 +17,6 @@ import offload.planning.plan.plan
 import offload.swap.activations.activation_returns
 import offload.swap.activations.activations
 import offload.tiered_model
-import offload.zero.recompute.micro_batches
 from offload.errors import BudgetError
 from tests.offload.engine_cases import (
     HOST,
@@ -75,8 +74,6 @@ def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWor
     patch.setattr(offload.swap.activations.activations, "LEAST_NBYTES", 1)
     patch.setattr(offload.swap.activations.activation_returns, "DEVICE_NBYTES", 8 * KIB)
     patch.setattr(offload.planning.plan.plan, "LEAST_WINDOW_NBYTES", 16 * KIB)
-    # asked of each block once, at length, and not of its streams
-    patch.setattr(offload.zero.recompute.micro_batches, "refuse_mixing", lambda *args, **keys: None)
     world = CheckedWorld(patch, **options)
     patch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
     return world

@@ -233,12 +233,6 @@ def test_activations_away_from_a_gpu_train_to_the_same_bits(
     assert run.moved["activations stayed"] == 0
 
 
-@pytest.mark.parametrize(("tier", "check"), [("device", True), ("nvme", "selective")])
-def test_micro_batches_train_to_the_same_bits(folder: Path, tier: str, check: Any) -> None:
-    run = train(keys(folder, tier, check, NVME, micro_batches=2))
-    run.assert_same(reference(folder, micro_batches=2))
-
-
 def test_a_checkpoint_of_the_models_own_inside_trains_to_the_same_bits(folder: Path) -> None:
     run = train(tight(keys(folder, "nvme")), lambda: Model(inner=True))
     plain = train(keys(folder, "device"), lambda: Model(inner=True))

@@ -76,7 +76,7 @@ def test_what_memest_writes_trains_as_it_is(
     options = [
         "precision=fp32", f"groups.blocks=[{block}]", f"placement.activations.{kept}",
         "budget={host: 32MiB, nvme: 256MiB}", "placement.parameters=nvme", "optimizer.lr=1e-3",
-        "micro_batches=" + ("1" if kept == "tier=nvme" else "2"), "optimizer.weight_decay=0.0",
+        "optimizer.weight_decay=0.0",
     ]  # fmt: skip
     keys = [word for option in options for word in ("-o", option)]
     work = ["--batch", "4", "--sequence", "8", "--gpu", "none", "--no-measure", "--format", "json"]

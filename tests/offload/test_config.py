@@ -137,6 +137,7 @@ BAD_VALUES = [
     ("optimzer: {lr: 1}", ["run.yaml:1: optimzer: unknown key", "did you mean `optimizer`?"]),
     ("seed: 1\noptimizer:\n  lrr: 3", ["run.yaml:3: optimizer.lrr: unknown key", "`lr`", "betas"]),
     ("loss_scale: {intial: 4}\nprecision: fp16", ["run.yaml:1: loss_scale.intial", "`initial`"]),
+    ("seed: 1\nmicro_batches: 1", ["run.yaml:2: micro_batches: unknown key; it was removed"]),
     ("precision: fp8", ["run.yaml:1: precision: 'fp8' is not allowed", "fp32, bf16, fp16"]),
     ("device: gpu", ["device: 'gpu' is not allowed", "auto, cpu, cuda"]),
     ("nvme: {backend: io_uring}", ["nvme.backend: 'io_uring' is not allowed", "threads, libaio"]),

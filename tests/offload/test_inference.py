@@ -172,15 +172,6 @@ def test_no_room_is_an_error_before_anything_changes(tmp_path: Path) -> None:
     assert logits(model) == expected
 
 
-def test_no_blocks_to_split_is_an_error_before_anything_changes(tmp_path: Path) -> None:
-    model = build()
-    expected = logits(model)
-    for give in offload.dispatch, offload.initialize:
-        with pytest.raises(UnsupportedError, match="needs repeated blocks"):
-            give(model.norm, placed(tmp_path, micro_batches=2))
-    assert logits(model) == expected
-
-
 # -------------------------------------------------------------------------------- who owns them
 def test_a_dispatched_model_is_found_from_around_it(tmp_path: Path) -> None:
     model = offload.dispatch(build(), placed(tmp_path))

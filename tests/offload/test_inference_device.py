@@ -19,26 +19,20 @@ SPLIT = {"device": "30%", "host": "30%", "nvme": "40%"}
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("parameters", ["host", "nvme", "device", SPLIT, None], ids=str)
-def test_logits_are_those_in_ram(
-    tmp_path: Path, monkeypatch: Any, parameters: Any, pieces: int
-) -> None:
+def test_logits_are_those_in_ram(tmp_path: Path, monkeypatch: Any, parameters: Any) -> None:
     tokens = batches(1)[0][:, :-1]
     with torch.no_grad():
         expected = seeded(lambda: TinyLM(4))(tokens)
     on_a_checked_device(monkeypatch)
     budget = {"device": "176KiB", "host": "1MiB", "nvme": "64MiB"}
     placement = {} if parameters is None else {"parameters": parameters}
-    keys = config(
-        tmp_path, placement, budget=budget, device="cpu", prefetch=1, micro_batches=pieces
-    )
+    keys = config(tmp_path, placement, budget=budget, device="cpu", prefetch=1)
     model = offload.dispatch(seeded(lambda: TinyLM(4)), keys)
     with offload.dispatched(model) as dispatched, torch.no_grad():
         assert dispatched.plan.gpu
         assert dispatched.report().tiers["device"].by_class.get("staging", 0) == 0
         for _ in range(3):
             found = model(tokens)
-            assert torch.allclose(found, expected, atol=1e-5)
-            assert pieces > 1 or bits(found) == bits(expected)
+            assert bits(found) == bits(expected)
         dispatched.check_integrity()

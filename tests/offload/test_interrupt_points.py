@@ -39,7 +39,7 @@ ALL = CASES | {"scarce": SCARCE}
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["point", "timer"])
-@pytest.mark.parametrize("name", ["blocks", "selective", "micro-batches", "scarce"])
+@pytest.mark.parametrize("name", ["blocks", "selective", "scarce"])
 def test_training_goes_on_with_the_same_bits(
     tmp_path: Path, name: str, how: str, long: bool
 ) -> None:

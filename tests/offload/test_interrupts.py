@@ -47,7 +47,6 @@ CASES: dict[str, dict[str, Any]] = {
     "host": BLOCKS | {"placement": HOST},
     "recomputed": RECOMPUTED,
     "selective": SELECTIVE,
-    "micro-batches": BLOCKS | {"micro_batches": 2},
 }
 every_case = pytest.mark.parametrize("keys", CASES.values(), ids=CASES.keys())
 

@@ -107,8 +107,7 @@ def keys_of(drawn: random.Random, folder: Path) -> tuple[dict[str, Any], int]:
     keys = config(
         folder, {**placement, "activations": {"tier": tier, "checkpoint": checkpoint}},
         precision=precision, gradient_accumulation_steps=accumulate,
-        clip_grad_norm=drawn.choice([None, None, 0.5]), micro_batches=drawn.choice([1, 1, 2]),
-        prefetch=drawn.choice([0, "auto", 8]),
+        clip_grad_norm=drawn.choice([None, None, 0.5]), prefetch=drawn.choice([0, "auto", 8]),
         optimizer={"lr": 3e-3, "weight_decay": 0.1, "chunk": drawn.choice([2048, "auto"])},
     )  # fmt: skip
     if tier == "nvme":

@@ -108,18 +108,6 @@ def test_placements_train_with_the_same_bits(precision: str) -> None:
         assert_same_bits(weights, there)
 
 
-@pytest.mark.slow
-def test_micro_batches_train_with_the_same_bits_everywhere() -> None:
-    """Also where some experts have tokens of one piece alone."""
-    sizes = {"experts": 32}
-    whole, _ = trained(2, **sizes)
-    losses, weights = trained(2, "micro_batches=2", **sizes)
-    others, there = trained(2, "micro_batches=2", *NVME, **sizes)
-    assert others == losses
-    assert_same_bits(weights, there)
-    assert losses == pytest.approx(whole, abs=1e-4)
-
-
 def test_plain_pytorch_trains_it_in_16_bits_where_an_expert_has_no_tokens() -> None:
     config = config_of("precision=bf16", experts=48, layers=1)
     plain = Plain(config)

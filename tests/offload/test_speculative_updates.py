@@ -157,12 +157,9 @@ def draw(seed: int) -> tuple[dict[str, Any], Program]:
         keys["clip_grad_norm"] = drawn.choice([1e9, 0.5, 2.0])
     if drawn.random() < 0.4:
         keys["skip_nonfinite"] = True
-    if drawn.random() < 0.3:
-        keys["micro_batches"] = 3
     kind = drawn.choice(["adamw", "sgd", "lion"])
     keys["optimizer"] = {"type": kind, "lr": 1e-2, "chunk": drawn.choice([2048, 16384])}
-    acts = [act for act in ACTS if "micro_batches" not in keys or act != "more"]
-    acts += ["infinite"] if "skip_nonfinite" in keys else []
+    acts = [*ACTS, *(["infinite"] if "skip_nonfinite" in keys else [])]
     return keys, [
         (drawn.choice([1, 1, 1, 2]), [act for act in acts if drawn.random() < 0.06])
         for _ in range(8)

@@ -125,7 +125,6 @@ def test_a_fuzz_of_models_formats_and_places(tmp_path: Path, long: bool) -> None
         skip = chance.choice([("lm_head",), (), ("lm_head", "up"), ("layers.0.down",)])
         keys: dict[str, Any] = {
             "precision": precision,
-            "micro_batches": chance.choice([1, 2]),
             "prefetch": chance.choice([0, 1, 3]),
             "optimizer": {"lr": 1e-2, "chunk": chance.choice([1024, 4096])},
         }

@@ -1,6 +1,6 @@
 """No two accesses to memory race, wherever states live: by happens-before, not by luck.
 
-All placements, activations, in_backward and micro-batches, with memory that is short or is not. See
+All placements, activations and in_backward, with memory that is short or is not. See
 tests/swap/happens_before.py for what counts as a race.
 """
 
@@ -32,20 +32,18 @@ ACTIVATIONS = [
     for tier in ("device", "host", "nvme")
     for check in (False, True, "selective")
 ]
-# activations, in_backward, micro-batches: each is drawn for one placement or two
-WAYS = list(itertools.product(ACTIVATIONS, (False, True), (1, 2)))
-DRAWN = random.Random(0).sample(WAYS, len(WAYS)) * 2
+# activations, in_backward: each is drawn for three or four placements
+WAYS = list(itertools.product(ACTIVATIONS, (False, True)))
+DRAWN = random.Random(0).sample(WAYS, len(WAYS)) * 4
 ROOMS = (None, (0, 0), (SLOT, 0), (2 * SLOT, SLOT), (SLOT, 4 * SLOT))
 LOOPS = (losses_of, losses_of, dropping, forward_last, writing, loading)
 
 
 def case_of(placement: Any, way: Any, chance: random.Random) -> Case:
-    activations, in_backward, micro_batches = way
+    activations, in_backward = way
     kinds = ("parameters", "gradients", "optimizer")
     placed = {**dict(zip(kinds, placement, strict=True)), "activations": activations}
     keys: dict[str, Any] = {"optimizer": {"in_backward": in_backward}}
-    if micro_batches > 1:
-        keys["micro_batches"] = micro_batches
     accumulate = chance.choice((1, 1, 2))
     if accumulate > 1:
         keys["gradient_accumulation_steps"] = accumulate

@@ -85,7 +85,7 @@ def draw(size: str, seed: int, folder: Path) -> Case:
 def _drawn(size: str, seed: int, rng: random.Random, folder: Path) -> Case:
     layers, hidden, heads, mlp, vocab, chunks = SIZES[size]
     precision = rng.choice(["fp32", "bf16", "bf16"])
-    passes, micro = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (1, 4)])
+    passes = rng.choice([1, 1, 2, 1, 1])
     checkpoint = rng.choice([False, False, True, "selective"])
     away = rng.choice(["device", "device", "nvme"])
     placement: dict[str, Any] = {
@@ -105,7 +105,6 @@ def _drawn(size: str, seed: int, rng: random.Random, folder: Path) -> Case:
         "placement": {**placement, "activations": {"tier": away, "checkpoint": checkpoint}},
         "optimizer": optimizer,
         "gradient_accumulation_steps": passes,
-        "micro_batches": micro,
         "train": {
             "model": {
                 "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp, "vocab": vocab,

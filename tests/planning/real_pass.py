@@ -23,15 +23,12 @@ from offload.zero.groups.discovery import discover
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def config_of(
-    precision: str = "fp32", checkpoint: Any = False, micro_batches: int = 1, **more: Any
-) -> OffloadConfig:
+def config_of(precision: str = "fp32", checkpoint: Any = False, **more: Any) -> OffloadConfig:
     """Of a pass on the CPU."""
     return OffloadConfig.load(
         {
             "device": "cpu",
             "precision": precision,
-            "micro_batches": micro_batches,
             "placement": {"activations": {"checkpoint": checkpoint}},
             **more,
         }

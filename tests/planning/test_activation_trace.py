@@ -30,7 +30,7 @@ def _config(shape: str, **more: Any) -> Any:
     return config_of(train={"model": SHAPES[shape]}, **more)
 
 
-PASSES = ((False, 1), (False, 2), (True, 1), (True, 2), ("selective", 2))
+CHECKPOINTS = (False, True, "selective")
 
 
 @pytest.mark.sample("llama-bf16")
@@ -39,16 +39,12 @@ PASSES = ((False, 1), (False, 2), (True, 1), (True, 2), ("selective", 2))
     [("llama", "fp32"), ("grouped heads", "bf16"), ("llama", "bf16")],
 )
 def test_a_trace_equals_a_real_pass(shape: str, precision: str, long: bool) -> None:
-    passes = PASSES
-    if not long:
-        passes = (PASSES[0], PASSES[2], PASSES[4]) if shape == "llama" else (PASSES[3],)
-    for checkpoint, micro_batches in passes:
-        config = _config(
-            shape, precision=precision, checkpoint=checkpoint, micro_batches=micro_batches
-        )
+    passes = CHECKPOINTS if long or shape == "llama" else (True,)
+    for checkpoint in passes:
+        config = _config(shape, precision=precision, checkpoint=checkpoint)
         traced = trace_activations(build_meta_model(config), config, WORKLOAD)
         real = real_facts(LanguageModel(config.train.model), config, WORKLOAD)
-        assert traced == real, (checkpoint, micro_batches)
+        assert traced == real, checkpoint
         assert traced.peak_elsewhere_nbytes < traced.peak_nbytes or checkpoint
     print(f"{shape}, {precision}: {len(passes)} traces, largest difference 0 bytes, 0 operations")
 
@@ -76,7 +72,6 @@ def test_blocks_that_are_not_run_count_as_if_they_were(data: st.DataObject) -> N
     config = config_of(
         data.draw(st.sampled_from(["fp32", "bf16"])),
         data.draw(st.sampled_from([False, True, "selective"])),
-        data.draw(st.integers(1, 2)),
         train={"model": model},
     )
     workload = Workload(data.draw(st.integers(2, 5)), data.draw(st.integers(1, 200)))
@@ -112,13 +107,8 @@ class _Mixed(nn.Module):
         ([96] * 5 + [160] + [96] * 6, [0.0] * 12),
     ],
 )
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_blocks_that_differ_count_by_their_own(
-    widths: list[int], drops: list[float], micro_batches: int, long: bool
-) -> None:
-    if micro_batches == 1 and not long:
-        pytest.skip("as with two pieces: --long")
-    config, workload = config_of(micro_batches=micro_batches), Workload(4, 64)
+def test_blocks_that_differ_count_by_their_own(widths: list[int], drops: list[float]) -> None:
+    config, workload = config_of(), Workload(4, 64)
     with torch.device("meta"):
         meta = _Mixed(widths, drops)
     traced = trace_activations(meta, config, workload)
@@ -137,7 +127,7 @@ def test_flops_are_those_of_the_products() -> None:
 
 
 def test_the_model_is_as_it_was() -> None:
-    config = _config("llama", checkpoint=True, micro_batches=2)
+    config = _config("llama", checkpoint=True)
     model = LanguageModel(config.train.model)
     model.register_buffer("table", torch.arange(4.0))
     before = {name: (id(x), x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
@@ -156,7 +146,7 @@ def test_the_model_is_as_it_was_after_an_error() -> None:
     def fails(module: nn.Module, args: Any, output: Any) -> None:
         raise KeyError("stopped")
 
-    config = _config("llama", micro_batches=2)
+    config = _config("llama", checkpoint=True)
     model = build_meta_model(config)
     model.register_forward_hook(fails)
     with pytest.raises(KeyError, match="stopped"):

@@ -168,7 +168,6 @@ def drawn(seed: int) -> tuple[OffloadConfig, bool]:
         f"train.model.tied={draw.choice(('true', 'false'))}",
         f"optimizer.chunk={16384 * draw.randint(1, 6)}", f"prefetch={draw.randint(0, 6)}",
         f"gradient_accumulation_steps={passes}", f"precision={precision}",
-        f"micro_batches={draw.choice((1, 1, 2))}",
         f"placement.activations.checkpoint={draw.choice(('false', 'false', 'true'))}",
     ]  # fmt: skip
     given = {**BASE, "clip_grad_norm": 1e-6 if clips else 1e9}

@@ -207,7 +207,6 @@ def refusals(folder: str) -> list[str]:
     found = [
         said(partial(offload.initialize, tied(), keys)),
         said(partial(offload.initialize, MoE(WIDTH, WithBuffer, EXPERTS, ep_size=2), keys)),
-        said(partial(offload.initialize, spread(2)(), {**keys, "micro_batches": 2})),
         said(partial(offload.initialize, spread(1 + dist.get_rank())(), keys)),
         said(partial(offload.initialize, spread(2)(), keys, mesh=mesh)),
         said(partial(offload.initialize, MoE(WIDTH, expert, EXPERTS, ep_size=2).experts, keys)),

@@ -70,7 +70,6 @@ FAMILIES: dict[str, list[Case]] = {
                                  "optimizer": {**OPTIMIZER, "in_backward": True}})
         )
     ],
-    "micro-batches": every_stage(Case(3, HOST, keys={"micro_batches": 2})),
     "recomputed": every_stage(
         Case(3, {**NVME, "activations": {"tier": "nvme", "checkpoint": True}})
     ),

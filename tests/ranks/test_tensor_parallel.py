@@ -18,7 +18,6 @@ from tests.ranks.processes import run_ranks
 
 PARKED: dict[str, Any] = {**NVME, "activations": {"tier": "nvme", "checkpoint": True}}
 BF16 = {"precision": "bf16"}
-PIECES = {"micro_batches": 2}
 # Cases that only differ in stage and placement must not differ in a bit.
 FAMILIES: dict[str, list[Case]] = {
     "fp32": [
@@ -26,7 +25,6 @@ FAMILIES: dict[str, list[Case]] = {
         Case(3, PARKED),
     ],
     "bf16": [Case(1, HOST, keys=BF16), Case(3, NVME, keys=BF16)],
-    "micro-batches": [Case(1, HOST, keys=PIECES), Case(3, NVME, keys=PIECES)],
 }
 OF_SHAPE = {
     (2, 2): {"fp32": FAMILIES["fp32"]},

@@ -77,7 +77,7 @@ def test_a_training_step_after_evaluations_is_predicted_from_the_step_before_the
         assert list(trace.upcoming()) == [0, 1, 2, 1, 0]
 
 
-def test_an_evaluation_between_micro_batches_is_no_part_of_their_cycle():
+def test_an_evaluation_between_passes_is_no_part_of_their_cycle():
     trace = Trace()
     for _ in range(2):
         for _ in range(2):

@@ -107,8 +107,8 @@ def estimate(gpu: bool = False, fits: bool = True, scale: float = 1.0, **changed
             changes=(
                 Change({"placement.optimizer": "nvme"}, "all optimizer states on disk", 1.42),
                 Change({"--ram": "96GiB"}, "more RAM", 1.0),
-                Change({"optimizer.states": "int8", "micro_batches": "4"},
-                       "states in 1 byte (an approximation), 4 pieces of each batch", 0.84),
+                Change({"optimizer.states": "int8", "precision": "bf16"},
+                       "states in 1 byte (an approximation), parameters in 16 bits", 0.84),
             ),
         )  # fmt: skip
     return replace(found, **changed)

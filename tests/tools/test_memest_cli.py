@@ -28,8 +28,6 @@ SMALL = [
     *MACHINE,
     "-o",
     "placement.activations.checkpoint=false",
-    "-o",
-    "micro_batches=1",
 ]
 
 

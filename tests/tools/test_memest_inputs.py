@@ -172,7 +172,6 @@ def test_activations_are_traced_once_per_kind_of_pass(
         (config, Workload(3, 16)), (config, Workload(2, 8)),
         (activation_config(checkpoint=True), work),
         (config.model_copy(update={"precision": "bf16"}), work),
-        (config.model_copy(update={"micro_batches": 2}), work),
     ]  # fmt: skip
     for other_config, other_work in others * 2:
         again.activations(other_config, other_work)

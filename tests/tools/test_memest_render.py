@@ -76,7 +76,7 @@ def test_the_table_says_what_is_short_and_what_each_change_costs() -> None:
     assert text.startswith("does not fit: RAM is 32.0 GiB short")
     assert re.search(r"\+42 % +-o placement.optimizer=nvme", text)
     assert "--ram 96GiB" in text
-    assert re.search(r"-16 % +-o optimizer.states=int8 -o micro_batches=4", text)
+    assert re.search(r"-16 % +-o optimizer.states=int8 -o precision=bf16", text)
 
 
 def test_names_are_not_markup() -> None:

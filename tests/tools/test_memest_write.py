@@ -14,7 +14,7 @@ from offload.tools.memest.cli import main
 from offload.tools.memest.commands.output import check_target
 
 TINY = ["--layers", "2", "--hidden", "64", "--vocab", "256"]
-ONE = ["-o", "placement.activations.checkpoint=false", "-o", "micro_batches=1"]  # one trace each
+ONE = ["-o", "placement.activations.checkpoint=false"]  # one trace each
 WORK = ["--batch", "2", "--sequence", "32", "--no-measure", *ONE]
 
 

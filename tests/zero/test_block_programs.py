@@ -1,4 +1,4 @@
-"""Drawn blocks that keep state, recomputed and in micro-batches: bit for bit plain PyTorch.
+"""Drawn blocks that keep state, recomputed: bit for bit plain PyTorch.
 
 A block is a list of small layers, most of which change a buffer or an attribute, or draw random
 numbers. Compared are losses, gradients, buffers, attributes, and what generators give afterwards.
@@ -33,14 +33,7 @@ pytestmark = MARKS
 WIDTH, BATCH, DRAWS, LONG_DRAWS = 8, 6, 8, 600
 
 
-class Layer(nn.Module):
-    """`splits`: in pieces it has the bits of plain PyTorch. It does not where it mixes samples or
-    uses a weight several times, whose gradients are then added in another order."""
-
-    splits = True
-
-
-class Linear(Layer):
+class Linear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -51,16 +44,12 @@ class Linear(Layer):
 
 
 class Spectral(Linear):
-    splits = False
-
     def __init__(self) -> None:
         super().__init__()
         nn.utils.parametrizations.spectral_norm(self.linear)
 
 
 class OldSpectral(Linear):
-    splits = False
-
     def __init__(self) -> None:
         super().__init__()
         nn.utils.spectral_norm(self.linear)
@@ -72,9 +61,7 @@ class WeightNorm(Linear):
         nn.utils.parametrizations.weight_norm(self.linear)
 
 
-class BatchNorm(Layer):
-    splits = False
-
+class BatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -84,7 +71,7 @@ class BatchNorm(Layer):
         return y
 
 
-class Average(Layer):
+class Average(nn.Module):
     """A running mean, changed in place or assigned; what it subtracts is that of before."""
 
     mean: Tensor
@@ -103,7 +90,7 @@ class Average(Layer):
         return x - before
 
 
-class Schedule(Layer):
+class Schedule(nn.Module):
     """A scale that depends on the number of calls."""
 
     def __init__(self) -> None:
@@ -117,7 +104,7 @@ class Schedule(Layer):
         return x * (1 + 1 / (self.calls + len(self.seen)))
 
 
-class Carry(Layer):
+class Carry(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.last: Tensor | None = None
@@ -128,7 +115,7 @@ class Carry(Layer):
         return y
 
 
-class Noise(Layer):
+class Noise(nn.Module):
     def __init__(self, source: str) -> None:
         super().__init__()
         self.source = source
@@ -147,7 +134,7 @@ class Noise(Layer):
         return x * (0.5 + draw[self.source]())
 
 
-LAYERS: list[Callable[[], Layer]] = [
+LAYERS: list[Callable[[], nn.Module]] = [
     Linear, Linear, Spectral, OldSpectral, WeightNorm, BatchNorm, Schedule, Carry,
     lambda: Average(True), lambda: Average(False),
     *(
@@ -158,7 +145,7 @@ LAYERS: list[Callable[[], Layer]] = [
 
 
 class Block(nn.Module):
-    def __init__(self, layers: list[Layer]) -> None:
+    def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.out = nn.Linear(WIDTH, WIDTH)
@@ -171,26 +158,22 @@ class Block(nn.Module):
 
 
 class Program(nn.Module):
-    """Blocks of one drawn kind, called in a drawn order; in `pieces`, where it is written out."""
+    """Blocks of one drawn kind, called in a drawn order."""
 
-    def __init__(self, draw: random.Random, whole: bool) -> None:
+    def __init__(self, draw: random.Random) -> None:
         super().__init__()
-        layers = [each for each in LAYERS if whole or getattr(each, "splits", True)]
-        kinds = draw.choices(layers, k=draw.randint(1, 5))
+        kinds = draw.choices(LAYERS, k=draw.randint(1, 5))
         self.entry = nn.Linear(WIDTH, WIDTH)
         count = draw.randint(2, 3)
         self.blocks = nn.ModuleList(Block([kind() for kind in kinds]) for _ in range(count))
         self.order = list(range(count))
-        if whole and draw.random() < 0.5:
+        if draw.random() < 0.5:
             self.order.append(0)
-        self.pieces = 1
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
         for index in self.order:
-            pieces = x.tensor_split(self.pieces)
-            block = self.blocks[index]
-            x = block(x) if len(pieces) == 1 else torch.cat([block(piece) for piece in pieces])
+            x = self.blocks[index](x)
         return x.float().square().mean()
 
     def state(self) -> dict[str, Any]:
@@ -257,8 +240,7 @@ def run(
 
 def check(folder: Path, seed: int) -> None:
     draw = random.Random(seed)
-    pieces = draw.choice([1, 1, 2, 3])
-    order = draw.choice(ORDERS) if pieces == 1 else in_turn
+    order = draw.choice(ORDERS)
     placement = {**draw.choice([DEVICE, HOST, NVME, {**NVME, "gradients": "host"}])}
     tier = draw.choice(["device", "device", "nvme"])
     placement["activations"] = {"tier": tier, "checkpoint": draw.choice([True, "selective", False])}
@@ -267,17 +249,16 @@ def check(folder: Path, seed: int) -> None:
 
     def build() -> Program:
         torch.manual_seed(seed)
-        return Program(random.Random(shape), whole=pieces == 1)
+        return Program(random.Random(shape))
 
     plain = build().to(ON)
-    plain.pieces = pieces
 
     def of_plain() -> dict[str, Tensor]:
         return {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
 
     expected_losses, expected, expected_state = run(plain, order, autocast, of_plain)
     model = build()
-    keys = config(folder, placement, groups={"blocks": ["Block"]}, micro_batches=pieces)
+    keys = config(folder, placement, groups={"blocks": ["Block"]})
     with offload.initialize(model, keys) as engine:
         losses, found, state = run(model, order, autocast, lambda: gradients_of(engine))
     assert losses == expected_losses

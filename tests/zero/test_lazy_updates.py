@@ -164,7 +164,6 @@ class Table:
                 self.stepper.check_arrival(state)
                 given = drawn if index in touched else torch.zeros(numel)
                 state.gradients.add(place, given.to(DTYPE_OF[self._own]))
-                self.stepper.count_pass(state, place)
                 self.stepper.arrived(state, place)
 
     def step(self) -> StepOutcome:

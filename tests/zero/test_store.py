@@ -38,8 +38,8 @@ from tests.swap.test_coded_state import Nibbles
 
 TRAINER = [
     "block_state", "chunks", "device_update", "gradient_handles", "gradient_hooks",
-    "gradient_paths", "gradient_sums", "gradients", "micro_batches", "optimizer_state",
-    "rank_work", "records", "recompute", "reduction", "runtime", "stepper", "update", "values",
+    "gradient_paths", "gradients", "optimizer_state", "rank_work", "records", "recompute",
+    "reduction", "runtime", "stepper", "update", "values",
 ]  # fmt: skip
 
 

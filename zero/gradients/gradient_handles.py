@@ -30,7 +30,6 @@ from torch import nn
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.gradients.norms import Place
 from offload.zero.groups.bits import DTYPE_OF
-from offload.zero.groups.group import ParamGroup
 from offload.zero.hooks.session import in_backward
 from offload.zero.ranks.rank_work import RankWork
 from offload.zero.ranks.reduction import ReducedGradients
@@ -41,7 +40,6 @@ from offload.zero.tensors.paged import Operation, PagedTensor
 
 aten = torch.ops.aten
 _MOST = torch.finfo(torch.float32).max
-_CUT_SHORT = "the backward pass that it came in was cut short"
 CLEARED = "it was cleared; .clone() it before"
 T = TypeVar("T")
 
@@ -133,16 +131,14 @@ class GradientHandles:
     def __init__(
         self, states: Sequence[OptimizerState], stepper: Stepper, rank_work: RankWork,
         arrive: Callable[[OptimizerState, int, torch.Tensor], None],
-        comes_in_parts: Callable[[ParamGroup], bool], check_process: Callable[[], None],
+        check_process: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`arrive` takes a gradient of one parameter into its accumulator. `comes_in_parts`:
-        whether gradients of a group are still arriving, micro-batch by micro-batch. `check_process`
-        raises in a forked child."""
+        """`arrive` takes a gradient of one parameter into its accumulator; `check_process` raises
+        in a forked child."""
         self.states = states
         self._stepper = stepper
         self._rank_work = rank_work
         self._arrive = arrive
-        self._comes_in_parts = comes_in_parts
         self._check_process = check_process
         self._sources: dict[Place, GradientSource] = {}  # of the accumulated gradients
         self._handles: dict[Place, PagedTensor] = {}  # of these, and of gradients to come
@@ -358,7 +354,7 @@ class GradientHandles:
     # ---------------------------------------------------------------- values
     def value(self, param: nn.Parameter, state: OptimizerState, index: int) -> torch.Tensor | None:
         """Return a copy of a parameter's gradient, in the accumulator's format and on the
-        parameter's device; None if it has none, or one that is incomplete."""
+        parameter's device; None if it has none, or an update in backward has used it up."""
         self.drop_cleared()
         gradient = param.grad
         if gradient is None:
@@ -366,11 +362,7 @@ class GradientHandles:
         if not self.is_current((state.group.index, index), gradient):
             return gradient.clone()
         source = self._sources[state.group.index, index]
-        if self._is_spent(source):
-            return None
-        if not (source.zeroed or self._has(state, index) or self._is_shared(source.key)):
-            return None  # parts from other micro-batches are still missing
-        return self._read(source)
+        return None if self._is_spent(source) else self._read(source)
 
     def value_of(self, source: GradientSource) -> torch.Tensor:
         """Return a copy, in the parameter's format."""
@@ -398,8 +390,7 @@ class GradientHandles:
             found: torch.Tensor | None = self._whole(gradients, state, index)
         else:
             found = gradients.read(index)
-        if found is None:
-            raise StateError(f"{source.name} has no value: {_CUT_SHORT}")
+        assert found is not None, "there is a handle of it"
         found = found.to(state.group.device)  # the accumulator may be in another memory
         scale = self._loss_scale
         return like(source.param, found if scale == 1.0 else found.float() / scale)
@@ -495,12 +486,6 @@ class GradientHandles:
         if source.used_up is not None:
             raise StateError(f"{source.name} has no value any more: {source.used_up}")
         self._check_process()
-        if self._comes_in_parts(source.state.group):
-            raise StateError(
-                f"{source.name} is not complete: with micro_batches above 1 the gradients of a "
-                "block come in parts, and hooks on its parameters are called for each; read or "
-                "change it after backward, or set micro_batches: 1"
-            )
 
     def _check_writable(self, source: GradientSource) -> None:
         self._check(source)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -275,7 +276,7 @@ class WeightStore:
 
     def announce(self, chosen: Sequence[Fetchable]) -> None:
         """Start to fetch, in this order, what a module being called will need next (a router's
-        chosen experts). To compute with a group, hold it (`UnitHooks.held`); anything else that was
+        chosen experts). `UnitHooks` hold a group that is computed with; anything else that was
         added to the `fetcher` is used through the fetcher and its own state."""
         with self.one_thread:
             self.check_usable()
@@ -283,6 +284,10 @@ class WeightStore:
                 if isinstance(item, ParamGroup):
                     item.begin_missed()
             self.fetcher.announce(chosen)
+
+    def computing(self, unit: Unit) -> AbstractContextManager[None]:
+        """Wrap a unit's own forward, for recomputation in a backward pass."""
+        return self.hooks.computing(unit)
 
     def versions(self, unit: Unit) -> tuple[int, ...]:
         """Return numbers that change with every update of a unit's parameters."""

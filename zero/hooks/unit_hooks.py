@@ -216,14 +216,6 @@ class UnitHooks:
             if user in call.experts:
                 call.experts.remove(user)
 
-    @contextmanager
-    def held(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
-        """Keep `groups` gathered inside."""
-        user = _User()
-        with ending_with(lambda: self._leave(user)):
-            self._enter(groups, user)
-            yield
-
     def join_call(self, groups: Sequence[ParamGroup]) -> bool:
         """Let the outermost call under way use `groups`, too; what a call has left in codes is
         decoded until that call ends. False if there is none."""

@@ -1,1 +1,1 @@
-"""Blocks computed again in backward, and block by block over micro-batches."""
+"""Blocks computed again in backward."""

@@ -1,7 +1,7 @@
 """The state of a block besides its parameters: buffers and attributes.
 
-Code that runs a block once more than its model does (recomputation, a comparison) restores this
-state for that run, and keeps the run's changes out of the model:
+Recomputation, which runs a block once more than its model does, restores this state for that run,
+and keeps the run's changes out of the model:
 
     forward        BlockState(block), keep ▶ the block's forward ▶ settle
     once more      with installed(): the block's forward, on copies

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.swap.threads.shield import interrupted_in_waits
@@ -41,10 +40,10 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Holder(Protocol):
-    """Holds the parameters of blocks."""
+    """Holds the parameters of blocks (a `WeightStore`)."""
 
-    def held(self, unit: Unit) -> AbstractContextManager[None]:
-        """Hold a unit's parameters around its computation in a backward pass."""
+    def computing(self, unit: Unit) -> AbstractContextManager[None]:
+        """Hold a unit's parameters around its own forward in a backward pass."""
         ...
 
     def versions(self, unit: Unit) -> tuple[int, ...]:
@@ -74,38 +73,27 @@ class Recomputation:
             block.remove()
 
 
-class ReplacedForward:
-    """A module's forward, called instead of its `own`, until `remove`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._overrides = "forward" in vars(module)
-        self.own: Callable[..., Any] = module.forward
-        module.forward = self
-
-    def remove(self) -> None:
-        """The module has the forward again that it had before."""
-        if self._overrides:
-            self.module.forward = self.own
-        else:
-            del vars(self.module)["forward"]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-
-class _RecomputedBlock(ReplacedForward):
-    """One block's forward, as a checkpoint around its own."""
+class _RecomputedBlock:
+    """One block's forward, called in the place of its `own`: a checkpoint around that."""
 
     def __init__(self, unit: Unit, owner: Recomputation) -> None:
         self._unit = unit
         self._owner = owner
-        super().__init__(unit.module)
+        self._overrides = "forward" in vars(unit.module)
+        self.own: Callable[..., Any] = unit.module.forward
+        unit.module.forward = self
+
+    def remove(self) -> None:
+        """Let the block have the forward again that it had before."""
+        if self._overrides:
+            self._unit.module.forward = self.own
+        else:
+            del vars(self._unit.module)["forward"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return self.own(*args, **kwargs)  # in backward: an outer checkpoint computes it again
-        if is_in_checkpoint():  # of the model's own: that computes the block again
+        if _is_in_checkpoint():  # of the model's own: that computes the block again
             return self.own(*args, **kwargs)
         self._refuse_caches((*args, *kwargs.values()))
         # all tensors as positional arguments: those are saved, others would only be referred to
@@ -123,7 +111,7 @@ class _RecomputedBlock(ReplacedForward):
             call.is_first = False
             return self.own(*args, **kwargs)
         # around the block's own forward alone: what gathers its parameters is computed once
-        held = self._owner.holder.held(self._unit)
+        held = self._owner.holder.computing(self._unit)
         with interrupted_in_waits, held, watches_taken_off(), call.as_it_was():
             return self.own(*args, **kwargs)
 
@@ -192,7 +180,7 @@ class _Call:
         self.as_it_was: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def is_in_checkpoint() -> bool:
+def _is_in_checkpoint() -> bool:
     """Return whether this is the forward of a `torch.utils.checkpoint` that saves nothing."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__

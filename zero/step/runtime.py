@@ -10,7 +10,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -32,7 +32,7 @@ from offload.zero.gradients.gradient_hooks import GradientHooks, refuse_graph
 from offload.zero.gradients.gradient_paths import DevicePartials
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.gradients.loss_scale import LossScale
-from offload.zero.groups.discovery import Discovery, Unit
+from offload.zero.groups.discovery import Discovery
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
 from offload.zero.hooks.handles import Keeper
@@ -43,8 +43,6 @@ from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.reduction import Gradients
 from offload.zero.ranks.sharding import Part
 from offload.zero.ranks.tensor_parallel import TensorParallel
-from offload.zero.recompute.micro_batch_sums import GradientSums
-from offload.zero.recompute.micro_batches import MicroBatching
 from offload.zero.step.device_update import DeviceWork
 from offload.zero.step.optimizer_state import HyperOf, OptimizerState
 from offload.zero.step.records import RecordFormat
@@ -79,10 +77,6 @@ class Homes(WeightHomes, Protocol):
         """Return the device's streams and memory for updates and gradients beside the model."""
         ...
 
-    def gradient_sums(self) -> torch.Tensor:
-        """Return room for the sums of `GradientSums`: fp32, 1D, where the model computes."""
-        ...
-
     def shared_memory(self) -> SharedMemory:
         """Return memory where the model computes, for buffers that belong to several ranks."""
         ...
@@ -99,7 +93,6 @@ class RuntimeOptions:
     accumulate_fp32: bool = False  # expect several backward passes per step
     prefetch: int = 4  # groups fetched ahead
     keep_records: bool = False  # memory is left for optimizer records until their next update
-    micro_batches: int = 1  # pieces of the batch that each block runs over before the next block
     step_rules: StepRules = field(default_factory=StepRules)
     reduce_dtype: torch.dtype | None = None  # gradients are rounded to it on their way to ranks
 
@@ -132,8 +125,6 @@ class Runtime:
         self._called = False  # for a forward, at least once
         self.on_forward: Callable[[], None] | None = None  # the whole model is about to be called
         self._backward_thread = 0  # the one that gave the last gradient
-        # allocated before any state: between states it would split their memory for good
-        self._sums = GradientSums(homes.gradient_sums()) if options.micro_batches > 1 else None
         self.rank_work = RankWork()
         with ExitStack() as begun:  # ends the threads started so far if a later line raises
             if ranks is not None:
@@ -150,7 +141,7 @@ class Runtime:
                 ranks=self.rank_work, keeper=homes.activations,
             )  # fmt: skip
             self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
-            self.group_of, self.versions = self.store.group_of, self.store.versions
+            self.group_of = self.store.group_of
             self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
             # the update thread must not keep the model alive
             fetcher = weakref.proxy(self.store.fetcher)
@@ -166,11 +157,10 @@ class Runtime:
             )  # fmt: skip
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
-                self._comes_in_parts, self.store.one_thread.check_process,
+                self.store.one_thread.check_process,
             )  # fmt: skip
             self.packed_gradients = PackedGradients(self.store.packed, self.gradients)
             begun.pop_all()
-        self._micro_batching: MicroBatching | None = None
         self._gradient_hooks: GradientHooks | None = None
 
     # ---------------------------------------------------------------- building
@@ -236,10 +226,6 @@ class Runtime:
         """Install the hooks: from here on `model` trains through this runtime, and keeps its
         `owner`."""
         self.store.start(model, values, owner, self._begin_forward)
-        if self.options.micro_batches > 1:
-            self._micro_batching = MicroBatching(
-                self.options.micro_batches, self.store.units, self._block_backward
-            )
         found = [self.store.places_of(param) for param in model.parameters()]
         self.stepper.norms.add_in(
             [
@@ -277,7 +263,7 @@ class Runtime:
         self.gradients.take(state, index, gradient)
 
     def _arrive(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
-        """Take in a gradient of one parameter, of the whole pass or of a part of it."""
+        """Take one parameter's gradient of a backward pass into its accumulator."""
         if self.loss_scale is not None and not self._scaled_backward:
             raise StateError(
                 "precision fp16 scales the loss: call engine.backward(loss) instead of "
@@ -286,46 +272,12 @@ class Runtime:
         group = state.group
         if type(gradient) is not torch.Tensor:
             gradient = spread_as(group.params[index], gradient)
-        if self._sums is not None and self._comes_in_parts(group):
-            self._sums.add(group, index, gradient)
-        else:
-            self._keep_gradient(group, index, gradient)
-
-    def _keep_gradient(
-        self, group: ParamGroup, index: int, gradient: torch.Tensor, *, more: bool = False
-    ) -> None:
-        state = self.optimizer_states[group.index]
         self.stepper.check_arrival(state)
         if group.pending is not None:
             group.wait_for_update()  # the graph predates the last step, which still reads gradients
         self._backward_thread = threading.get_ident()
         there = state.gradients.add(index, gradient)
-        if not more:
-            self.stepper.count_pass(state, index)
-        self.stepper.arrived(state, index, more=more or not there)
-
-    def _comes_in_parts(self, group: ParamGroup) -> bool:
-        return self._sums is not None and self._sums.takes(group)
-
-    @contextmanager
-    def _block_backward(self, indices: Sequence[int], more: bool) -> Iterator[None]:
-        """Hold a block's parameters around its backward over all micro-batches; each gives one
-        gradient at the end. `more`: the block was called again, and the backward of that call is to
-        come."""
-        assert self._sums is not None, "there are micro-batches"
-        groups = [self.groups[index] for index in indices]
-        with self._sums.open(groups):
-            with self.store.hooks.held(groups):
-                yield
-            for group in groups:
-                for index, total in self._sums.totals(group):
-                    self._keep_gradient(group, index, total, more=more)
-
-    def held(self, unit: Unit) -> AbstractContextManager[None]:
-        """Hold the parameters of a block that is computed again in backward."""
-        if self._micro_batching is not None:  # `_block_backward` holds them
-            return nullcontext()
-        return self.store.hooks.computing(unit)
+        self.stepper.arrived(state, index, there=there)
 
     def await_progress(self) -> bool:
         """Make room in a pool: write back gradients of groups whose backward is not over (an expert
@@ -426,8 +378,6 @@ class Runtime:
             self.rank_work.finish()  # gathering may wait for updates
         finally:
             self.updates.close()
-        if self._micro_batching is not None:
-            self._micro_batching.remove()
         self.store.close(why)
         if self._gradient_hooks is not None:
             self._gradient_hooks.remove()

@@ -138,12 +138,13 @@ class Stepper:
             )
         self.speculative.take_back([state.group.index])
 
-    def arrived(self, state: OptimizerState, index: int, *, more: bool = False) -> None:
-        """Note that a gradient of parameter `index` is in its accumulator. `more`: it is a part,
-        and the rest comes in the same backward pass."""
+    def arrived(self, state: OptimizerState, index: int, *, there: bool = True) -> None:
+        """Note that parameter `index` got its gradient of one backward pass. `there`: an update may
+        read it before the step; otherwise it is reduced with other ranks' in the step."""
         self._unstepped = True
         self.norms.invalidate()
-        if more:
+        self._passes[state.group.index][index] += 1
+        if not there:
             return
         arrived = self._arrived[state.group.index]
         arrived[index] += 1
@@ -153,10 +154,6 @@ class Stepper:
                 self._reductions.when_issued(state.group.index, begin)
         elif self.speculative.on and (arrived == self.speculative.passes).all():
             self._reductions.when_issued(state.group.index, partial(self._try, state))
-
-    def count_pass(self, state: OptimizerState, index: int) -> None:
-        """Note that a parameter got all of its gradient of one backward pass."""
-        self._passes[state.group.index][index] += 1
 
     def _follow_loss_scale(self) -> None:
         """Rescale gradients that were multiplied with the scale of an earlier pass."""

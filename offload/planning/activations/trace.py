@@ -2,8 +2,8 @@
 
     the model ── its parameters exchanged for valueless ones of the configured precision
        │
-       ├─ blocks   wrapped by the runtime's own micro-batches and recomputation; of many identical
-       │           ones a few are run and count for the others (`traced_blocks`)
+       ├─ blocks   wrapped by the runtime's own recomputation; of many identical ones a few are run
+       │           and count for the others (`traced_blocks`)
        ├─ forward  every operation is seen: storages are counted from birth to death
        └─ backward the same; a parameter's gradient is taken as soon as it is there
 
@@ -42,7 +42,6 @@ from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.zero.groups.discovery import Unit, discover
 from offload.zero.hooks.handles import HandleTable
-from offload.zero.recompute.micro_batches import MicroBatching
 from offload.zero.recompute.recompute import Recomputation
 
 # Calls the model on inputs of its own making; gives the loss, or the logits.
@@ -196,17 +195,14 @@ def _collector_off() -> Iterator[None]:
 def as_the_engine(
     model: nn.Module, units: Sequence[Unit], config: OffloadConfig, away: SavedElsewhere | None
 ) -> Iterator[None]:
-    """Install what changes the live bytes as the engine does: recomputation, micro-batches, saved
-    tensors that move elsewhere, gradients that are taken."""
+    """Install what changes the live bytes as the engine does: recomputation, saved tensors that
+    move elsewhere, gradients that are taken."""
     with ExitStack() as stack:
         checkpoint = config.placement.activations.checkpoint
         if checkpoint and any(unit.repeated for unit in units):
             selective = checkpoint == "selective"
             recomputation = Recomputation(units, _AllHere(), selective=selective, keeper=away)
             stack.callback(recomputation.remove)
-        if config.micro_batches > 1:
-            micro_batching = MicroBatching(config.micro_batches, units, _alone, compare=False)
-            stack.callback(micro_batching.remove)
         if away is not None:
             stack.enter_context(_leaving(model, away))
         for param in model.parameters():
@@ -219,15 +215,11 @@ def as_the_engine(
 class _AllHere:
     """The parameter source of a trace: all parameters are always in place."""
 
-    def held(self, unit: Unit) -> AbstractContextManager[None]:
+    def computing(self, unit: Unit) -> AbstractContextManager[None]:
         return nullcontext()
 
     def versions(self, unit: Unit) -> tuple[int, ...]:
         return ()
-
-
-def _alone(groups: Sequence[int], more: bool) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _take_gradient(param: Tensor) -> None:

@@ -99,8 +99,7 @@ def _headline(planned: Planned) -> RenderableType:
     table.add_row(
         "activations",
         f"{config.placement.activations.tier}, checkpoint {checkpoint}"
-        f"{_auto(planned, 'placement.activations.checkpoint')}; "
-        f"micro_batches {config.micro_batches}",
+        f"{_auto(planned, 'placement.activations.checkpoint')}",
     )
     return table
 

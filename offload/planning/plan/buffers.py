@@ -1,6 +1,6 @@
 """The memory for data on its way, beside that of states.
 
-update     staging buffers, in host memory; sums of a block's gradients over its micro-batches
+update     staging buffers, in host memory
 kernels    on a GPU, if they can run there: gradients that leave, records that are stepped there
 ranks      where the model computes: whole parameters, gradients before and after reductions
 """
@@ -53,13 +53,6 @@ def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
         firsts.setdefault(key, group)
         counts[key] += 1
     return {group: counts[key] for key, group in firsts.items()}
-
-
-def sums_nbytes_of(model: ModelShape, groups: Sequence[GroupBytes]) -> int:
-    """The bytes of the largest block's fp32 gradients, summed over its micro-batches."""
-    blocks = [unit.groups for unit in model.units if unit.repeated]
-    numels = [sum(groups[index].layout.numel_trainable for index in block) for block in blocks]
-    return pages_or_none(max(numels, default=0) * 4)
 
 
 def staging_nbytes_of(

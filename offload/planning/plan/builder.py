@@ -18,7 +18,6 @@ from offload.planning.plan.buffers import (
     plan_device,
     plan_shared,
     staging_nbytes_of,
-    sums_nbytes_of,
 )
 from offload.planning.plan.kv_plan import plan_kv
 from offload.planning.plan.plan import (
@@ -82,8 +81,6 @@ class PlanBuilder:
         self.window_nbytes = gathered_unit(model, self.groups, other)
         self.decoded_window_nbytes = largest_unit(model, [g.decoded for g in self.groups])
         self.unit_nbytes = gathered_unit(model, self.groups)
-        several = self.config.micro_batches > 1
-        self.sums_nbytes = sums_nbytes_of(model, self.groups) if several else 0
         self.shared = {  # by whether some parameters are not at home where the model computes
             moves: plan_shared(sharding, model, self.groups, self.config, moves=moves)
             for moves in (False, True)
@@ -112,7 +109,7 @@ class PlanBuilder:
             record_format=self.sizes.record_format, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
-            sums_nbytes=self.sums_nbytes, window_nbytes=self.window_nbytes,
+            window_nbytes=self.window_nbytes,
             decoded_window_nbytes=self.decoded_window_nbytes, expected={},
             device=plan_device(
                 placements, self._kinds, self.sizes, self.budgets[Tier.DEVICE],
@@ -172,7 +169,6 @@ def _expected(plan: Plan) -> dict[Tier, dict[StateClass, int]]:
             expected[tier][state_class] += nbytes
     computing = expected[Tier.DEVICE if plan.gpu else Tier.HOST]
     expected[Tier.HOST][StateClass.STAGING] += plan.staging_nbytes * plan.staging_buffers
-    computing[StateClass.STAGING] += plan.sums_nbytes
     if plan.device is not None:
         expected[Tier.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
     if plan.shared is not None:

@@ -100,7 +100,6 @@ class Plan:
     staging_nbytes: int  # of one buffer
     gpu: bool  # the device tier is GPU memory: parameters are copied there
     unit_nbytes: int  # largest parameters that are gathered at the same time
-    sums_nbytes: int  # sums of one block's gradients over its micro-batches
     window_nbytes: int  # least memory for copies of what lives on nvme
     decoded_window_nbytes: int  # least memory for values of what is stored in codes; 0: nothing is
     expected: Mapping[Tier, Mapping[StateClass, int]]  # at home, staging included

@@ -229,7 +229,7 @@ class PlannedMemory:
         homes = plan.expected[Tier.HOST]
         held = sum(homes.get(each, 0) for each in (*CLASSES, StateClass.ACTIVATIONS))
         if not plan.gpu:  # it computes there
-            held += plan.sums_nbytes + (plan.shared.workspace_nbytes if plan.shared else 0)
+            held += plan.shared.workspace_nbytes if plan.shared else 0
         return max(0, plan.budgets[Tier.HOST] - held)
 
     @property

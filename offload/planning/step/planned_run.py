@@ -69,10 +69,8 @@ class PlannedRun(PendingUpdates):
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
         blocks = {g for unit in experts.model.units if unit.repeated for g in unit.groups}
         recomputes = config.placement.activations.checkpoint is True
-        in_pieces = config.micro_batches > 1  # gradients come when the block is over
-        self._recomputed = blocks if recomputes and not in_pieces else set()
-        # groups whose weights nothing fetches between their first gradient and their last
-        self._quiet = blocks if recomputes or in_pieces else set()
+        # nothing fetches weights of these groups between their first gradient and their last
+        self._recomputed = blocks if recomputes else set()
         self.memory, self._host = pool_of(plan.budgets[Tier.HOST] - plan.total(Tier.HOST))
         self._fetcher = Fetcher(plan.prefetch)
         self._fetcher.updates = self
@@ -265,7 +263,7 @@ class PlannedRun(PendingUpdates):
         self._lock(gradients, group.weights if group.group in self._recomputed else None)
         were_held = group.weights.is_held
         gradients.take(None)  # for its first part, while no operation has a view
-        if len(group.shape.params) > REPEATS and group.group not in self._quiet:
+        if len(group.shape.params) > REPEATS and group.group not in self._recomputed:
             # operations follow in the unit; those of a bundle are used one after the other
             if were_held and group.group == self._working and group.alike == 1:
                 self._bring(group, None)

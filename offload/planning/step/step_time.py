@@ -153,9 +153,7 @@ class _Pipeline:
             Verb.BACKWARD: pass_s(facts.backward, precision, speeds),
         }
         if not experts.model.numel_trainable:
-            pieces = self._config.micro_batches
-            pieces = pieces if self._workload.batch >= pieces else 1  # each reads the weights
-            numel = pieces * sum(numels.values())
+            numel = sum(numels.values())
             totals[Verb.FORWARD] = forward_s(facts.forward, numel, precision, speeds)
         costs: dict[tuple[Verb, int], float] = {}
         for verb, total in totals.items():

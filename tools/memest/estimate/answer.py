@@ -28,8 +28,7 @@ def case_notes(case: Case) -> Iterator[str]:
     yield from case.source.notes
     if case.source.shape.tables and not case.shape.tables:
         yield (
-            "under micro_batches, and at stage 3 with other ranks, experts do not move one by one: "
-            "a block has all of its own"
+            "at stage 3 with other ranks experts do not move one by one: a block has all of its own"
         )
     yield from case.profile.all_notes
 

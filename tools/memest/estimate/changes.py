@@ -37,11 +37,11 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
                 and not cannot_fit(tried, estimator.facts(tried, tried.config))
                 and estimator.fits(tried)
             )
-        except UnsupportedError:  # a batch of 2 in 4 pieces
+        except UnsupportedError:  # blocks that cannot be computed again
             return False
 
     found: list[Change] = []
-    for knob in knobs(case, now, estimator.facts(case, now.config).peak_at):
+    for knob in knobs(case, now):
         if len(found) == MOST_SHOWN:
             break
         if fits(knob[-1]):

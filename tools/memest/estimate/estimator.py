@@ -101,7 +101,7 @@ class Estimator:
         device = _device(case)
         key = (
             source.fingerprint, config.precision, config.placement.activations.checkpoint,
-            config.micro_batches, workload.sequence, device,
+            workload.sequence, device,
         )  # fmt: skip
         by_batch = self._facts.setdefault(key, {})
         if by_batch and workload.batch not in by_batch:
@@ -122,9 +122,9 @@ class Estimator:
         return generation_facts(prefill, decode, cache, generation, itemsize, in_tiers=in_tiers)
 
     def _forward(self, case: Case, config: OffloadConfig, workload: Workload) -> ActivationFacts:
-        """One pass without gradients, found once per precision, micro_batches and workload."""
+        """One pass without gradients, found once per precision and workload."""
         source, device = case.source, _device(case)
-        key = source.fingerprint, config.precision, config.micro_batches, workload, device
+        key = source.fingerprint, config.precision, workload, device
         if key not in self._passes:
             self._passes[key] = source.activations(config, workload, device, trains=False)
         return self._passes[key]

@@ -41,20 +41,18 @@ class Option:
 Knob = Sequence[Option]
 
 
-def knobs(case: Case, found: Estimate, peak_at: str) -> list[Knob]:
-    """Return every knob that could help with what `found` lacks, without empty ones. `peak_at`: the
-    place in the model where a pass holds the most."""
+def knobs(case: Case, found: Estimate) -> list[Knob]:
+    """Return every knob that could help with what `found` lacks, without empty ones."""
     tiers = {shortfall.tier for shortfall in found.shortfalls}
-    return [knob for knob in _all(case, found, peak_at, tiers) if knob]
+    return [knob for knob in _all(case, found, tiers) if knob]
 
 
-def _all(case: Case, found: Estimate, peak_at: str, tiers: set[Tier]) -> Iterator[Knob]:
+def _all(case: Case, found: Estimate, tiers: set[Tier]) -> Iterator[Knob]:
     compute = Tier.DEVICE if case.profile.gpu_nbytes else Tier.HOST
     generates = case.generation is not None
     if compute in tiers:
         yield () if generates else _recompute(case)
         yield _sequences(case) if generates else _batch(case)
-        yield _micro_batches(case, peak_at)
     if tiers - {Tier.NVME}:
         yield from _budget(case, found, Tier.DEVICE)
         yield from _budget(case, found, Tier.HOST)
@@ -88,25 +86,6 @@ def _recompute(case: Case) -> Knob:
     whole = _set("recompute every block in backward", {key: "true"})
     all_knobs: dict[object, Knob] = {False: (selective, whole), "selective": (whole,)}
     return all_knobs.get(now, ())
-
-
-def _micro_batches(case: Case, peak_at: str) -> Knob:
-    """Return splits of the batch, if the peak is in a repeated block: the batch is whole
-    outside."""
-    names = {unit.name for unit in case.source.shape.units if unit.repeated}
-    if peak_at.rpartition(" ")[2] not in names:
-        return ()
-    now, batch = case.config.micro_batches, case.workload.batch
-    if not isinstance(now, int) or now < 1:
-        return ()
-    pieces = [n for n in divisors(batch) if n >= 2 * now]
-    return [
-        _set(
-            f"each block over {n} pieces of the batch, one after the other",
-            {"micro_batches": str(n)},
-        )
-        for n in pieces
-    ]
 
 
 def _batch(case: Case) -> Knob:

@@ -90,17 +90,14 @@ def workload_text(estimate: Estimate) -> str:
     ones`."""
     workload = estimate.workload
     if estimate.inference is not None:
-        asked, micro = estimate.inference.generation, estimate.config.micro_batches
-        pieces = f", {micro} pieces of the batch" if micro > 1 else ""
+        asked = estimate.inference.generation
         prompts = "prompt" if asked.batch == 1 else "prompts"
         return (
             f"{asked.batch:,} {prompts} of {asked.prompt:,} tokens, {asked.new_tokens:,} new "
-            f"{'token' if asked.new_tokens == 1 else 'tokens'} each{pieces}"
+            f"{'token' if asked.new_tokens == 1 else 'tokens'} each"
         )
-    micro = estimate.config.micro_batches
     passes = f", {workload.passes} passes per step" if workload.passes > 1 else ""
-    pieces = f", {micro} micro-batches" if micro > 1 else ""
-    return f"batch {workload.batch:,} x {workload.sequence:,} tokens{passes}{pieces}"
+    return f"batch {workload.batch:,} x {workload.sequence:,} tokens{passes}"
 
 
 def model_text(estimate: Estimate, name: str = "") -> str:

@@ -103,7 +103,7 @@ def _planned(estimate: Estimate, asked: OffloadConfig, *, pretrained: bool) -> d
         if config.clip_grad_norm is not None:
             values["clip_grad_norm"] = config.clip_grad_norm
         values["gradient_accumulation_steps"] = config.gradient_accumulation_steps
-    values |= {"micro_batches": config.micro_batches, "prefetch": config.prefetch}
+    values["prefetch"] = config.prefetch
     for name, value in _changed(asked.model_dump(mode="json", exclude_none=True), _DEFAULTS):
         if name not in values and name not in _NOT_GIVEN:
             values[name] = value

@@ -143,7 +143,6 @@ def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -
         "precision": config.precision,
         "blocks": config.groups.blocks,
         "recompute": config.placement.activations.checkpoint,
-        "micro_batches": config.micro_batches,
         "batch": workload.batch,
         "sequence": workload.sequence,
     }
