@@ -87,7 +87,7 @@ elements is known, and a chunk of a flat buffer, which cuts across matrices, is 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -122,14 +122,15 @@ class StateFormat(IntEnum):
     INT8 = 2  # uint8 codes and a scale per block, rounded stochastically: `kernels.int8`
 
 
+@dataclass(frozen=True, slots=True)
 class Scalars:
-    """The numbers of one step by one rule, and the rule's properties.
+    """The numbers of one step by one rule, the same for every element of a parameter group, and the
+    rule's properties. Make one per step and group: the fp32 constants are computed here.
 
-    A subclass has the numbers as fields named as torch names them (of `betas`: beta1, beta2), with
-    `grad_scale`, `constants`, and, if they change with the count of steps, `step`.
+    A subclass has the other numbers as fields named as torch names them (of `betas`: beta1, beta2)
+    and, if they change with the count of steps, `step`, which counts from 1. `grad_scale`
+    multiplies the gradient before anything else. ValueError names a number that is out of range.
     """
-
-    __slots__ = ()
 
     rule: ClassVar[Rule]
     types: ClassVar[Mapping[str, Mapping[str, bool]]]  # optimizer.type -> numbers that it fixes
@@ -138,13 +139,27 @@ class Scalars:
     states: ClassVar[tuple[str, ...]]  # all it may keep, in the order in which kernels take them
     counts_steps: ClassVar[bool] = True  # torch keeps `step` for each parameter
 
-    grad_scale: float
-    constants: Array
+    grad_scale: float = field(default=1.0, kw_only=True)
+    maximize: bool = field(default=False, kw_only=True)
+    constants: Array = field(init=False, repr=False, compare=False)
 
     @classmethod
     def at(cls, step: int, grad_scale: float, numbers: Mapping[str, Any]) -> "Scalars":
         """The scalars of update number `step`, counted from 1; `numbers` are the other fields."""
-        return cls(step=step, grad_scale=grad_scale, **numbers)  # type: ignore[call-arg]
+        steps: dict[str, Any] = {"step": step} if "step" in cls.__dataclass_fields__ else {}
+        return cls(grad_scale=grad_scale, **steps, **numbers)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.init:
+                _check(each.name, getattr(self, each.name))
+        scale = -self.grad_scale if self.maximize else self.grad_scale
+        constants = np.array([scale, *self._constants()], dtype=np.float32)
+        object.__setattr__(self, "constants", constants)
+
+    def _constants(self) -> tuple[float, ...]:
+        """The rule's constants behind S, in its order."""
+        raise NotImplementedError
 
     @property
     def flag(self) -> bool:
@@ -176,11 +191,7 @@ class Scalars:
 
 @dataclass(frozen=True, slots=True)
 class AdamScalars(Scalars):
-    """The numbers of one step, the same for every element of a parameter group.
-
-    `step` counts from 1. `grad_scale` multiplies the gradient before anything else. Make one of
-    these per step and group, not per parameter: the fp32 constants are computed here.
-    """
+    """The numbers of one step of Adam or, if `decoupled`, AdamW."""
 
     rule: ClassVar = Rule.ADAM
     types: ClassVar = {"adamw": {"decoupled": True}, "adam": {"decoupled": False}}
@@ -197,17 +208,7 @@ class AdamScalars(Scalars):
     eps: float
     weight_decay: float
     step: int
-    grad_scale: float = 1.0
     decoupled: bool = True
-    maximize: bool = False
-    constants: Array = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _check_step(self.step)
-        _check_fractions(beta1=self.beta1, beta2=self.beta2)
-        _check_not_negative(eps=self.eps)
-        _check_finite(lr=self.lr, weight_decay=self.weight_decay, grad_scale=self.grad_scale)
-        _freeze(self, self._constants())
 
     @property
     def flag(self) -> bool:
@@ -226,7 +227,6 @@ class AdamScalars(Scalars):
         correction1 = 1.0 - self.beta1**self.step
         correction2 = 1.0 - self.beta2**self.step
         return (
-            -self.grad_scale if self.maximize else self.grad_scale,
             1.0 - self.beta1,
             self.beta2,
             1.0 - self.beta2,
@@ -253,20 +253,10 @@ class LionScalars(Scalars):
     beta1: float
     beta2: float
     weight_decay: float
-    grad_scale: float = 1.0
-    maximize: bool = False
-    constants: Array = field(init=False, repr=False, compare=False)
 
-    @classmethod
-    def at(cls, step: int, grad_scale: float, numbers: Mapping[str, Any]) -> Scalars:
-        return cls(grad_scale=grad_scale, **numbers)
-
-    def __post_init__(self) -> None:
-        _check_fractions(beta1=self.beta1, beta2=self.beta2)
-        _check_finite(lr=self.lr, weight_decay=self.weight_decay, grad_scale=self.grad_scale)
-        scale = -self.grad_scale if self.maximize else self.grad_scale
+    def _constants(self) -> tuple[float, ...]:
         decay = 1.0 - self.lr * self.weight_decay
-        _freeze(self, (scale, 1.0 - self.beta1, 1.0 - self.beta2, decay, -self.lr))
+        return 1.0 - self.beta1, 1.0 - self.beta2, decay, -self.lr
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,17 +275,10 @@ class AdagradScalars(Scalars):
     weight_decay: float
     step: int
     lr_decay: float = 0.0
-    grad_scale: float = 1.0
-    maximize: bool = False
-    constants: Array = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        _check_step(self.step)
-        _check_not_negative(eps=self.eps, lr_decay=self.lr_decay)
-        _check_finite(lr=self.lr, weight_decay=self.weight_decay, grad_scale=self.grad_scale)
-        scale = -self.grad_scale if self.maximize else self.grad_scale
+    def _constants(self) -> tuple[float, ...]:
         rate = self.lr / (1.0 + (self.step - 1) * self.lr_decay)
-        _freeze(self, (scale, self.weight_decay, self.eps, -rate))
+        return self.weight_decay, self.eps, -rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,27 +304,15 @@ class SgdScalars(Scalars):
     step: int
     dampening: float = 0.0
     nesterov: bool = False
-    grad_scale: float = 1.0
-    maximize: bool = False
-    constants: Array = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        _check_step(self.step)
-        _check_not_negative(momentum=self.momentum)
-        _check_finite(
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            dampening=self.dampening,
-            grad_scale=self.grad_scale,
-        )
+    def _constants(self) -> tuple[float, ...]:
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ValueError(
                 f"nesterov: needs a momentum above 0 and no dampening, got momentum"
                 f" {self.momentum}, dampening {self.dampening}"
             )
-        scale = -self.grad_scale if self.maximize else self.grad_scale
         kept = 1.0 if self.step == 1 else 1.0 - self.dampening
-        _freeze(self, (scale, self.weight_decay, self.momentum, kept, -self.lr))
+        return self.weight_decay, self.momentum, kept, -self.lr
 
     @property
     def flag(self) -> bool:
@@ -365,28 +336,13 @@ def is_signed(name: str) -> bool:
     return name not in _NEVER_NEGATIVE
 
 
-def _freeze(scalars: Scalars, constants: tuple[float, ...]) -> None:
-    object.__setattr__(scalars, "constants", np.array(constants, dtype=np.float32))
-
-
-def _check_step(step: int) -> None:
-    if step < 1:
-        raise ValueError(f"step: expected 1 or more, got {step}")
-
-
-def _check_fractions(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"{name}: expected 0 <= {name} < 1, got {value}")
-
-
-def _check_not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name}: expected a finite number of 0 or more, got {value}")
-
-
-def _check_finite(**values: float) -> None:
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name}: expected a finite number, got {value}")
+def _check(name: str, value: float) -> None:
+    """Raise ValueError where a number is out of its range."""
+    if name == "step" and value < 1:
+        raise ValueError(f"step: expected 1 or more, got {value}")
+    if name in ("beta1", "beta2") and not 0.0 <= value < 1.0:
+        raise ValueError(f"{name}: expected 0 <= {name} < 1, got {value}")
+    if name in ("eps", "lr_decay", "momentum") and not 0.0 <= value < math.inf:
+        raise ValueError(f"{name}: expected a finite number of 0 or more, got {value}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value}")

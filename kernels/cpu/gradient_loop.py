@@ -93,7 +93,8 @@ def block(builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, e
     for place, value in enumerate(lanes):
         sums.store_raw(value, memory, I64(place * WIDTH))
     _elements(builder, variant, at, memory, whole, end)
-    return _tree(builder, [sums.load_raw(F64, memory, I64(i)) for i in range(0, SUM_LANES, WIDTH)])
+    low, high = (sums.load_raw(F64, memory, I64(i)) for i in range(0, SUM_LANES, WIDTH))
+    return sums.sum_of(sums.add(low, high))
 
 
 class _Sums(Lanes):
@@ -147,20 +148,3 @@ def _step(
     value = vector.decode(variant.dst, stored)
     builder = vector.builder
     builder.store(vector.add_square(value, builder.load(total)), total)
-
-
-def _tree(builder: ir.IRBuilder, parts: list[Value]) -> Value:
-    """Add up the lanes in halves."""
-    low, high = parts
-    total = builder.fadd(low, high)
-    width = WIDTH
-    while width > 1:
-        width //= 2
-        halves = [
-            builder.shuffle_vector(
-                total, total, ir.Constant(ir.VectorType(ir.IntType(32), width), list(places))
-            )
-            for places in (range(width), range(width, 2 * width))
-        ]
-        total = builder.fadd(*halves)
-    return builder.extract_element(total, I64(0))

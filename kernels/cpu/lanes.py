@@ -215,6 +215,19 @@ class Lanes:
         function = cgutils.get_or_insert_function(self.builder.module, signature, name)
         return self.builder.call(function, [a])
 
+    def sum_of(self, a: Value) -> Value:
+        """The sum of WIDTH lanes, added in halves: i and i + 8, i and i + 4, and so on."""
+        width = WIDTH
+        while width > 1:
+            width //= 2
+            kind = ir.VectorType(I32, width)
+            halves = [
+                self.builder.shuffle_vector(a, a, ir.Constant(kind, list(places)))
+                for places in (range(width), range(width, 2 * width))
+            ]
+            a = self.builder.fadd(*halves)
+        return self.builder.extract_element(a, I32(0))
+
     def widen(self, value: Value) -> Value:
         """fp32 to fp64 (exact)."""
         return self.builder.fpext(value, self.of(F64))

@@ -165,7 +165,7 @@ class _Products:
         for c, r in places:
             row = builder.mul(builder.add(m, I64(r)), self.columns)
             place = builder.add(row, builder.add(n, I64(c)))
-            total = self._total(builder.load(sums[c, r]))
+            total = vector.sum_of(builder.load(sums[c, r]))
             builder.store(total, builder.gep(self.out, [place]))
 
     def _reader(self, first: Value) -> Any:
@@ -187,16 +187,3 @@ class _Products:
             builder.bitcast(vector.lookup(table, each), vector.of(F32))
             for each in vector.load_pairs(self.at.codes, start, code)
         ]
-
-    def _total(self, lanes: Value) -> Value:
-        """The sum of the lanes, added in halves."""
-        width = WIDTH
-        while width > 1:
-            width //= 2
-            kind = ir.VectorType(I32, width)
-            halves = [
-                self.builder.shuffle_vector(lanes, lanes, ir.Constant(kind, list(places)))
-                for places in (range(width), range(width, 2 * width))
-            ]
-            lanes = self.builder.fadd(*halves)
-        return self.builder.extract_element(lanes, I32(0))

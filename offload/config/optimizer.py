@@ -37,7 +37,7 @@ class OptimizerKind:
         if "betas" in self.defaults:
             found["beta1"], found["beta2"] = group["betas"]
         found |= self.fixed
-        taken = {field.name for field in fields(self.scalars) if field.init}  # type: ignore[arg-type]
+        taken = {field.name for field in fields(self.scalars) if field.init}
         return {
             key: bool(value) if isinstance(self.defaults.get(key, value), bool) else float(value)
             for key, value in found.items()
