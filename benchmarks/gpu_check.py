@@ -154,9 +154,7 @@ def _run_tests(check: Check) -> None:
     within = {"folder": str(check.folder), "limit_s": limit_s - _TESTS_WRAP_UP_S}
     tests = check.run("tests", within, limit_s)
     if tests.ok and not tests.result["ok"]:  # it ran to its end, with failures in it
-        found = tests.result
-        note = f"{found['failed']} failed, {found['passed']} passed, {len(found['broken'])} broken"
-        lines = [note, *found["failures"], *found["broken"]]
+        lines = [tests.result["counts"], *tests.result["said"]]
         check.add(replace(tests, status=Status.FAILED, note="\n".join(lines)))
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,50 +22,13 @@ from offload.tiers.errors import PathError
 _MOST_PROCESSES = 8
 _DEVICE_NBYTES = 3 << 30  # per process: a context, and tests that take a gigabyte
 _SHOWN_CHARACTERS = 400
-_SHOWN_FAILURES = 20
+_SHOWN_LINES = 20
 _ENVIRONMENT = {
     "OFFLOAD_TEST_DEVICE": "cuda",  # of the engines in tests that run on either
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else two runs of one product may differ
     "OMP_NUM_THREADS": "1",
 }
 _HANG_S = 60  # a test that takes longer is shown with its stacks, and ends its process
-_ENDED = (0, 1)  # pytest's status: all passed, some failed
-
-
-@dataclass
-class Tests:
-    """Counts of test cases, and messages about those that did not pass."""
-
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    failures: list[str] = field(default_factory=list)
-    skips: dict[str, int] = field(default_factory=dict)  # reason -> cases
-    broken: list[str] = field(default_factory=list)  # why pytest did not get to its end
-
-    @property
-    def ok(self) -> bool:
-        """Whether all tests passed, and there was at least one."""
-        return self.passed > 0 and not self.failed and not self.broken
-
-    def add_report(self, report: Path) -> None:
-        """Count the results of a JUnit report of pytest."""
-        for case in ET.parse(report).getroot().iter("testcase"):
-            wrong = [found for kind in ("failure", "error") for found in case.findall(kind)]
-            skip = case.find("skipped")
-            if wrong:
-                self.failed += 1
-                name = f"{case.get('classname', '')}::{case.get('name', '')}"
-                self.failures.append(f"{name}: {_what(wrong[0])[:_SHOWN_CHARACTERS]}")
-            elif skip is not None:
-                self.skipped += 1
-                reason = skip.get("message") or "no reason given"
-                self.skips[reason] = self.skips.get(reason, 0) + 1
-            else:
-                self.passed += 1
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "failures": self.failures[:_SHOWN_FAILURES], "ok": self.ok}
 
 
 def gpu_test_files(root: Path) -> list[Path]:
@@ -89,19 +51,21 @@ def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
     processes = max(1, min(_MOST_PROCESSES, machine.cpu_count() // 2, room))
     if importlib.util.find_spec("xdist") is None:
         processes = 1
-    tests = run_files(root, files, processes, options["limit_s"], Path(options["folder"]))
-    parent.answer(tests.to_dict() | {"processes": processes})
+    found = run_files(root, files, processes, options["limit_s"], Path(options["folder"]))
+    parent.answer(found | {"processes": processes})
 
 
 def run_files(
     root: Path, files: Sequence[Path], processes: int, limit_s: float, folder: Path
-) -> Tests:
-    """Run the GPU tests of `files` that are not slow; a test that hangs is reported."""
-    report, log = folder / "tests.xml", folder / "tests.log"
+) -> dict[str, Any]:
+    """Run the GPU tests of `files` that are not slow. Return whether all passed and there was at
+    least one (`ok`), and what pytest says: its counts, and a line for each failure and each reason
+    of a skip; the end of its output where it did not get to its end."""
+    log = folder / "tests.log"
     command = [
         sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow", "-p", "no:cacheprovider",
         "-p", "no:benchmark",  # it would warn beside xdist, and a warning is a failure
-        f"--junitxml={report}", *(["-n", str(processes)] if processes > 1 else []),
+        "-rfEs", "--tb=short", *(["-n", str(processes)] if processes > 1 else []),
         "-o", f"faulthandler_timeout={_HANG_S}", "-o", "faulthandler_exit_on_timeout=true",
         # libraries are those that are there, not those that were pinned: what they announce for
         # later versions is no failure here
@@ -110,32 +74,18 @@ def run_files(
     ]  # fmt: skip
     environ: dict[str, str] = {**child_environment(), **_ENVIRONMENT}
     environ.pop("TRITON_INTERPRET", None)  # on the device
-    tests = Tests()
-    try:
-        with log.open("w") as output:
-            code = subprocess.run(
-                command, cwd=root, env=environ, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, timeout=limit_s, check=False,
-            ).returncode  # fmt: skip
-    except subprocess.TimeoutExpired:
-        tests.broken.append(f"not done in {limit_s:.0f} s, at: {_last_test(log)}")
-        return tests
-    if report.is_file():
-        tests.add_report(report)
-    if code not in _ENDED or not report.is_file():
-        tests.broken.append(f"pytest ended with status {code}, at: {_last_test(log)}")
-    return tests
-
-
-def _what(wrong: ET.Element) -> str:
-    """The error in one line: the message, or for want of one what pytest marks with E."""
-    marked = [line[1:].strip() for line in (wrong.text or "").splitlines() if line[:2] == "E "]
-    said = (wrong.get("message") or "").strip()
-    return " | ".join(dict.fromkeys(text for text in (said, *marked[-1:]) if text))
-
-
-def _last_test(log: Path) -> str:
-    """The test that a process was at; if it reached none, the last line of its output."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    named = [line for line in lines if "::" in line]
-    return [*lines[-1:], *named][-1].strip()[:_SHOWN_CHARACTERS] if lines else "(no output)"
+    ended = f"not done in {limit_s:.0f} s"
+    code = None
+    with log.open("w") as output, suppress(subprocess.TimeoutExpired):
+        code = subprocess.run(
+            command, cwd=root, env=environ, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, timeout=limit_s, check=False,
+        ).returncode  # fmt: skip
+        ended = f"pytest ended with status {code}"
+    text = log.read_text(errors="replace")
+    lines = [line[:_SHOWN_CHARACTERS] for line in text.splitlines() if line.strip()]
+    if code not in (0, 1):  # 0: all passed; 1: some failed
+        return {"ok": False, "counts": ended, "said": lines[-_SHOWN_LINES:]}
+    counts = lines[-1].strip("= ")
+    said = [line for line in lines if line.startswith(("FAILED ", "ERROR ", "SKIPPED ["))]
+    return {"ok": code == 0 and " passed" in counts, "counts": counts, "said": said[:_SHOWN_LINES]}
