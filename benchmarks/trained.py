@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload.bench.systems import Plain, moved_by_the_kernel
+from offload.bench.systems import Plain, System
 from offload.gpt import LanguageModel
 from offload.process.child import Parent
 from offload.tiers.units import round_up
@@ -42,10 +42,8 @@ _QUIET = 10**9  # steps between its progress lines
 _BUFFERS_OF_ONE_BLOCK = 10
 
 
-class DeepSpeedZero3:
+class DeepSpeedZero3(System):
     """The model of `systems.Plain`, its states on `device`: cpu or nvme (then in `folder`)."""
-
-    defers = False
 
     def __init__(self, config: OffloadConfig, folder: Path, *, device: str) -> None:
         gpu = config.device == "cuda"
@@ -82,12 +80,6 @@ class DeepSpeedZero3:
             self._engine.step()
         seconds = time.perf_counter() - started
         return StepTimes(sum(losses) / len(losses), seconds, computing_s, known_at)
-
-    def settle(self) -> None:
-        """Do nothing: its step returns when it is over."""
-
-    def moved(self) -> dict[str, int]:
-        return moved_by_the_kernel()
 
     def close(self) -> None:
         self._engine.destroy()

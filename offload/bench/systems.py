@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,24 +23,27 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
 
-class System(Protocol):
+class System:
     """Trains one step at a time. Made with a configuration, a folder for files, and settings."""
 
-    defers: bool  # whether a part of the step's work is done during the next one
+    defers = False  # whether a part of the step's work is done during the next one
 
     def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
         """One optimizer step over all of `micro_batches`; its loss is their mean."""
-        ...
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Block until nothing of earlier steps is left to do."""
-        ...
 
     def moved(self) -> Mapping[str, int]:
-        """Bytes over each link since the start; at least `nvme read` and `nvme write`."""
-        ...
+        """Bytes over each link since the start; at least `nvme read` and `nvme write`. By default
+        all bytes between memory and disk that /proc counts for this process."""
+        lines = Path("/proc/self/io").read_text().splitlines()
+        counts = dict(line.split(": ") for line in lines)
+        return {"nvme read": int(counts["read_bytes"]), "nvme write": int(counts["write_bytes"])}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back what the system holds."""
 
 
 def batch_of(config: OffloadConfig, number: int, device: torch.device | None = None) -> Batch:
@@ -51,32 +54,14 @@ def batch_of(config: OffloadConfig, number: int, device: torch.device | None = N
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def moved_by_the_kernel() -> dict[str, int]:
-    """All bytes between memory and disk that /proc counts for this process."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    counts = dict(line.split(": ") for line in lines)
-    return {"nvme read": int(counts["read_bytes"]), "nvme write": int(counts["write_bytes"])}
-
-
-class Plain(plain.Plain):
+class Plain(plain.Plain, System):
     """Plain PyTorch, as it is written without offload."""
-
-    defers = False
 
     def __init__(self, config: OffloadConfig, folder: Path) -> None:
         super().__init__(config)
 
-    def settle(self) -> None:
-        """Do nothing: no work is ever left."""
 
-    def moved(self) -> dict[str, int]:
-        return moved_by_the_kernel()
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to give back."""
-
-
-class Ours:
+class Ours(System):
     """The same model as `Plain`, trained through `offload.initialize`."""
 
     defers = True
