@@ -7,7 +7,6 @@ predicted with activations and libraries.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -34,8 +33,6 @@ from offload.zero.groups.model_shape import ModelShape
 from offload.zero.ranks.sharding import ALONE, Sharding
 
 _log = logging.getLogger("offload")
-
-FactsOf = Callable[[OffloadConfig], ActivationFacts]
 
 
 @dataclass(frozen=True)
@@ -81,24 +78,15 @@ def forecast(
     measured here are measured if the model is large enough. `here` is the number of ranks on this
     machine, by default the actual one.
     """
-    discovery = discover(
-        model, config.groups.blocks, experts=config.splits_experts(sharding.world_size)
-    )
+    experts = config.splits_experts(sharding.world_size)
+    discovery = discover(model, config.groups.blocks, experts=experts)
     shape = discovery.stored(config.stored).shape()
-    facts = Facts(model, workload, compute_device(config).type)
-    return forecast_of(config, shape, facts, workload, sharding, here)
-
-
-def forecast_of(
-    config: OffloadConfig, shape: ModelShape, facts: FactsOf, workload: Workload,
-    sharding: Sharding = ALONE, here: int | None = None,
-) -> Forecast | None:  # fmt: skip
-    """Like `forecast`, for a model known by its shape; `facts` returns the cost of its passes."""
     device = compute_device(config)
     hardware = this_machine(config.nvme, device, sharding, here)
     speeds = _speeds(config, shape)
     gpu = accelerator.is_accelerator(device)
     baseline = known_baseline(config.precision, gpu=gpu).that_plans()
+    facts = Facts(model, workload, device.type)
     run = RunFacts(workload, speeds or replace(NOMINAL, gpu=gpu), facts, baseline)
     try:
         planned = plan_run(config, shape, hardware, run)

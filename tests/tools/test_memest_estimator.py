@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.cli.plan import _plan, built_in
+from offload.cli.plan import plan_of
 from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.choice.run_plan import remedy
 from offload.planning.choice.solver import Candidate, solve
@@ -16,7 +17,7 @@ from offload.planning.plan.estimate import MemoryClass
 from offload.planning.plan.plan import Hardware, breakdown, gathered_nbytes, needed_nbytes
 from offload.planning.plan.shortfalls import shortfalls
 from offload.planning.plan.workload import Workload
-from offload.runs.forecast import forecast_of
+from offload.runs.forecast import forecast, workload_of
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
@@ -95,22 +96,21 @@ def test_on_a_tight_machine_train_plan_and_memest_choose_the_same_plan(
         read_profile(gpu="none", ram="64GiB", nvme="4GiB"), here=True, ram_nbytes=nbytes,
         ram_free_nbytes=nbytes, own_ram=True,
     )  # fmt: skip
-    for module in ("memory.tier_manager", "runs.forecast"):
-        monkeypatch.setattr(f"offload.{module}.this_machine", lambda *_: profile.hardware())
+    monkeypatch.setattr("offload.runs.forecast.this_machine", lambda *_: profile.hardware())
     monkeypatch.setattr("offload.runs.forecast.known_speeds", lambda *_: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # libraries of default size
 
-    model = built_in(config)
-    trained = forecast_of(model.config, model.shape, model.facts, model.workload)
-    shown = _plan(model, 1, 1).solution.best
+    loop, workload = config.owning_the_loop(), workload_of(config)
+    trained = forecast(loop, build_meta_model(config), workload)
+    shown = plan_of(config, 1, 1).solution.best
     source = read_yaml(file)
-    found = Estimator()(Case(source, config.owning_the_loop(), model.workload, profile, None))
+    found = Estimator()(Case(source, loop, workload, profile, None))
 
     assert trained is not None
     assert found.fits
     assert shown.plan == trained.solution.best.plan == found.plan
     for chosen in (shown.config, trained.config, found.config):
         assert chosen.placement.activations.checkpoint is True
-    fastest = solve(model.config, model.shape, profile.hardware(), trained.planned.run).best
+    fastest = solve(loop, source.shape, profile.hardware(), trained.planned.run).best
     assert fastest.fits
     assert fastest.config.placement.activations.checkpoint is False
