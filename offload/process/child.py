@@ -48,16 +48,15 @@ class Child:
 
     def __init__(
         self, label: str, program: str, options: Mapping[str, Any], folder: Path,
-        environment: Mapping[str, str] | None = None, under: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        """Start `program`, given as MODULE:FUNCTION, and return at once. `under` is a command in
-        front of the interpreter."""
+        """Start `program`, given as MODULE:FUNCTION, and return at once."""
         self.label = label
         described = folder / "options.json"
         described.write_text(json.dumps(dict(options)))
         self._log = (folder / "log").open("w+", errors="replace")
         self._process = subprocess.Popen(
-            [*under, sys.executable, "-m", "offload.process.child", program, str(described)],
+            [sys.executable, "-m", "offload.process.child", program, str(described)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             env={**child_environment(), **(environment or {})},
             start_new_session=True,  # Ctrl-C is for us, and we end the child

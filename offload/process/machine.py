@@ -235,11 +235,6 @@ def _mounts_in(text: str) -> tuple[Mount, ...]:
     return tuple(found)
 
 
-def read_setting(path: str, root: Path = _ROOT) -> str | None:
-    """Return the text of a file below /proc or /sys, stripped; None if it cannot be read."""
-    return _read(root / path.lstrip("/"))
-
-
 def _cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
     """Yield the folders of this process's cgroups for `controller`, innermost first, v2 then v1."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():

@@ -6,32 +6,35 @@ import logging
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import yaml
 from rich.console import Console
 from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
-from offload.display.training import Run
-from offload.gpt import LanguageModel, build_meta_model, evaluating, generate
+from offload.display.training import Lines, Run
+from offload.gpt import LanguageModel, build_meta_model, evaluating, generate, parameter_count
 from offload.loggers import Logger, closing_all
 from offload.memory.tier_manager import compute_device
+from offload.planning.machine.preflight import activations_beyond
 from offload.process.interrupts import Interrupts, noted_interrupts
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
-from offload.runs.folder import RunFolder, RunRecord, SavedRun
-from offload.runs.forecast import Forecast
+from offload.runs.folder import RunFolder, RunRecord, SavedRun, check_same_run
+from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.watch import Watch
 from offload.runs.world import World
 from offload.tiers.errors import CheckpointError, OffloadError
-from offload.train.start import announce, choose, last_checkpoint
+from offload.tiers.units import format_bytes
 from offload.train.summary import (
     MemoryUse,
-    display_on,
     loss_line,
     moved_line,
+    plain_state_nbytes,
     summary_table,
 )
 from offload.train.text import Batches
@@ -103,6 +106,62 @@ def _run(
         trainer.train()
 
 
+# ---------------------------------------------------------------- before the first step
+def last_checkpoint(folder: RunFolder, config: OffloadConfig, console: Console) -> SavedRun | None:
+    """Return the checkpoint to resume from, or None for a run that was killed before it saved one.
+    Raise ConfigError if `config` is of another run."""
+    try:
+        saved = folder.latest_checkpoint()
+    except CheckpointError:
+        if folder.has_checkpoints() or not config.train.checkpoint_every:
+            raise
+        console.print("nothing was saved there yet: the run begins anew", style="yellow")
+        return None
+    check_same_run(saved.config, config)
+    return saved
+
+
+def choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast | None]:
+    """Resolve open settings as the first rank does: every rank has to take the same steps."""
+    found = None
+    if world.is_first:
+        meta = build_meta_model(config)
+        found = forecast(config, meta, workload_of(config), world.sharding)
+    if found is not None:
+        best = found.solution.best
+        for warning in activations_beyond(best.plan, best.passing_nbytes):
+            _log.warning("%s", warning)
+    chosen = config.settled() if found is None else found.config
+    if world.size > 1:
+        chosen = OffloadConfig.load(yaml.safe_load(world.tell(chosen.to_yaml())))
+    return chosen, found
+
+
+def announce(
+    console: Console, config: OffloadConfig, model: nn.Module, batches: Batches, world: World
+) -> None:
+    """Print the model, the text and the ranks of a run."""
+    parameters = parameter_count(model)
+    states, shape = format_bytes(plain_state_nbytes(config, parameters)), config.train.model
+    active = f" ({shape.active_numel:,} of them for a token)" if shape.experts else ""
+    console.print(
+        f"model: {parameters:,} parameters{active}, {config.precision}; "
+        f"states under plain PyTorch: {states}",
+        soft_wrap=True,
+    )
+    nbytes = format_bytes(len(batches.training.data))
+    console.print(f"text: {config.train.text}, {nbytes} to train on", soft_wrap=True)
+    if world.size > 1:
+        copies, stage = world.sharding.replicas, config.zero.stage
+        groups = f" in {copies} shard groups" if 1 < copies < world.size else ""
+        console.print(
+            f"ranks: {world.size}{groups}, ZeRO stage {stage}; memory and traffic are of rank 0, "
+            f"a pass is {world.size} x {config.train.batch} sequences",
+            soft_wrap=True,
+        )
+
+
+# ---------------------------------------------------------------- the steps
 @dataclass
 class Trainer:
     """One run in progress."""
@@ -186,9 +245,10 @@ class Trainer:
         tiers, train = self.engine.report().tiers, self.settings
         budgets = {name: tier.budget_nbytes for name, tier in tiers.items()}
         tokens = train.batch * train.sequence * self.world.size
+        show = partial(self.console.print, soft_wrap=True)
         self.engine.watching = self.watch = Watch(
             self.engine, tokens=tokens * self.config.gradient_accumulation_steps,
-            display=display_on(self.console, Run(start, train.steps, budgets)), of_folder=loggers,
+            display=Lines(Run(start, train.steps, budgets), show), of_folder=loggers,
         )  # fmt: skip
         return self.watch
 

@@ -1,4 +1,4 @@
-"""What `offload train` shows: a display of steps, and the table and lines at the end of a run."""
+"""What `offload train` shows at the end of a run: a table and lines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.console import table
-from offload.display.training import Lines, Run
 from offload.gpt import parameter_count
 from offload.planning.choice.durations import duration
 from offload.tiers.tier import Tier
@@ -85,15 +83,6 @@ def loss_line(rows: Sequence[Mapping[str, Any]]) -> str:
     line = f"loss: {first:.3f} -> {last:.3f} in {len(rows)} steps"
     validation = rows[-1].get("validation_loss")
     return line if validation is None else f"{line}, validation {validation:.3f}"
-
-
-def display_on(console: Console, run: Run) -> Lines:
-    """Return the display that prints on `console`."""
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True)
-
-    return Lines(run, say)
 
 
 def moved_line(moved: Mapping[str, int]) -> str:
