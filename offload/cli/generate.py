@@ -13,6 +13,7 @@ import offload
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
 from offload.display.plain_text import without_controls
+from offload.display.words import duration, three_digits
 from offload.integrations.transformers.text_generation import (
     Stream,
     encode,
@@ -21,7 +22,6 @@ from offload.integrations.transformers.text_generation import (
     load_tokenizer,
     open_generating,
 )
-from offload.planning.choice.durations import duration, three_digits
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.tiers.errors import ConfigError
 from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line

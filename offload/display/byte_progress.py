@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from offload.display.plain_text import echo
-from offload.display.words import about, of_budget, took
+from offload.display.words import about, duration, of_budget
 from offload.process.machine import rank_here
 from offload.tiers.units import format_bytes
 
@@ -65,7 +65,7 @@ class _Progress:
 
     def end(self) -> None:
         if self._is_said:
-            self._say(f"{format_bytes(self._total)} in {took(self._seconds)}")
+            self._say(f"{format_bytes(self._total)} in {duration(self._seconds)}")
 
     def _left(self) -> str:
         """The remaining time; empty as long as little is done in little time."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offload.display.words import about, of_budget, per_second, per_step
+from offload.display.words import about, duration, of_budget, per_second
 from offload.tiers.units import format_bytes
 
 _log = logging.getLogger("offload")
@@ -136,7 +136,7 @@ class _Recent:
         if values["tokens_per_second"] is not None:
             tokens = values["tokens_per_second"] * values["seconds"]
             yield f"{tokens / self.step_s:,.0f} tokens/s"
-        yield per_step(self.step_s)
+        yield f"{duration(self.step_s)}/step"
         if values["gradient_norm"] is not None:
             yield f"norm {values['gradient_norm']:.3g}"
         if values["lr"] is not None:

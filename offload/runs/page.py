@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.config.file import read_document
+from offload.display.words import duration, share
 from offload.pages.page import Figure, Page, Section, Table, to_html
 from offload.pages.pictures import Line, Picture, can_draw, line_picture
-from offload.planning.choice.durations import duration
 from offload.planning.choice.run_check import MEASURED, usual_step_s
 from offload.runs.metrics import write_whole
 from offload.tiers.errors import ConfigError, OffloadError
@@ -188,8 +188,8 @@ def _figures(run: _Run) -> Iterator[Figure]:
     waited.pop(_LOOP, None)
     if waited and whole:
         longest = max(waited, key=lambda name: waited[name])
-        share = _percent(sum(waited.values()) / whole)
-        yield Figure("waiting", share, f"of the steps' time, most for {longest}")
+        part = share(sum(waited.values()) / whole)
+        yield Figure("waiting", part, f"of the steps' time, most for {longest}")
 
 
 def _remarks(run: _Run) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _waits(run: _Run) -> Section:
     if not whole:
         return Section("")
     table = [
-        ("between steps" if name == _LOOP else name, duration(seconds), _percent(seconds / whole))
+        ("between steps" if name == _LOOP else name, duration(seconds), share(seconds / whole))
         for name, seconds in rows.sums("waited").items()
     ]
     note = (
@@ -274,9 +274,3 @@ def _count(number: int, what: str) -> str:
 
 def _bytes(nbytes: Any) -> str:
     return format_bytes(int(nbytes)) if _is_number(nbytes) else "-"
-
-
-def _percent(share: float) -> str:
-    if 0 < share < 0.001:
-        return "<0.1 %"
-    return f"{share * 100:.1f} %" if share < 0.0995 else f"{min(share, 1.0) * 100:.0f} %"

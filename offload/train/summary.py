@@ -12,8 +12,8 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.console import table
+from offload.display.words import duration
 from offload.gpt import parameter_count
-from offload.planning.choice.durations import duration
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
+from offload.display.words import counted, duration
 from offload.pages.page import to_html
 from offload.planning.plan.estimate import (
     Estimate,
@@ -55,7 +56,7 @@ def page_of(case: Estimate) -> str:
      (30.2e12, "30.2 T"), (5e15, "5,000 T")],
 )  # fmt: skip
 def test_counts(value: float, text: str) -> None:
-    assert view.counted(value) == text
+    assert counted(value) == text
 
 
 # ---------------------------------------------------------------- table
@@ -170,11 +171,11 @@ def test_table_and_page_have_the_same_numbers_and_those_are_json_s(case: Estimat
         sizes = [*place["by_class"].values(), place["peak_nbytes"], place["capacity_nbytes"]]
         expected += [format_bytes(nbytes) for nbytes in sizes if nbytes]
     if value["step"] is not None:
-        expected += [view.duration(link["seconds"]) for link in value["step"]["links"]]
-        expected.append(view.duration(value["step"]["seconds"]))
+        expected += [duration(link["seconds"]) for link in value["step"]["links"]]
+        expected.append(duration(value["step"]["seconds"]))
         expected.append(view.per_second(value["step"]["tokens_per_s"]))
     if value["model"]["active"] is not None:
-        expected += [f"{view.counted(value['model']['active'])} active per token"]
+        expected += [f"{counted(value['model']['active'])} active per token"]
     for change in value["changes"]:
         expected.append(view.factor_of_time(change["step_factor"]))
         expected += [f"{key}" for key in change["settings"]]

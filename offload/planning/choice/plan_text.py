@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from offload.planning.choice.durations import duration
+from offload.display.words import duration
 from offload.planning.choice.solver import Solution
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.ledger import StateClass

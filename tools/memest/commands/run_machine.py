@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.display.console import PlainConsole, table
+from offload.display.words import counted, duration
 from offload.planning.choice.run_check import Row, check_run
 from offload.planning.machine.baseline import machine_baseline
 from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.tiers.errors import PathError
 from offload.tiers.units import format_bytes
-from offload.tools.memest.show.view import counted, duration
 
 
 def measure_again(paths: Sequence[Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from offload.display.words import counted, duration, share
 from offload.pages.page import Cell, Figure, Page, Section, Table
 from offload.planning.plan.estimate import (
     Change,
@@ -16,7 +17,7 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.show import view
-from offload.tools.memest.show.view import counted, duration, per_second
+from offload.tools.memest.show.view import per_second
 
 NO_CHANGE = "none of the changes that are tried makes it fit by itself"
 
@@ -179,7 +180,7 @@ def _links(estimate: Estimate, step: StepEstimate) -> Table:
         is_bound = link.name == step.bottleneck
         name: str | Cell = Cell(f"{link.name} (bottleneck)", strong=True) if is_bound else link.name
         token = () if trains else (duration(link.seconds / step.tokens),)
-        busy = view.share(link.seconds / step.seconds if step.seconds else 0.0)
+        busy = share(link.seconds / step.seconds if step.seconds else 0.0)
         nbytes = format_bytes(link.nbytes) if link.nbytes else "-"
         rows.append((name, duration(link.seconds), *token, busy, nbytes))
     if trains:

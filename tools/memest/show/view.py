@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.planning.choice.durations import counted as counted
-from offload.planning.choice.durations import duration as duration
-from offload.planning.choice.durations import three_digits
+from offload.display.words import counted, three_digits
 from offload.planning.plan.estimate import Estimate, PlaceEstimate
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -22,20 +20,6 @@ PLACE_TITLES = {
 def per_second(rate: float) -> str:
     """Return `12,300` or `0.0431`: three digits, no unit."""
     return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else three_digits(rate)
-
-
-def share(fraction: float) -> str:
-    """Return `37 %`; only nothing is shown as 0 %, and only everything as 100 %."""
-    percent = fraction * 100
-    if percent <= 0:
-        return "0 %"
-    if percent < 0.1:
-        return "<0.1 %"
-    if percent < 9.95:
-        return f"{percent:.1f} %"
-    if 99.5 <= percent < 100:
-        return ">99 %"
-    return f"{percent:.0f} %" if percent < 995 else f"x {three_digits(fraction)}"
 
 
 def factor_of_time(factor: float) -> str:

@@ -9,6 +9,7 @@ from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.sections import WrittenFor
 from offload.config.training import ModelConfig, TrainConfig
+from offload.display.words import duration
 from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import needed_nbytes
 from offload.process import machine
@@ -52,7 +53,7 @@ def _header(estimate: Estimate, case: Case, file_name: str) -> Iterator[str]:
     yield f"# {view.model_text(estimate, _one_line(estimate.model))}"
     yield f"# on {_one_line(estimate.hardware)}, {view.workload_text(estimate)}"
     if estimate.step is not None:
-        time = view.duration(estimate.step.seconds)
+        time = duration(estimate.step.seconds)
         rate = view.per_second(estimate.step.tokens_per_s)
         what = "step" if inference is None else "decoding pass"
         yield (

@@ -14,8 +14,8 @@ from typing import Any
 from offload.config import OffloadConfig
 from offload.config.sections import WrittenFor
 from offload.config.training import MOST_PARAMS, ModelConfig
+from offload.display.words import counted
 from offload.integrations.transformers.hub_names import is_hub_name, not_local
-from offload.planning.choice.durations import counted
 from offload.tiers.errors import ConfigError, PathError
 from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import check_configuration
