@@ -215,7 +215,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for param, number in zip(group["params"], saved["params"], strict=True):
                 state = state_dict["state"].get(number, {})
                 states.append((param, check_state(self._kept(param), param, state)))
-        self._entries.loads += 1
         try:
             for param, state in states:
                 self._values.write_state(param, state)
