@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import offload.integrations.transformers as integration
 from offload.errors import ConfigError, UnsupportedError
 from tests.outside.test_offload_trainer import SHORT, accelerate, make, ours, settings
 from tests.outside.trainer_cases import (
@@ -326,10 +325,3 @@ def test_what_cannot_train_through_the_engine_is_refused_by_name(
 ) -> None:
     with pytest.raises((UnsupportedError, ConfigError), match=what):
         make(kind, tmp_path / "run", offload=settings(tmp_path), **{**SHORT, **keys}).train()
-
-
-def test_an_older_transformers_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lacks modules that the integration imports."""
-    monkeypatch.setattr("transformers.__version__", "4.57.0")
-    with pytest.raises(UnsupportedError, match=r"4\.57\.0 is installed, .* 5\.17 or newer"):
-        _ = integration.OffloadTrainer

@@ -26,7 +26,4 @@ def __getattr__(name: str) -> Any:
     """Import Trainer when one of these names is asked for: models need none of it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from offload.integrations.transformers.pretrained import check_version
-
-    check_version(import_module("transformers").__version__)  # older ones lack what it imports
     return getattr(import_module("offload.integrations.transformers.trainer"), name)

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("offload")
-_LEAST = (5, 17)
 _ADAPTER = "adapter_config.json"
 _DOWNLOAD = "download the folder (hf download ID --local-dir FOLDER) and name it"
 _STATES = "budget and placement in offload's configuration say where states are"
@@ -132,7 +131,6 @@ def open_pretrained(
     """
     import transformers
 
-    check_version(transformers.__version__)
     folder = path_of(folder, "folder")
     _check_folder(folder)
     for name in kwargs.keys() & _REFUSED.keys():
@@ -261,16 +259,6 @@ def _transposed(kind: Any, settings: Any) -> set[str]:
 def is_model_class(transformers: Any, found: Any) -> bool:
     """Whether the object that a configuration names is a model's class; it may be anything."""
     return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-
-
-def check_version(found: str) -> None:
-    """Raise UnsupportedError for a version of transformers that is too old."""
-    numbers = tuple(int(part) for part in found.split(".")[:2])
-    if numbers < _LEAST:
-        raise UnsupportedError(
-            f"transformers {found} is installed, and offload needs "
-            f"{'.'.join(map(str, _LEAST))} or newer; pip install -U transformers"
-        )
 
 
 def _check_folder(folder: Path) -> None:

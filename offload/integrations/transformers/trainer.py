@@ -34,16 +34,14 @@ from offload.engine_lookup import engine_for, tiers_of
 from offload.integrations.adapters import AdapterSave, is_adapted
 from offload.integrations.transformers.pretrained_load import load_weights
 from offload.integrations.transformers.pretrained_save import StreamedSave
-from offload.integrations.transformers.trainer_optimizer import (
+from offload.integrations.transformers.trainer_watch import WatchCallback as WatchCallback
+from offload.integrations.transformers.training_arguments import (
     GroupsOnly,
+    Source,
+    arguments_for,
     changed_arguments,
     client_of,
     groups_only,
-)
-from offload.integrations.transformers.trainer_watch import WatchCallback as WatchCallback
-from offload.integrations.transformers.training_arguments import (
-    Source,
-    arguments_for,
     named_keys,
     settle,
 )
