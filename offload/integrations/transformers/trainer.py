@@ -17,7 +17,9 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ from offload.integrations.transformers.training_arguments import (
 )
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
+from offload.zero.gradients.loss_scale import LossScale
 
 _log = logging.getLogger("offload")
 STATES = "offload"  # the folder of the engine's states in a checkpoint of Trainer's
@@ -185,8 +188,9 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         for prepared in model, engine.optimizer:
             prepared._is_accelerate_prepared = True  # type: ignore[union-attr]
         engine.before_close(lambda: vars(model).pop("_is_accelerate_prepared", None))
-        if engine.runtime.loss_scale is not None:
-            self.accelerator.scaler = _LossScaler(engine)
+        scale = engine.runtime.loss_scale
+        if scale is not None:
+            self.accelerator.scaler = _LossScaler(engine, scale)
         if self.args.torch_compile:
             engine.module.compile(**self.accelerator.state.dynamo_plugin.to_kwargs())
         StreamedSave.install(engine.module, engine)
@@ -209,28 +213,17 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     def _refuse(self) -> None:
         args = self.args
-        if getattr(args, "deepspeed", None):
-            raise UnsupportedError(
-                "TrainingArguments(deepspeed=...): DeepSpeed would shard the model, and offload's "
-                "engine does that here; leave deepspeed= out, turn its file into one of offload "
-                "with `offload migrate ds_config.json -o offload.yaml`, and pass "
-                'offload="offload.yaml" to the trainer'
-            )
-        for name in "fsdp", "parallelism_config":
+        for name in "deepspeed", "fsdp", "parallelism_config":
             if getattr(args, name, None):
                 raise UnsupportedError(
                     f"TrainingArguments({name}=...) shards the model in another way, and offload's "
-                    f"engine does that here (zero: in its configuration); remove {name}"
+                    f"engine does that here (zero: in its configuration); remove {name} (`offload "
+                    "migrate ds_config.json -o offload.yaml` converts a file of DeepSpeed)"
                 )
         if args.n_gpu > 1:
             raise UnsupportedError(
                 f"{args.n_gpu} GPUs in one process (DataParallel): an engine trains on one; set "
                 "CUDA_VISIBLE_DEVICES=0, or start the script by torchrun, with a process per GPU"
-            )
-        if getattr(self.model, "hf_device_map", None):
-            raise UnsupportedError(
-                "the model was loaded with device_map=, which moves weights on its own; load it "
-                "without, budget: and placement: in offload's configuration say where they are"
             )
         if getattr(self.model, "hf_quantizer", None) is not None:
             raise UnsupportedError(
@@ -396,27 +389,15 @@ class _LossScaler:
     """Takes the place of a GradScaler in `accelerator.backward`: the engine scales the loss, and
     its step unscales gradients and skips."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, scale: LossScale) -> None:
         self._engine = engine
+        self._scale = scale
 
-    def scale(self, loss: Tensor) -> _Loss:
-        return _Loss(self._engine, loss)
+    def scale(self, loss: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(backward=partial(self._engine.backward, loss))
 
     def state_dict(self) -> dict[str, Any]:
-        scale = self._engine.runtime.loss_scale
-        assert scale is not None, "made with fp16 only"
-        return {"scale": scale.scale, "good_steps": scale.good_steps}
+        return {"scale": self._scale.scale, "good_steps": self._scale.good_steps}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        scale = self._engine.runtime.loss_scale
-        assert scale is not None, "made with fp16 only"
-        scale.scale, scale.good_steps = states["scale"], states["good_steps"]
-
-
-class _Loss:
-    def __init__(self, engine: Engine, loss: Tensor) -> None:
-        self._engine = engine
-        self._loss = loss
-
-    def backward(self) -> None:
-        self._engine.backward(self._loss)
+        self._scale.scale, self._scale.good_steps = states["scale"], states["good_steps"]
