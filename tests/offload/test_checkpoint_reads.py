@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import offload
-from offload.checkpoint.format import blocks, manifest
+from offload.checkpoint.format import checked_files, manifest
 from offload.checkpoint.format.manifest import FileRecord, Manifest
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
@@ -160,14 +160,14 @@ def test_every_truncation_is_found(saved: Path, long: bool) -> None:
 # ------------------------------------------------------------------------- other places
 def test_a_hash_is_bound_to_save_file_and_offset() -> None:
     data = memoryview(b"the same bytes")
-    places = [("1/a", 0), ("1/a", blocks.BLOCK_NBYTES), ("1/b", 0), ("2/a", 0)]
-    assert len({blocks.block_hash(data, *place) for place in places}) == len(places)
+    places = [("1/a", 0), ("1/a", checked_files.BLOCK_NBYTES), ("1/b", 0), ("2/a", 0)]
+    assert len({checked_files.block_hash(data, *place) for place in places}) == len(places)
 
 
 def big_file(path: Path, bound_to: str) -> FileRecord:
     """Two sections of three blocks, one of them written in many pieces."""
     path.mkdir(parents=True)
-    numel = 2 * blocks.BLOCK_NBYTES + 100
+    numel = 2 * checked_files.BLOCK_NBYTES + 100
     sections = [[TensorInfo(name, "U8", (numel,))] for name in "ab"]
     values = torch.randint(256, (2, numel), dtype=torch.uint8).numpy()
     file = SafetensorsWriter(path / "000.safetensors", sections, {}, bound_to)
@@ -196,7 +196,7 @@ def test_swapped_blocks_are_found_and_parts_are_read_right(saved: Path) -> None:
             reader.read_into(tensor, start, buffer)
             begin = tensor.offset_bytes + start
             assert buffer == raw[begin : begin + len(buffer)]
-        header, size = record.sections[0].nbytes, blocks.BLOCK_NBYTES
+        header, size = record.sections[0].nbytes, checked_files.BLOCK_NBYTES
         first, second = slice(header, header + size), slice(header + size, header + 2 * size)
         swapped = bytearray(raw)
         swapped[first], swapped[second] = raw[second], raw[first]

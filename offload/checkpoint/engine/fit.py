@@ -106,7 +106,7 @@ def _check_param_groups(
     """`aliases`: the engine's first name of a parameter by the checkpoint's."""
     groups = [
         [frozenset(group.params) for group in mine.param_groups],
-        [frozenset(aliases[name] for name in group.params) for group in saved.param_groups],
+        [frozenset(map(aliases.get, group.params)) for group in saved.param_groups],
     ]
     if groups[0] != groups[1]:
         raise CheckpointError(

@@ -1,9 +1,15 @@
 """The data files of a checkpoint: every byte that they give has been compared with its hash.
 
-A read is cut into the blocks that it lies in (see `blocks`). One that is wanted whole goes straight
-into the caller's memory, and is hashed there; one that is wanted in part stays for the next read,
-until its end was taken or another one of its section is read. So a section that is read from its
-front to its end, in any pieces, is read once.
+A section (see `safetensors_file`) is cut into blocks of 2 MiB from its first byte on; its last one
+is shorter. A block's hash is XXH3-64 of its bytes, seeded with the checkpoint's generation, the
+file's name and the block's offset there: it fits no other place, file or checkpoint.
+
+    xxh3(block, seed = xxh3("GENERATION/FILE:OFFSET"))       of the manifest: 16 hexadecimal digits
+
+A read is cut into the blocks that it lies in. One that is wanted whole goes straight into the
+caller's memory, and is hashed there; one that is wanted in part stays for the next read, until its
+end was taken or another one of its section is read. So a section that is read from its front to its
+end, in any pieces, is read once.
 """
 
 from __future__ import annotations
@@ -12,16 +18,54 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from offload.checkpoint.format.blocks import BLOCK_NBYTES, DIGITS, block_hash
+import xxhash
+
 from offload.checkpoint.format.disk import OpenFile
 from offload.checkpoint.format.manifest import Manifest, SectionRecord
 from offload.tiers.errors import CheckpointError
 from offload.tiers.units import format_bytes
 
 REMEDY = "load another checkpoint, or restore this one from a copy"
+BLOCK_NBYTES = 2 << 20  # hashes take 16 digits of each: 64 MB for 8 TB
+DIGITS = 16  # of a hash
 _AHEAD_NBYTES = 16 << 20
 _MOST_OPEN = 4
+
+
+def seed_of(bound_to: str, offset_bytes: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{bound_to}:{offset_bytes}".encode())
+
+
+def block_hash(data: memoryview, bound_to: str, offset_bytes: int) -> str:
+    """The hash of a whole block that begins at `offset_bytes` of its file."""
+    return xxhash.xxh3_64_hexdigest(data, seed_of(bound_to, offset_bytes))
+
+
+class BlockHashes:
+    """Hashes of a section whose bytes come piece by piece. `bound_to`: generation and file."""
+
+    def __init__(self, bound_to: str, start_bytes: int) -> None:
+        self._bound_to = bound_to
+        self._start = start_bytes
+        self._nbytes = 0  # that were hashed
+        self._digests: list[Any] = []  # of blocks, the last one incomplete
+
+    def update(self, data: memoryview) -> None:
+        """Hash the section's next bytes."""
+        while data.nbytes:
+            if self._nbytes % BLOCK_NBYTES == 0:
+                seed = seed_of(self._bound_to, self._start + self._nbytes)
+                self._digests.append(xxhash.xxh3_64(seed=seed))
+            part = data[: BLOCK_NBYTES - self._nbytes % BLOCK_NBYTES]
+            self._digests[-1].update(part)
+            self._nbytes += part.nbytes
+            data = data[part.nbytes :]
+
+    def text(self) -> str:
+        """All hashes, one after another."""
+        return "".join(digest.hexdigest() for digest in self._digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +109,7 @@ class _File:
     def sections(self) -> Iterator[Iterator[_Block]]:
         """All blocks, section by section."""
         for index, section in enumerate(self._sections):
-            count = len(section.xxh3) // DIGITS
+            count = -(-section.nbytes // BLOCK_NBYTES)
             yield (self._block(index, number) for number in range(count))
 
     def fill(self, into: memoryview, block: _Block) -> str | None:

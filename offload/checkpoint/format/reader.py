@@ -29,6 +29,7 @@ from offload.checkpoint.format.safetensors_file import (
     parse_header,
 )
 from offload.display.byte_progress import progress
+from offload.display.plain_text import plain
 from offload.process.bounded_json import MOST_NBYTES
 from offload.tiers.errors import CheckpointError, NoCheckpointError
 from offload.tiers.units import format_bytes
@@ -170,6 +171,8 @@ class CheckpointReader:
         return found
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
+        if file not in self.manifest.files:
+            raise CheckpointError(f"{self.path / MANIFEST} has no file {plain(file, 99)!r}")
         if file not in self._headers:
 
             def read(offset: int, nbytes: int) -> bytes:

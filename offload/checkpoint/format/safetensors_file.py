@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.format.blocks import BlockHashes
+from offload.checkpoint.format.checked_files import BlockHashes
 from offload.checkpoint.format.disk import new_file
 from offload.checkpoint.format.manifest import (
     ITEMSIZE,
