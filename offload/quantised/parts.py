@@ -64,7 +64,7 @@ class Parts:
 
 def damaged(part: Stored, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{part.name} {why}: {part.file.path.name} and quantization_config in config.json are of "
+        f"{part.name} {why}: {part.path.name} and quantization_config in config.json are of "
         f"different models, or damaged; {_GET}"
     )
 

@@ -28,7 +28,6 @@ from offload.quantised.matrix import Matrix
 from offload.quantised.reading import matrices_of
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import (
-    CheckedFile,
     Stored,
     check_range,
     check_shape,
@@ -415,7 +414,7 @@ def checked_tensors(
     files = [name for name in reader.manifest.files if Path(name).is_relative_to(part)]
     found: dict[str, LazyTensor] = {}
     for names, stored in reader.weights(files):
-        tensor = LazyTensor(Stored(CheckedFile(reader, stored.file), stored))
+        tensor = LazyTensor(Stored(reader.path / stored.file, reader.read_into, stored))
         found |= dict.fromkeys(names, tensor)
     return found
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from offload.checkpoint.format.disk import read_all
+from offload.checkpoint.format.disk import OpenFile
 from offload.checkpoint.format.manifest import MANIFEST, PARAMETERS, is_data_file
-from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import StoredTensor, parse_header
 from offload.tiers.errors import CheckpointError
 from offload.zero.groups.bits import DTYPES
@@ -27,58 +24,29 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError if it is no safetensors file."""
-        self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = OpenFile(path, os.O_RDONLY)
         except OSError as error:
             raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
-        weakref.finalize(self, os.close, self._fd)
-        nbytes = os.fstat(self._fd).st_size
+        self._file = file
         self.tensors: dict[str, StoredTensor] = parse_header(
-            self._bytes, nbytes, path.name, str(path)
-        )
+            lambda offset, buffer: file.read_all(buffer, offset),
+            file.status().st_size, path.name, str(path),
+        )  # fmt: skip
 
-    def _bytes(self, offset: int, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        self.read_into(memoryview(buffer), offset)
-        return bytes(buffer)
-
-    def read(self, tensor: StoredTensor, offset_bytes: int, buffer: memoryview) -> None:
-        self.read_into(buffer, tensor.offset_bytes + offset_bytes)
-
-    def read_into(self, buffer: memoryview, offset_bytes: int) -> None:
-        """Fill `buffer` from the file. Raises CheckpointError if it ends early, or StorageError."""
-        read_all(self._fd, buffer, offset_bytes, self.path)
-
-
-class CheckedFile:
-    """A file of an engine's checkpoint, whose contents have been compared with its hashes."""
-
-    def __init__(self, reader: CheckpointReader, name: str) -> None:
-        self.path = reader.path / name
-        self._reader = reader
-
-    def read(self, tensor: StoredTensor, offset_bytes: int, buffer: memoryview) -> None:
-        """Fill `buffer` as `TensorBytes.read` does. Raises CheckpointError if the bytes are not
-        those that were written, or StorageError."""
-        self._reader.read_into(tensor, offset_bytes, buffer)
-
-
-class TensorBytes(Protocol):
-    """A source of the bytes of tensors."""
-
-    path: Path
-
-    def read(self, tensor: StoredTensor, offset_bytes: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the tensor's bytes from `offset_bytes` on."""
-        ...
+    def read_into(self, tensor: StoredTensor, start_bytes: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the tensor's bytes from `start_bytes` on. Raises CheckpointError if
+        the file ends before that, or StorageError."""
+        self._file.read_all(buffer, tensor.offset_bytes + start_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that is in a file as it is."""
+    """A tensor that is in a file as it is. `read_into` is that of its `TensorFile`, or of the
+    reader of its checkpoint, which compares what it reads with its hash."""
 
-    file: TensorBytes
+    path: Path
+    read_into: Callable[[StoredTensor, int, memoryview], None]
     tensor: StoredTensor
 
     @property
@@ -116,7 +84,7 @@ class Stored:
         """Return bytes, 1D uint8."""
         flat = torch.empty(nbytes, dtype=torch.uint8)
         if nbytes:
-            self.file.read(self.tensor, offset, flat.numpy().data)
+            self.read_into(self.tensor, offset, flat.numpy().data)
         return flat
 
 
@@ -127,10 +95,8 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
         file = TensorFile(path)
         for name, tensor in file.tensors.items():
             if name in found:
-                raise CheckpointError(
-                    f"{name} is in {found[name].file.path} and in {path}; remove one"
-                )
-            found[name] = Stored(file, tensor)
+                raise CheckpointError(f"{name} is in {found[name].path} and in {path}; remove one")
+            found[name] = Stored(path, file.read_into, tensor)
     return found
 
 

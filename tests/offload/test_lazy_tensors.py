@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import offload
+from offload.checkpoint.format.disk import OpenFile
 from offload.errors import CheckpointError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor, LazyWeights, lazy_tensors
-from offload.weights.tensor_file import TensorFile
 from tests.offload.engine_cases import HOST, bits, config
 
 VALUES = {
@@ -101,13 +101,13 @@ def test_a_row_is_read_alone(
     make = ROWS[name] if name in ROWS else WHOLE[of_all]
     found, expected = make(lazy), make(plain())
     read: list[int] = []
-    own = TensorFile.read_into
+    own = OpenFile.read_all
 
-    def read_into(file: TensorFile, buffer: memoryview, offset_bytes: int) -> None:
+    def read_all(file: OpenFile, buffer: memoryview, offset_bytes: int) -> None:
         read.append(buffer.nbytes)
         own(file, buffer, offset_bytes)
 
-    monkeypatch.setattr(TensorFile, "read_into", read_into)
+    monkeypatch.setattr(OpenFile, "read_all", read_all)
     for number, row in enumerate(expected):
         made = found[number]
         assert isinstance(made, LazyTensor)

@@ -182,7 +182,18 @@ class OpenFile:
 
     def read_all(self, buffer: memoryview, offset_bytes: int) -> None:
         """Fill `buffer`. Raises CheckpointError if the file ends before that, StorageError."""
-        read_all(self.fd, buffer, offset_bytes, self.path)
+        buffer = buffer.cast("B")
+        done = 0
+        with storage_errors("reading", self.path, offset_bytes, buffer.nbytes):
+            while done < buffer.nbytes:
+                at = offset_bytes + done
+                count = make_call("preadv", self.path, os.preadv, self.fd, [buffer[done:]], at)
+                if not count:
+                    raise CheckpointError(
+                        f"{self.path} ends at byte {at}, {buffer.nbytes - done} bytes short; load "
+                        "another checkpoint"
+                    )
+                done += count
 
     def sync(self) -> None:
         """Wait until all is on the device."""
@@ -207,23 +218,6 @@ class OpenFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def read_all(fd: int, buffer: memoryview, offset_bytes: int, path: Path) -> None:
-    """Fill `buffer` from an open file. Raises CheckpointError if the file ends before that, or
-    StorageError."""
-    buffer = buffer.cast("B")
-    done = 0
-    with storage_errors("reading", path, offset_bytes, buffer.nbytes):
-        while done < buffer.nbytes:
-            at = offset_bytes + done
-            count = make_call("preadv", path, os.preadv, fd, [buffer[done:]], at)
-            if not count:
-                raise CheckpointError(
-                    f"{path} ends at byte {at}, {buffer.nbytes - done} bytes short; load another "
-                    "checkpoint"
-                )
-            done += count
 
 
 def new_file(path: Path) -> OpenFile:

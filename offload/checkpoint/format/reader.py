@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -174,14 +175,10 @@ class CheckpointReader:
         if file not in self.manifest.files:
             raise CheckpointError(f"{self.path / MANIFEST} has no file {plain(file, 99)!r}")
         if file not in self._headers:
-
-            def read(offset: int, nbytes: int) -> bytes:
-                buffer = bytearray(nbytes)
-                self._files.read_into(file, offset, memoryview(buffer))
-                return bytes(buffer)
-
             nbytes = self.manifest.files[file].nbytes
-            self._headers[file] = parse_header(read, nbytes, file, str(self.path / file))
+            self._headers[file] = parse_header(
+                partial(self._files.read_into, file), nbytes, file, str(self.path / file)
+            )
         return self._headers[file]
 
     def read_into(self, tensor: StoredTensor, start_bytes: int, buffer: memoryview) -> None:

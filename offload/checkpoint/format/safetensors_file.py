@@ -178,12 +178,18 @@ class SafetensorsWriter:
 
 
 def parse_header(
-    read: Callable[[int, int], bytes], nbytes: int, file: str, what: str
+    read_into: Callable[[int, memoryview], None], nbytes: int, file: str, what: str
 ) -> dict[str, StoredTensor]:
-    """The tensors of a file of `nbytes`; `read(offset, nbytes)` gives its bytes.
+    """The tensors of a file of `nbytes`; `read_into(offset, buffer)` reads its bytes.
 
     CheckpointError, naming it as `what`, unless its tensors fill the file.
     """
+
+    def read(offset: int, count: int) -> bytearray:
+        buffer = bytearray(count)
+        read_into(offset, memoryview(buffer))
+        return buffer
+
     length = int.from_bytes(read(0, 8), "little") if nbytes >= 8 else nbytes
     if length > min(nbytes - 8, MOST_NBYTES):
         raise CheckpointError(f"{what} is no safetensors file: its header would be {length} bytes")
