@@ -10,8 +10,8 @@ Streams: one piece of one parameter is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,9 @@ from offload.checkpoint.foreign.model_files import (
 )
 from offload.checkpoint.foreign.weight_shards import SHARD, Write, new_files, write_shards
 from offload.checkpoint.format.disk import make_folder, storage_errors
-from offload.checkpoint.format.manifest import BufferRecord, ModelRecord, ParameterRecord
+from offload.checkpoint.format.manifest import ModelRecord, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.safetensors_file import (
-    StoredTensor,
-    TensorInfo,
-)
+from offload.checkpoint.format.safetensors_file import StoredTensor
 from offload.kernels.cpu.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
 from offload.tiers.errors import PathError
@@ -45,14 +42,6 @@ _PIECE_NUMEL = 1 << 20
 _FLOATS = {"F32": Float.FP32, "BF16": Float.BF16, "F16": Float.FP16}
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _SPELT = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-Pieces = Callable[[], Iterator[memoryview]]
-
-
-@dataclass(frozen=True)
-class ExportedTensor:
-    info: TensorInfo
-    pieces: Pieces  # its bytes, in order; may be asked for again (tied weights)
 
 
 def export(
@@ -73,40 +62,25 @@ def export(
         raise PathError(f"{source} is no folder; name the model's, with config.json in it")
     with CheckpointReader(path) as reader:
         reader.check(contents=False)
-        weights = _Weights(reader, dtype)
         with pending_output(out) as pending:
-            names = _write(weights, out, pending, source)
+            names = _write(reader, dtype, out, pending, source)
     return [out / name for name in names] or [out]
 
 
-def _write(weights: _Weights, out: Path, pending: Path, source: Path | None) -> list[str]:
+def _write(
+    reader: CheckpointReader, dtype: str | None, out: Path, pending: Path, source: Path | None
+) -> list[str]:
     if out.suffix == ".safetensors":
-        own = _OwnNames(weights.all())
-        with new_files(pending.parent, {pending.name: [*own.tensors]}, own.tensors) as write:
-            own.write(write)
+        whole = _Weights(reader, dtype)
+        with new_files(pending.parent, {pending.name: [*whole.tensors]}, whole.tensors) as write:
+            whole.write(write)
         return []
     with storage_errors("creating", pending):
         make_folder(pending)
-    model = weights.model
-    tied = set() if model is None else set(model.tied)
-    names = write_shards(_OwnNames(weights.all(tied)), pending, SHARD)
+    model = reader.manifest.model
+    weights = _Weights(reader, dtype, () if model is None else model.tied)
+    names = write_shards(weights, pending, SHARD)
     return [*names, *write_others(model, source, {"dtype": weights.dtype_name}, pending)]
-
-
-class _OwnNames:
-    """Tensors for `write_shards`, as they are named in the checkpoint."""
-
-    def __init__(self, exported: Sequence[ExportedTensor]) -> None:
-        self._exported = exported
-        self.tensors = {
-            t.info.name: torch.empty(t.info.shape, dtype=TORCH_DTYPES[t.info.dtype], device="meta")
-            for t in exported
-        }
-
-    def write(self, write: Write) -> None:
-        for tensor in self._exported:
-            for piece in tensor.pieces():
-                write(tensor.info.name, torch.frombuffer(piece, dtype=torch.uint8))
 
 
 def write_others(
@@ -138,49 +112,41 @@ def _content(model: ModelRecord | None, source: Path | None, name: str) -> dict[
 
 
 class _Weights:
-    """The tensors of a checkpoint in another precision, piece by piece."""
+    """The tensors of a checkpoint in another precision, for `write_shards`."""
 
-    def __init__(self, reader: CheckpointReader, dtype: str | None) -> None:
+    def __init__(
+        self, reader: CheckpointReader, dtype: str | None, without: Collection[str] = ()
+    ) -> None:
+        """Has every tensor under each of its names, but those `without` that have another one."""
         self._reader = reader
         self._manifest = reader.manifest
-        self._dtype = DTYPES[dtype] if dtype is not None else None
+        dtype = DTYPES[dtype] if dtype is not None else None
+        self.dtype_name = _SPELT[dtype or DTYPES[reader.manifest.precision]]  # for transformers
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._pieces: dict[str, Callable[[], Iterator[memoryview]]] = {}
+        for record in sorted(self._manifest.parameters, key=lambda each: each.group):
+            stored, target = reader.parameter(record), dtype or record.dtype
+            pieces = partial(self._raw, stored)
+            if target != record.dtype:
+                pieces = partial(self._converted, record, stored, _FLOATS[target])
+            kept = [name for name in record.names if name not in without]
+            for name in kept or record.names[:1]:
+                self._add(name, target, record.shape, pieces)
+        for buffer in self._manifest.buffers:
+            pieces = partial(self._raw, reader.buffer(buffer))
+            self._add(buffer.name, buffer.dtype, buffer.shape, pieces)
 
-    @property
-    def model(self) -> ModelRecord | None:
-        return self._manifest.model
+    def _add(
+        self, name: str, dtype: str, shape: Sequence[int],
+        pieces: Callable[[], Iterator[memoryview]],
+    ) -> None:  # fmt: skip
+        self.tensors[name] = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="meta")
+        self._pieces[name] = pieces
 
-    @property
-    def dtype_name(self) -> str:
-        """The dtype of the parameters, as transformers spells it."""
-        return _SPELT[self._dtype or DTYPES[self._manifest.precision]]
-
-    def all(self, without: Container[str] = ()) -> list[ExportedTensor]:
-        """Every tensor under each of its names, but those `without` that have another one."""
-        found: list[ExportedTensor] = []
-        for index in range(len(self._manifest.groups)):
-            for record in self._manifest.parameters:
-                if record.group == index:
-                    found += self._parameter(record, without)
-        return found + [self._buffer(record) for record in self._manifest.buffers]
-
-    def _buffer(self, record: BufferRecord) -> ExportedTensor:
-        stored = self._reader.buffer(record)
-        return ExportedTensor(stored.info, lambda: self._raw(stored))
-
-    def _parameter(
-        self, record: ParameterRecord, without: Container[str]
-    ) -> Iterator[ExportedTensor]:
-        stored = self._reader.parameter(record)
-        target = self._dtype or record.dtype
-
-        def pieces() -> Iterator[memoryview]:
-            if target == record.dtype:
-                return self._raw(stored)
-            return self._converted(record, stored, _FLOATS[target])
-
-        kept = [name for name in record.names if name not in without]
-        for name in kept or record.names[:1]:
-            yield ExportedTensor(replace(stored.info, name=name, dtype=target), pieces)
+    def write(self, write: Write) -> None:
+        for name, pieces in self._pieces.items():
+            for piece in pieces():
+                write(name, torch.frombuffer(piece, dtype=torch.uint8))
 
     # ---------------------------------------------------------------- pieces
     def _raw(self, stored: StoredTensor) -> Iterator[memoryview]:
