@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.memory.memory_guard import MemoryGuardReport
 from offload.tiers.ledger import TierAccount
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import format_bytes
 from offload.zero.step.speculative_updates import SpeculationCounts
 
@@ -43,17 +43,17 @@ class TierReport:
 
 def tier_reports(accounts: Mapping[Tier, TierAccount]) -> dict[str, TierReport]:
     """Return every tier by its name; zeros for one that was never opened."""
-    return {str(tier): TierReport.of(accounts.get(tier, TierAccount(0))) for tier in Tier}
+    return {str(tier): TierReport.of(accounts.get(tier, TierAccount(0))) for tier in TIERS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierTraffic:
     """Bytes that the tiers of this rank hold, and bytes moved between them so far.
 
-    `tiers` are device, host and nvme, whether used or not. `bytes_moved` is by link, since the
-    beginning (`nvme read`, `nvme write`, `host to device`, ...); `evictions` counts copies that
-    made room for others.
-    `placements` says in words where each class of state lives.
+    `tiers` are device, host and nvme, and any other that was registered, whether used or not.
+    `bytes_moved` is by link, since the beginning (`nvme read`, `nvme write`, `host to device` ...);
+    `evictions` counts copies that made room for others. `placements` says in words where each class
+    of state lives.
 
     `waits` are seconds for which the thread that computes has waited since the beginning: for
     `nvme` (transfers from and to files), `link` (copies between host and device), `update` (a

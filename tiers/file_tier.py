@@ -61,7 +61,8 @@ class FileTier:
 
     def _full(self, nbytes: int, free: int, owner: str) -> TierFullError:
         remedy = "raise budget.nvme or add a path to nvme.paths"
-        return TierFullError(self.name, owner, nbytes, free, self.account.budget_nbytes, remedy)
+        budget = self.account.budget_nbytes
+        return TierFullError(str(self.name), owner, nbytes, free, budget, remedy)
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. KeyError if it is not allocated."""

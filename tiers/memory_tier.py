@@ -83,13 +83,13 @@ class MemoryTier:
     def full(self, nbytes: int, owner: str, state_class: StateClass) -> TierFullError:
         """The error that says why `nbytes` do not fit."""
         what = "optimizer states" if state_class is StateClass.STAGING else str(state_class)
-        slower = " or ".join(self.name.slower)
+        slower = " or ".join(map(str, self.name.slower))
         remedy = f"raise budget.{self.name}" + (f" or move {what} to {slower}" if slower else "")
         largest = self.arena.largest_free_nbytes
         if self.free_nbytes >= round_up(max(nbytes, 1), PAGE_NBYTES) > largest:
             remedy += f" (free in pieces of at most {format_bytes(largest)})"
         return TierFullError(
-            self.name, owner, nbytes, self.free_nbytes, self.account.budget_nbytes, remedy
+            str(self.name), owner, nbytes, self.free_nbytes, self.account.budget_nbytes, remedy
         )
 
     def _free(self, lease: Lease) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 
 _PARTS = 1_000_000  # a share is a whole number of these: sums stay exact
 
@@ -26,7 +26,7 @@ class Placement:
         if not self.shares or abs(total - 1) > 1e-6 or any(share < 0 for _, share in self.shares):
             raise ValueError(f"placement shares must be >= 0 and sum to 1, got {self.shares}")
         given = dict(self.shares)
-        ordered = tuple((tier, given[tier]) for tier in Tier if given.get(tier, 0.0) > 0)
+        ordered = tuple((tier, given[tier]) for tier in TIERS if given.get(tier, 0.0) > 0)
         object.__setattr__(self, "shares", ordered)
 
     @classmethod

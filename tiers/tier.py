@@ -1,13 +1,25 @@
-"""The tiers: the places that have a byte budget, in order, fastest first; and where bytes are.
+"""The tiers: the registered places that have a byte budget, fastest first; and where bytes are.
 
-Code that means any tier asks what it is (`on_device`, `is_file`, `slower`); code that means the
-memory of the CPU or of the device as such names `Tier.HOST` or `Tier.DEVICE`.
+Code that means any tier goes through `TIERS` and asks what each is (`on_device`, `is_file`,
+`slower`); code that means the memory of the CPU or of the device as such names `Tier.HOST` or
+`Tier.DEVICE`, and code that means swap files names `Tier.NVME`.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from offload.tiers.memory import Memory
+
+    OpenMemory = Callable[[int, torch.device], Memory]  # bytes, beside the device that computes
+else:
+    OpenMemory = Callable
 
 PAGE_NBYTES = 4096  # alignment of every extent: O_DIRECT and huge pages are content with it
 
@@ -20,29 +32,78 @@ class Medium(enum.Enum):
     FILES = "files, which are read into memory of the host"
 
 
-class Tier(enum.StrEnum):
-    """A place with a byte budget; its value is its name in the configuration and in reports."""
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Tier:
+    """A place with a byte budget. There is one object per name; `register` makes it known."""
 
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"
+    DEVICE: ClassVar[Tier]
+    HOST: ClassVar[Tier]
+    NVME: ClassVar[Tier]
+
+    name: str  # in the configuration and in reports
+    title: str  # the place in words
+    medium: Medium
+    capacity_nbytes: int = 0  # its budget where that is open; 0: the machine is asked
+    bytes_per_s: float = 0.0  # of its link; 0: as is measured of the machine
+    open_memory: OpenMemory | None = None  # None: as is usual for the medium
+
+    @classmethod
+    def named(cls, name: str) -> Tier:
+        """Return the registered tier of that name. Raises KeyError if there is none."""
+        return {tier.name: tier for tier in TIERS}[name]
 
     @property
     def on_device(self) -> bool:
-        return _MEDIA[self] is Medium.DEVICE
+        return self.medium is Medium.DEVICE
 
     @property
     def is_file(self) -> bool:
-        return _MEDIA[self] is Medium.FILES
+        return self.medium is Medium.FILES
+
+    def in_place(self, *, gpu: bool) -> bool:
+        """Whether the model computes with the bytes where they are, on a GPU or on the CPU."""
+        return self.on_device if gpu else not self.is_file
+
+    @property
+    def faster(self) -> tuple[Tier, ...]:
+        """The tiers before this one, fastest first."""
+        return tuple(TIERS[: TIERS.index(self)])
 
     @property
     def slower(self) -> tuple[Tier, ...]:
         """The tiers after this one."""
-        tiers = tuple(Tier)
-        return tiers[tiers.index(self) + 1 :]
+        return tuple(TIERS[TIERS.index(self) + 1 :])
+
+    def __str__(self) -> str:
+        return self.name
+
+    __repr__ = __str__
+
+    def __reduce__(self) -> tuple[Callable[[str], Tier], tuple[str]]:
+        return Tier.named, (self.name,)  # a copy is the tier itself
 
 
-_MEDIA = {Tier.DEVICE: Medium.DEVICE, Tier.HOST: Medium.HOST, Tier.NVME: Medium.FILES}
+TIERS: list[Tier] = []  # all that are registered, fastest first
+
+
+def register(tier: Tier, *, after: Tier | None = None) -> Tier:
+    """Make a tier known, as the next slower one after `after`, by default as the slowest.
+
+    Raises ValueError for a name that is taken, and for a further tier that is not host memory of a
+    known capacity: there is one device, and one tier of swap files.
+    """
+    if any(each.name == tier.name for each in TIERS):
+        raise ValueError(f"a tier named {tier.name} is registered already")
+    is_further = any(each.medium is tier.medium for each in TIERS)
+    if is_further and not (tier.medium is Medium.HOST and tier.capacity_nbytes):
+        raise ValueError(f"{tier.name}: a further tier has to be host memory with a capacity")
+    TIERS.insert(len(TIERS) if after is None else TIERS.index(after) + 1, tier)
+    return tier
+
+
+Tier.DEVICE = register(Tier(name="device", title="GPU memory", medium=Medium.DEVICE))
+Tier.HOST = register(Tier(name="host", title="RAM", medium=Medium.HOST))
+Tier.NVME = register(Tier(name="nvme", title="disk", medium=Medium.FILES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,24 +24,22 @@ from pydantic import (
     PlainValidator,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError
 
 from offload.kernels.weight_formats import Code
 from offload.swap.io.backends import BACKENDS
 from offload.tiers import accelerator
 from offload.tiers.placement import Placement
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import parse_bytes, parse_percent
 
-_TIERS = tuple(tier.value for tier in Tier)
 if TYPE_CHECKING:
     BackendName = str
     DeviceName = str
-    TierText = str
     WeightFormatName = str
 else:
     BackendName = Literal["auto", *BACKENDS]
     DeviceName = Literal["auto", "cpu", *accelerator.KINDS]
-    TierText = Literal[*_TIERS]
     WeightFormatName = Literal[*(code.name.lower() for code in Code)]
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
 _MAX_DEPTH = 4096  # groups fetched ahead: more than any model has
@@ -186,30 +184,48 @@ def _dump_budget(value: int | Percent | None) -> int | str | None:
     return str(value) if isinstance(value, Percent) else value
 
 
+def _tier_names() -> tuple[str, ...]:
+    return tuple(tier.name for tier in TIERS)
+
+
+def _parse_tier(value: Any) -> str:
+    names = _tier_names()
+    if value not in names:
+        raise PydanticKnownError("literal_error", {"expected": ", ".join(map(repr, names))})
+    return str(value)
+
+
+def _check_further_tier(name: str) -> str:
+    if name not in _tier_names():
+        raise PydanticKnownError("extra_forbidden")
+    return name
+
+
 def parse_split(value: Any) -> Placement | None:
     if value is None or value == "auto":
         return None
     if isinstance(value, Placement):
         return value
+    names = _tier_names()
     if isinstance(value, str):
-        if value not in _TIERS:
-            raise UnknownNameError(value, (*_TIERS, "auto"), "a tier")
-        return Placement.on(Tier(value))
+        if value not in names:
+            raise UnknownNameError(value, (*names, "auto"), "a tier")
+        return Placement.on(Tier.named(value))
     if not isinstance(value, dict) or not value:
         raise ValueError(
-            f"expected a tier ({', '.join(_TIERS)}), auto, or a split like "
+            f"expected a tier ({', '.join(names)}), auto, or a split like "
             f"{{host: 40%, nvme: 60%}}; found {value!r}"
         )
     shares = {tier: _parse_share(tier, share) for tier, share in value.items()}
     total = sum(shares.values())
     if abs(total - 1) > 1e-9:
         raise ValueError(f"the shares sum to {total * 100:.10g}%; they must sum to 100%")
-    return Placement(tuple((Tier(tier), share) for tier, share in shares.items()))
+    return Placement(tuple((Tier.named(tier), share) for tier, share in shares.items()))
 
 
 def _parse_share(tier: Any, share: Any) -> float:
-    if tier not in _TIERS:
-        raise UnknownNameError(str(tier), _TIERS, "a tier")
+    if tier not in _tier_names():
+        raise UnknownNameError(str(tier), _tier_names(), "a tier")
     if not isinstance(share, str):
         raise ValueError(f"the share of {tier} is {share!r}; write a percentage like 40%")
     return parse_percent(share)
@@ -218,7 +234,7 @@ def _parse_share(tier: Any, share: Any) -> float:
 def _dump_split(value: Placement | None) -> str | dict[str, str] | None:
     if value is None:
         return None
-    shares = {tier.value: share for tier, share in value.shares}
+    shares = {tier.name: share for tier, share in value.shares}
     if list(shares.values()) == [1.0]:
         return next(iter(shares))
     return {tier: _percent(share) for tier, share in shares.items()}
@@ -250,6 +266,8 @@ Budget = Annotated[
     PlainSerializer(_dump_budget),
     Kind("size (8GiB, 8GB or a number), percentage or auto", absent="auto"),
 ]
+TierText = Annotated[str, PlainValidator(_parse_tier), Kind("device, host or nvme")]
+FurtherTier = Annotated[str, AfterValidator(_check_further_tier)]
 Split = Annotated[
     Placement | None,
     PlainValidator(parse_split),

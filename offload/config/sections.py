@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from offload.config.errors import render
 from offload.config.fields import (
@@ -19,8 +19,10 @@ from offload.config.fields import (
     BackendName,
     Budget,
     DeviceName,
+    FurtherTier,
     KeyedError,
     PathText,
+    Percent,
     Recompute,
     Section,
     Split,
@@ -38,7 +40,7 @@ from offload.config.training import TrainConfig
 from offload.errors import ConfigError
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.tiers.placement import Placement
-from offload.tiers.tier import PAGE_NBYTES, Tier
+from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.storage import Storage
 
@@ -53,7 +55,10 @@ _MASTERS_ALLOWED = {
 
 
 class BudgetConfig(Section):
-    """The maximum bytes that each tier may hold."""
+    """The maximum bytes that each tier may hold: these three, and any that was registered."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[FurtherTier, Budget]
 
     device: Budget = key(None, example="16GiB", unit="bytes")
     """Memory of the GPU for states, their copies and buffers; what a pass computes with comes on
@@ -65,6 +70,11 @@ class BudgetConfig(Section):
     (at least 1 GiB), and less what activations take: 30% of it where the batch is not known."""
     nvme: Budget = key(None, example="100GiB", unit="bytes")
     """Swap files. A percentage is of the free space in nvme.paths. auto: 90%."""
+
+    def of(self, tier: Tier) -> int | Percent | None:
+        """Return the budget of a tier; None if it is open."""
+        given: int | Percent | None = getattr(self, tier.name, None)
+        return given
 
 
 class NvmeConfig(Section):
@@ -311,7 +321,7 @@ class OffloadConfig(Section):
         if not isinstance(value, Mapping) or not isinstance(value.get("placement"), str):
             return value
         if value["placement"] != "auto":
-            tier = near(value["placement"], [each.value for each in Tier]) or Tier.NVME
+            tier = near(value["placement"], map(str, TIERS)) or Tier.NVME
             raise KeyedError(
                 f"placement: {value['placement']!r} is not known; write auto, or the classes "
                 f"below it, for example placement: {{parameters: {tier}, optimizer: {tier}}}",

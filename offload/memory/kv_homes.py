@@ -12,7 +12,7 @@ from offload.planning.plan.plan import Plan, kv_room_nbytes
 from offload.swap.states.state import State
 from offload.tiers.errors import TierFullError
 from offload.tiers.memory_tier import Lease
-from offload.tiers.tier import PAGE_NBYTES, Tier
+from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
 
 
@@ -23,7 +23,7 @@ class KVHomes:
         self.lock: threading.RLock = homes.lock
         self._homes = homes
         self._kv = kv
-        self._room = {tier: kv_room_nbytes(plan, tier) for tier in Tier}
+        self._room = {tier: kv_room_nbytes(plan, tier) for tier in TIERS}
         self._held: Counter[Tier] = Counter()  # pages, and memory to compute with
         self._pages: Counter[Tier] = Counter()
         self._tiers: dict[int, tuple[Tier, int]] = {}  # of each page, by the id of its state
@@ -82,7 +82,7 @@ class KVHomes:
             others = [str(other) for other in tier.slower if other != tier]
             elsewhere = f", have more of placement.kv on {' or '.join(others)}" if others else ""
             raise TierFullError(
-                tier, owner, nbytes, max(0, room - held), room,
+                str(tier), owner, nbytes, max(0, room - held), room,
                 f"raise budget.{tier}{elsewhere}, or set kv.dtype: int8 (the rest of the budget is "
                 "needed by weights); a smaller batch or fewer tokens need less",
             )  # fmt: skip

@@ -38,9 +38,9 @@ from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, OldBytes, StateClass
-from offload.tiers.memory import DeviceMemory, HostMemory
+from offload.tiers.memory import open_memory
 from offload.tiers.memory_tier import Lease, MemoryTier
-from offload.tiers.tier import PAGE_NBYTES, Tier
+from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.coded_layout import lay_out_codes
@@ -84,7 +84,7 @@ class TieredHomes:
         self._run = ParallelRunner(torch.get_num_threads(), min_share=1)
         with ExitStack() as opened:
             opened.callback(self._close_memory)
-            for tier in Tier:
+            for tier in TIERS:
                 if not tier.is_file:
                     self._memory[tier] = self._open_memory(tier, device)
             self.pool = SlotPool(self._memory[Tier.HOST], self.lock)
@@ -99,9 +99,7 @@ class TieredHomes:
 
     def _open_memory(self, tier: Tier, device: torch.device) -> MemoryTier:
         budget = self.plan.budgets[tier]
-        on_device = tier.on_device and accelerator.is_accelerator(device)
-        memory = DeviceMemory(budget, device) if on_device else HostMemory(budget, pin_for=device)
-        return MemoryTier(tier, budget, memory, self.ledger)
+        return MemoryTier(tier, budget, open_memory(tier, budget, device), self.ledger)
 
     def _open_store(self, nvme: NvmeConfig) -> BlockStore:
         try:
@@ -137,7 +135,7 @@ class TieredHomes:
         if plan is None:
             return None
         with self.lock:
-            lease = self._memory[Tier.HOST].lease(
+            lease = self._memory[plan.window_tier].lease(
                 plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS,
                 in_parts=True,
             )  # fmt: skip
@@ -252,7 +250,7 @@ class TieredHomes:
             with self.lock:
                 lease = self._memory[tier].lease(nbytes, owner=name, state_class=state_class)
         # other ranks' parts are in a state with strides, too
-        spare = self.pool if tier is Tier.HOST and not stride_nbytes else None
+        spare = None if tier.on_device or stride_nbytes else self.pool
         return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes, spare)
 
     def device_work(self) -> DeviceWork:

@@ -19,7 +19,7 @@ from offload.pages.pictures import Line, Picture, can_draw, line_picture
 from offload.planning.choice.run_check import MEASURED, usual_step_s
 from offload.runs.metrics import write_whole
 from offload.tiers.errors import ConfigError, OffloadError
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS
 from offload.tiers.units import format_bytes
 
 PAGE = "run.html"
@@ -230,7 +230,7 @@ def _memory(run: _Run) -> Section:
     """The bytes of each tier: as shares of budgets over the steps, and in numbers."""
     rows, lines, table = run.rows, [], []
     held = rows.sums("tiers")
-    for tier in sorted(held, key=[*map(str, Tier), *held].index):
+    for tier in sorted(held, key=[*map(str, TIERS), *held].index):
         column = rows.column(tier, "tiers")
         budget, peak = run.at(f"budget.{tier}"), _at(run.measured, "tiers", tier)
         if _is_number(budget):

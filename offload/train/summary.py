@@ -14,7 +14,7 @@ from offload.config import OffloadConfig
 from offload.display.console import table
 from offload.display.words import duration
 from offload.gpt import parameter_count
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS
 from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def summary_table(
     `model` would take under plain PyTorch (None: those were measured)."""
     heads = ("tier", "peak", "budget", "used", "holds at the end")
     shown = table(*heads, numbers=range(1, 4), title="memory")
-    for name in Tier:
+    for name in map(str, TIERS):
         tier = report.tiers[name]
         share = f"{tier.peak_nbytes / tier.budget_nbytes:.0%}" if tier.budget_nbytes else "-"
         budget = format_bytes(tier.budget_nbytes)

@@ -67,7 +67,7 @@ zero: {stage: 3}
     assert config.nvme.paths == ("/mnt/a", "/mnt/b")
     assert config.placement.parameters == Placement.on(Tier.NVME)
     assert config.placement.optimizer is not None
-    assert dict(config.placement.optimizer.shares) == {"host": 0.4, "nvme": 0.6}
+    assert config.placement.optimizer.shares == ((Tier.HOST, 0.4), (Tier.NVME, 0.6))
     assert config.optimizer.lr == 3e-4
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.clip_grad_norm == 1.0

@@ -22,7 +22,7 @@ from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.process.child import child_environment
 from offload.tiers.errors import ConfigError
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
 
@@ -124,7 +124,7 @@ def _budgets(case: Case, host: str, *, tight_nvme: bool) -> dict[str, int]:
     plan = lay_out_plan(case.loaded(), case.shape(), _PLENTY)
     # what activations get is all that is left: not a need
     window = plan.activations.window_nbytes - (8 << 20) if plan.activations is not None else 0
-    needed = {tier: needed_nbytes(plan, tier) for tier in Tier}
+    needed = {tier: needed_nbytes(plan, tier) for tier in TIERS}
     needed[Tier.HOST] -= window
     copies = plan.total(Tier.NVME)
     factor = {"least": 0.0, "tight": 0.3, "ample": 1.2}[host]

@@ -19,7 +19,7 @@ import offload
 from offload.gpt import build_meta_model
 from offload.planning.machine.baseline import Baseline, machine_baseline
 from offload.planning.step.memory import checkpoint_nbytes
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from tests.planning.memory_cases import Case, Predicted, draw, measure, predict
 
 LEDGER, RSS = 0.03, 0.08  # most that a prediction is off
@@ -94,12 +94,12 @@ def _fresh(case: Case) -> Row:
 def _row(case: Case, predicted: Predicted, measured: dict[str, Any], *, ram: bool = False) -> Row:
     tiers, peaks = measured["tiers"], predicted.memory.ledger_peaks
     errors = {
-        str(tier): peaks[tier] / tiers[tier] - 1
-        if tiers[tier]
+        str(tier): peaks[tier] / tiers[str(tier)] - 1
+        if tiers[str(tier)]
         else math.inf
         if peaks[tier]
         else 0.0
-        for tier in Tier
+        for tier in TIERS
     }
     if predicted.host_slack_nbytes and tiers["host"]:
         slack = predicted.host_slack_nbytes / tiers["host"]

@@ -98,7 +98,7 @@ def test_json_has_the_documented_fields(case: Estimate) -> None:
     }  # fmt: skip
     assert value["fits"] is case.fits
     for tier, place in case.memory.places.items():
-        there = value["memory"][tier]
+        there = value["memory"][str(tier)]
         assert there["peak_nbytes"] == sum(there["by_class"].values()) == place.peak_nbytes
     if case.step is not None:
         step = value["step"]

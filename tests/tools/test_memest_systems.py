@@ -8,7 +8,7 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.planning.plan.workload import Workload
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.other_systems import (
@@ -76,7 +76,7 @@ def test_more_parameters_and_more_activations_never_take_less(system: System) ->
     small = memory_of(system, subject(BILLION, ranks=4))
     large = memory_of(system, subject(2 * BILLION, ranks=4))
     active = memory_of(system, subject(BILLION, ranks=4, working_nbytes=BILLION))
-    assert all(large[tier] >= small[tier] for tier in Tier)
+    assert all(large[tier] >= small[tier] for tier in TIERS)
     assert active[DEVICE] > small[DEVICE] + BILLION
 
 

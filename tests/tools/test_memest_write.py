@@ -41,7 +41,7 @@ def test_what_was_planned_is_what_is_written(tmp_path: Path, capsys: Any) -> Non
     assert config.device == "cpu"
     assert config.budget.host == 96 << 20
     assert config.placement.gradients is not None
-    assert dict(config.placement.gradients.shares) == {"host": 0.6, "nvme": 0.4}
+    assert config.placement.gradients.describe() == "host 60% + nvme 40%"
     assert config.clip_grad_norm == 0.5
     assert config.optimizer.type == "lion"
     assert config.nvme.paths == ("a b", "c: d")

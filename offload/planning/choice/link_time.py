@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.planning.plan.sizes import CLASSES
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -26,6 +26,7 @@ def slowest_link_s(plan: Plan, config: OffloadConfig, speeds: Speeds) -> float:
     links = [_nvme_s(plan, passes, config.optimizer.in_backward is True, speeds)]
     if plan.gpu:
         links += _beside_gpu_s(plan, passes, speeds)
+    links += [_link_s(plan, passes, tier) for tier in TIERS if tier.bytes_per_s]
     return max(links) + _BESIDE * sum(links)
 
 
@@ -43,7 +44,7 @@ def _nvme_s(plan: Plan, passes: int, ahead: bool, speeds: Speeds) -> float:
 
 def _beside_gpu_s(plan: Plan, passes: int, speeds: Speeds) -> list[float]:
     """Seconds of the links to and from the GPU, and of the memory bus for updates on the CPU."""
-    below = _used(plan, Tier.HOST), _used(plan, Tier.NVME)
+    below = [_used(plan, tier) for tier in TIERS if not tier.on_device]
     weights, gradients, records = map(sum, zip(*below, strict=True))
     down = 2 * passes * max(0, weights - _spare(plan, Tier.DEVICE))
     return [
@@ -52,6 +53,12 @@ def _beside_gpu_s(plan: Plan, passes: int, speeds: Speeds) -> list[float]:
         / (speeds.device_to_host_bytes_per_s or NOMINAL.device_to_host_bytes_per_s),
         2 * records / speeds.host_bytes_per_s,
     ]  # fmt: skip
+
+
+def _link_s(plan: Plan, passes: int, tier: Tier) -> float:
+    """Seconds of the link of a further tier, whose states nothing has copies of on a CPU."""
+    weights, gradients, records = _used(plan, tier)
+    return 2 * (passes * (weights + gradients) + records) / tier.bytes_per_s
 
 
 def _used(plan: Plan, tier: Tier) -> list[int]:

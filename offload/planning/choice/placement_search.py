@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from offload.planning.plan.sizes import CLASSES, Placements
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 
 # Of classes that the configuration does not name, fastest first.
 OpenTiers = Mapping[StateClass, tuple[Tier, ...]]
@@ -30,7 +30,7 @@ def share_of(placement: Placement, tier: Tier) -> float:
 
 def shifted(placement: Placement, to: Tier, source: Tier, move: float) -> Placement:
     """Move a share `move` of the class from `source`, which has that much, to `to`."""
-    shares = {tier: share_of(placement, tier) for tier in Tier}
+    shares = {tier: share_of(placement, tier) for tier in TIERS}
     shares[to] = round(shares[to] + move, 6)
     shares[source] = round(shares[source] - move, 6)
     return Placement(tuple((tier, share) for tier, share in shares.items() if share))
@@ -46,12 +46,12 @@ def filled(
     named: Placements, open_tiers: OpenTiers, lacking: Lacking, least: int
 ) -> Iterator[Placements]:
     """Placements filled tier by tier, possibly repeated. `least`: the per cent worth a split."""
-    without = {c: _without_nvme(tiers) for c, tiers in open_tiers.items()}
+    without = {c: without_files(tiers) for c, tiers in open_tiers.items()}
     for tiers_of in (open_tiers, without) if without != open_tiers else (open_tiers,):
         for order in _orders(tiers_of):
             lowest = _whole({c: tiers[-1] for c, tiers in tiers_of.items()})
             placements: Placements = {**named, **lowest}
-            for tier, placed in itertools.product(Tier, order):
+            for tier, placed in itertools.product(TIERS, order):
                 if tier in open_tiers[placed][:-1]:
                     placements = _raised(placements, placed, tier, lacking, least)
             yield placements
@@ -69,7 +69,7 @@ def _raised(
     source = next((each for each in reversed(tier.slower) if share_of(here, each)), None)
     if source is None:
         return placements
-    above = tuple(faster for faster in Tier if tier in faster.slower)
+    above = tier.faster
     before = [max(0, lacking(placements, each)) for each in above]
 
     def moved(percent: int) -> Placements:
@@ -95,8 +95,9 @@ def _orders(open_tiers: OpenTiers) -> Iterable[tuple[StateClass, ...]]:
     return itertools.permutations(each for each in CLASSES if each in open_tiers)
 
 
-def _without_nvme(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
-    return tuple(tier for tier in tiers if tier is not Tier.NVME) or tuple(tiers)
+def without_files(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
+    """The tiers that are memory; all of them if none is."""
+    return tuple(tier for tier in tiers if not tier.is_file) or tuple(tiers)
 
 
 def _largest(most: int, lacking: Callable[[int], int]) -> int:

@@ -15,7 +15,7 @@ from offload.planning.choice.solver import Solution
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ _CLASSES = (
     StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER, StateClass.STAGING,
     StateClass.ACTIVATIONS,
 )  # fmt: skip
-_FASTER = {Tier.HOST: Tier.DEVICE, Tier.NVME: Tier.HOST}
 
 
 @dataclass(frozen=True)
@@ -150,20 +149,20 @@ def _bytes(planned: Planned) -> Table:
     several = plan.sharding.world_size > 1
     table = Table(title=f"Bytes at home{' of one rank' * several}", title_justify="left")
     table.add_column("")
-    for tier in Tier:
-        table.add_column(tier, justify="right", no_wrap=True)
+    for tier in TIERS:
+        table.add_column(str(tier), justify="right", no_wrap=True)
     for state_class in _CLASSES:
-        held = (plan.expected[tier].get(state_class, 0) for tier in Tier)
+        held = (plan.expected[tier].get(state_class, 0) for tier in TIERS)
         table.add_row(state_class, *map(_cell, held))
     table.add_section()
-    table.add_row("total", *(_cell(plan.total(tier)) for tier in Tier))
-    table.add_row("needed at least", *(_cell(needed_nbytes(plan, tier)) for tier in Tier))
-    table.add_row("budget", *(_cell(plan.budgets[tier]) for tier in Tier))
+    table.add_row("total", *(_cell(plan.total(tier)) for tier in TIERS))
+    table.add_row("needed at least", *(_cell(needed_nbytes(plan, tier)) for tier in TIERS))
+    table.add_row("budget", *(_cell(plan.budgets[tier]) for tier in TIERS))
     if several:
         table.add_section()
         table.add_row(
             f"all {here} ranks of a machine" if here > 1 else "the rank of a machine",
-            *(_cell(here * needed_nbytes(plan, tier)) for tier in Tier),
+            *(_cell(here * needed_nbytes(plan, tier)) for tier in TIERS),
         )
     return table
 
@@ -200,8 +199,8 @@ def reasons(solution: Solution) -> dict[StateClass, str]:
 def _reason(solution: Solution, state_class: StateClass, placement: Placement) -> str:
     plan = solution.best.plan
     slowest = placement.tiers[-1]
-    above = _FASTER.get(slowest)
-    if above is None or (above is Tier.DEVICE and not plan.gpu):
+    above = next(reversed(slowest.faster), Tier.DEVICE)
+    if slowest.on_device or (above.on_device and not plan.gpu):
         return f"fits into {slowest}: nothing has to move"
     left = plan.room_nbytes(above) - needed_nbytes(plan, above)
     missing = plan.homes[state_class].get(slowest, 0) - left

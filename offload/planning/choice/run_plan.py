@@ -82,7 +82,7 @@ def _shortfalls(
 
     def is_opened(each: Shortfall) -> bool:
         budget = best.plan.budgets[each.tier]
-        opened = getattr(asked.budget, each.tier) is None and each.capacity_nbytes == budget
+        opened = asked.budget.of(each.tier) is None and each.capacity_nbytes == budget
         return opened and each.key == f"budget.{each.tier}"
 
     named = [each for each in best.shortfalls if not is_opened(each)]
@@ -113,12 +113,11 @@ def _physical(
         )
         yield Shortfall(
             tier, place.peak_nbytes, place.capacity_nbytes, _key_of(largest, tier, best.plan),
-            f"{_NAMES[tier]}: the peak of {peak} is {more} more than the {there} there are; most "
+            f"{tier.title}: the peak of {peak} is {more} more than the {there} there are; most "
             f"of it is {largest} ({most}): {remedy(largest, tier, best, workload)}",
         )  # fmt: skip
 
 
-_NAMES = {Tier.DEVICE: "GPU memory", Tier.HOST: "RAM", Tier.NVME: "disk"}
 _CLASSES = {
     MemoryClass.PARAMETERS: StateClass.PARAMETERS,
     MemoryClass.MASTER: StateClass.OPTIMIZER,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import NOTHING, ActivationFacts, fragmentation_nbytes
 from offload.planning.choice.link_time import slowest_link_s
-from offload.planning.choice.placement_search import corners, filled
+from offload.planning.choice.placement_search import corners, filled, without_files
 from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.builder import PlanBuilder, reserve_nbytes
@@ -34,7 +34,7 @@ from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import estimate_step
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
-from offload.tiers.tier import PAGE_NBYTES, Tier
+from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -174,14 +174,14 @@ class _Search:
         self._model, self._hardware, self._run = model, hardware, run
         self._facts = run.facts_of(config) if run is not None else NOTHING
         gpu, home = hardware.device_nbytes > 0, config.placement.activations.tier
-        leaves = least_window(Tier(home), gpu) > 0
+        leaves = least_window(Tier.named(home), gpu) > 0
         peak = self._facts.peak_elsewhere_nbytes if leaves else self._facts.peak_nbytes
-        holes = fragmentation_nbytes(self._facts, leaves=home == "nvme")
+        holes = fragmentation_nbytes(self._facts, leaves=leaves)
         self._passing_nbytes = 0 if gpu else peak + holes
         baseline = NO_LIBRARIES if run is None else run.baseline
         libraries = 0 if run is None else baseline.ram_of(config, model.tensors)
         # of the memory that a tier is in, what activations and libraries take
-        self._beside = dict.fromkeys(Tier, libraries + self._passing_nbytes)
+        self._beside = dict.fromkeys(TIERS, libraries + self._passing_nbytes)
         if gpu:
             self._beside[Tier.DEVICE] = baseline.gpu_nbytes + peak
         self._config = config if run is None else self._with_open_budgets(config, libraries)
@@ -234,7 +234,7 @@ class _Search:
             beyond = ram_nbytes(plan) + self._passing_nbytes - self._hardware.host_free_nbytes
         return Candidate(
             self._config, plan, shortfalls(plan, self._hardware),
-            {tier: self._lacking(placements, tier) for tier in Tier}, links_s,
+            {tier: self._lacking(placements, tier) for tier in TIERS}, links_s,
             self._passing_nbytes, max(0, beyond),
         )  # fmt: skip
 
@@ -257,9 +257,10 @@ class _Search:
     def _open_tiers(self) -> dict[StateClass, tuple[Tier, ...]]:
         """The tiers open to each class that the configuration does not name."""
         config, builder = self._config, self._builder
-        below = [Tier.HOST]
-        if builder.budgets[Tier.NVME] > 0:
-            below.append(Tier.NVME)
+        below = [
+            tier for tier in TIERS
+            if tier is Tier.HOST or (builder.budgets[tier] > 0 and not tier.on_device)
+        ]  # fmt: skip
         kernels = builder.gpu and builder.hardware.kernels_missing is None
         # what is left of a GPU is known where the batch is, or where a budget says it
         known = self._run is not None or config.budget.device is not None
@@ -269,7 +270,7 @@ class _Search:
                 continue
             there = list(below)
             if state_class is StateClass.GRADIENTS and config.sums_gradients:
-                there = [Tier.HOST]  # never an fp32 gradient file
+                there = list(without_files(below))  # never an fp32 gradient file
             first = state_class is StateClass.PARAMETERS or (kernels and known)
             if first and builder.budgets[Tier.DEVICE] > 0:
                 there.insert(0, Tier.DEVICE)
@@ -283,8 +284,8 @@ def _key(placements: Placements) -> tuple[Placement | None, ...]:
 
 def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:
     """Return `config` with `nbytes`, in whole pages, as the budget of a tier if it is open."""
-    if getattr(config.budget, tier) is not None:
+    if config.budget.of(tier) is not None:
         return config
     pages = max(0, nbytes) // PAGE_NBYTES * PAGE_NBYTES
-    budget = config.budget.model_copy(update={str(tier): pages})
+    budget = config.budget.model_copy(update={tier.name: pages})
     return config.model_copy(update={"budget": budget})

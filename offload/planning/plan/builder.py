@@ -43,7 +43,7 @@ from offload.planning.plan.tuning import chunk_in_memory, prefetch_depth, stream
 from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
-from offload.tiers.tier import PAGE_NBYTES, Tier
+from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class PlanBuilder:
         placements = {each: placements[each] for each in CLASSES}
         parameters, gradients, records = (self._assign(placements, each) for each in CLASSES)
         staging = staging_nbytes_of(placements, self._kinds, self.sizes, self.gpu)
-        computing = {Tier.DEVICE} if self.gpu else {Tier.DEVICE, Tier.HOST}
-        moves = bool(tiers_of(placements, StateClass.PARAMETERS) - computing)
+        weights = tiers_of(placements, StateClass.PARAMETERS)
+        moves = not all(tier.in_place(gpu=self.gpu) for tier in weights)
         homes = parameters.homes, gradients.homes, records.homes
         plan = Plan(
             budgets=dict(self.budgets), groups=self.groups, placements=placements,
@@ -122,7 +122,7 @@ class PlanBuilder:
             room = plan.budgets[Tier.DEVICE]
             budgets = {**plan.budgets, Tier.DEVICE: min(room, device_upper_bound(plan))}
             plan = replace(plan, budgets=budgets, device_room_nbytes=room)
-        return _with_activations(plan, Tier(self.config.placement.activations.tier))
+        return _with_activations(plan, Tier.named(self.config.placement.activations.tier))
 
     def _assign(self, placements: Placements, state_class: StateClass) -> _Assigned:
         """Assign the pieces of a class to tiers, once per placement: a large model has hundreds of
@@ -163,7 +163,7 @@ class _Assigned:
 
 
 def _expected(plan: Plan) -> dict[Tier, dict[StateClass, int]]:
-    expected: dict[Tier, dict[StateClass, int]] = {tier: defaultdict(int) for tier in Tier}
+    expected: dict[Tier, dict[StateClass, int]] = {tier: defaultdict(int) for tier in TIERS}
     for state_class, homes in plan.homes.items():
         for tier, nbytes in homes.items():
             expected[tier][state_class] += nbytes
@@ -182,20 +182,20 @@ def _with_activations(plan: Plan, tier: Tier) -> Plan:
     """Give saved activations the part of the budgets that other states leave, at least the least
     window.
 
-    They get all that is left of the host memory, or half if copies of other states or the page
-    cache can use the rest. An eighth of what is left on nvme stays free, since rewritten extents of
+    They get all that is left of the memory, or half if copies of other states or the page cache can
+    use the rest. An eighth of what is left on nvme stays free, since rewritten extents of
     other states need holes of their size.
     """
     least = least_window(tier, plan.gpu)
     if not least:
         return plan
-    host, nvme = (plan.budgets[each] - needed_nbytes(plan, each) for each in (Tier.HOST, Tier.NVME))
-    whole = tier is Tier.HOST and not plan.uses_nvme
-    more = max(0, host - least) // (1 if whole else 2)
-    window = least + more // PAGE_NBYTES * PAGE_NBYTES
-    disk = max(0, nvme) * 7 // 8 if tier is Tier.NVME else 0
+    disk = max(0, plan.budgets[tier] - needed_nbytes(plan, tier)) * 7 // 8 if tier.is_file else 0
+    home = Tier.HOST if tier.is_file else tier
+    memory = plan.budgets[home] - needed_nbytes(plan, home)
+    halved = home is Tier.HOST and (tier.is_file or plan.uses_nvme)
+    window = least + max(0, memory - least) // (2 if halved else 1) // PAGE_NBYTES * PAGE_NBYTES
     expected = {name: dict(by_class) for name, by_class in plan.expected.items()}
-    expected[Tier.HOST][StateClass.ACTIVATIONS] = window
+    expected[home][StateClass.ACTIVATIONS] = window
     return replace(plan, expected=expected, activations=ActivationPlan(tier, window, disk))
 
 
@@ -249,16 +249,15 @@ def resolve_budgets(
 ) -> dict[Tier, int]:
     """Return the budget of each tier in bytes. `on_cpu_device` is the automatic device budget on a
     machine without a GPU."""
-    budget = config.budget
-    device_auto = int(hardware.device_nbytes * 0.8) if hardware.device_nbytes else on_cpu_device
-    device_whole = hardware.device_nbytes or hardware.host_nbytes
-    return {
-        Tier.DEVICE: _resolve(budget.device, device_whole, device_auto),
-        Tier.HOST: _resolve(budget.host, hardware.host_nbytes, _host_auto(hardware)),
-        Tier.NVME: _resolve(
-            budget.nvme, hardware.nvme_free_nbytes, int(hardware.nvme_free_nbytes * 0.9)
-        ),
+    gpu_nbytes = hardware.device_nbytes
+    whole = {**hardware.capacities, Tier.DEVICE: gpu_nbytes or hardware.host_nbytes}
+    auto = {
+        **whole,
+        Tier.DEVICE: int(gpu_nbytes * 0.8) if gpu_nbytes else on_cpu_device,
+        Tier.HOST: _host_auto(hardware),
+        Tier.NVME: int(hardware.nvme_free_nbytes * 0.9),
     }
+    return {tier: _resolve(config.budget.of(tier), whole[tier], auto[tier]) for tier in TIERS}
 
 
 def _host_auto(hardware: Hardware) -> int:

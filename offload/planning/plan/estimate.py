@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from offload.config import OffloadConfig
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.workload import Generation, Workload
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 
 
 class MemoryClass(enum.StrEnum):
@@ -92,9 +92,9 @@ _SHORT_WEIGHTS = {Tier.DEVICE: 1000, Tier.HOST: 50, Tier.NVME: 1}
 
 def short_weights(*, gpu: bool) -> Mapping[Tier, int]:
     """The weight of a missing byte by tier; without a GPU the device's memory is RAM."""
-    if gpu:
-        return _SHORT_WEIGHTS
-    return {**_SHORT_WEIGHTS, Tier.DEVICE: _SHORT_WEIGHTS[Tier.HOST]}
+    ram = _SHORT_WEIGHTS[Tier.HOST]
+    weights = {tier: _SHORT_WEIGHTS.get(tier, ram) for tier in TIERS}
+    return weights if gpu else {**weights, Tier.DEVICE: ram}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from offload.planning.plan.sizes import (
 )
 from offload.process import machine
 from offload.tiers.ledger import OldBytes, StateClass
-from offload.tiers.tier import PAGE_NBYTES, Tier
+from offload.tiers.tier import PAGE_NBYTES, TIERS, Medium, Tier
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.records import RecordFormat
@@ -49,7 +49,7 @@ class Hardware:
     @property
     def capacities(self) -> Mapping[Tier, int]:
         """The bytes that one rank has of each place."""
-        return {
+        return {tier: tier.capacity_nbytes for tier in TIERS} | {
             Tier.DEVICE: self.device_nbytes, Tier.HOST: self.host_nbytes,
             Tier.NVME: self.nvme_free_nbytes,
         }  # fmt: skip
@@ -69,16 +69,20 @@ class ActivationPlan:
     batch, which is not known before the first step: they get what the other states leave."""
 
     tier: Tier
-    window_nbytes: int  # of host memory: their home, or what they pass through
+    window_nbytes: int  # of memory: their home, or what they pass through
     disk_nbytes: int  # most that lies on nvme at a time
+
+    @property
+    def window_tier(self) -> Tier:
+        return Tier.HOST if self.tier.is_file else self.tier
 
 
 def least_window(tier: Tier, gpu: bool) -> int:
-    """The least host memory for activations with their home in `tier`; 0 if they stay in place.
+    """The least memory for activations with their home in `tier`; 0 if they stay in place.
 
     Where the model computes in host memory, the host tier is the same place as the device.
     """
-    away = tier is Tier.NVME or (tier is Tier.HOST and gpu)
+    away = not tier.on_device and (gpu or tier is not Tier.HOST)
     return LEAST_WINDOW_NBYTES if away else 0
 
 
@@ -245,7 +249,7 @@ def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldBytes]:
     for index in range(len(plan.groups) - 1, -1, -1):  # as backward comes to them
         group, home = plan.groups[index], plan.parameters[index]
         moves = {*plan.records[index]} == {Tier.NVME} or (home is Tier.NVME and not group.records)
-        on_host = home is Tier.HOST and not whole
+        on_host = home.medium is Medium.HOST and not whole
         if not moves or not (home is Tier.NVME or on_host) or group.decoded:
             continue
         pages = 2 * PAGE_NBYTES * len(group.records)

@@ -14,7 +14,7 @@ from offload.planning.plan.plan import (
     ram_nbytes,
 )
 from offload.tiers.ledger import StateClass
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import format_bytes, in_one_unit
 
 
@@ -33,6 +33,8 @@ def lacking_nbytes(plan: Plan, tier: Tier, hardware: Hardware, beside_nbytes: in
         return max(1, lacking) if _leaves_none_to_activations(plan) else lacking
     if plan.gpu and tier is Tier.DEVICE:  # taken in one piece
         return max(lacking, plan.budgets[tier] + beside_nbytes - hardware.device_nbytes)
+    if tier.capacity_nbytes:
+        return max(lacking, needed - tier.capacity_nbytes)
     return max(lacking, ram_nbytes(plan) + beside_nbytes - hardware.host_nbytes)
 
 
@@ -43,7 +45,7 @@ def _leaves_none_to_activations(plan: Plan) -> bool:
 
 
 def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
-    for tier in (Tier.DEVICE, Tier.HOST, Tier.NVME):
+    for tier in TIERS:
         needed = needed_nbytes(plan, tier)
         budget = plan.budgets[tier]
         if needed > budget:
@@ -80,6 +82,13 @@ def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
             "budget.nvme: the plan needs {} on disk, {} are free under nvme.paths; free space, or "
             "add a path to nvme.paths",
         ),
+        *(
+            (
+                tier, plan.budgets[tier], tier.capacity_nbytes,
+                f"budget.{tier}: {{}} is more than the {{}} of {tier.title} there are; lower it",
+            )
+            for tier in TIERS if tier.capacity_nbytes
+        ),
     )  # fmt: skip
     for tier, needed, there, text in checks:
         if needed > there:
@@ -101,12 +110,12 @@ def _remedy(plan: Plan, tier: Tier, short_nbytes: int) -> str:
     if plan.expected[tier].get(StateClass.KV, 0) > short_nbytes:
         fewer = plan.kv is not None and plan.kv.tokens > 1
         return f"{raised}, {'or lower kv.tokens' if fewer else 'or remove placement.kv'}"
-    if tier is Tier.NVME:
+    if not tier.slower:
         return raised
-    below = Tier.HOST if tier is Tier.DEVICE else Tier.NVME
+    below = tier.slower[0]
     if sum(homes.get(tier, 0) for homes in plan.homes.values()) > short_nbytes:
-        if below is Tier.NVME and not plan.budgets[below]:
-            return f"{raised} or budget.nvme (0 B)"
+        if below is not Tier.HOST and not plan.budgets[below]:
+            return f"{raised} or budget.{below} (0 B)"
         return f"{raised}, or move a class of states to {below} (placement)"
     if plan.expected[tier].get(StateClass.STAGING, 0) > short_nbytes:
         ranks = ", or train on fewer ranks" if plan.shared is not None else ""

@@ -12,7 +12,7 @@ from offload.kernels.variants import Master
 from offload.planning.plan.tuning import USUAL_PREFETCH
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
-from offload.tiers.tier import PAGE_NBYTES, Tier
+from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.coded_layout import lay_out_codes
 from offload.zero.groups.layout import Layout
@@ -164,7 +164,7 @@ def record_kinds(
     if not tiers:
         return
     last = group.layout.shard_trainable - (len(tiers) - 1) * chunk_numel
-    for tier in Tier:
+    for tier in TIERS:
         count = tiers.count(tier) - (tiers[-1] is tier)
         if count:
             yield RecordKind(tier, chunk_numel, count)

@@ -32,7 +32,7 @@ from offload.planning.plan.sizes import CLASSES, ITEMSIZE
 from offload.planning.step.traffic import find_copies
 from offload.tiers.ledger import StateClass
 from offload.tiers.pinning import EXTENT_NBYTES
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import round_up
 from offload.zero.step.records import RecordFormat
 
@@ -80,6 +80,8 @@ class PlannedMemory:
             held[Tier.DEVICE] = self._gpu()
         if plan.opens_files:
             held[Tier.NVME] = self._disk(on_nvme)
+        further = [tier for tier in TIERS if tier.capacity_nbytes and plan.total(tier)]
+        held |= {tier: self._further(tier) for tier in further}
         # how far moves are behind decides it
         is_bound = on_nvme[MemoryClass.STAGING] + on_nvme[MemoryClass.ACTIVATIONS] > 0 or (
             self._config.optimizer.in_backward is True and on_nvme[MemoryClass.GRADIENTS] > 0
@@ -87,6 +89,7 @@ class PlannedMemory:
         return MemoryEstimate(
             places={tier: self._place(there[tier], by_class) for tier, by_class in held.items()},
             ledger_peaks={
+                **{tier: plan.total(tier) for tier in TIERS},
                 Tier.DEVICE: plan.total(Tier.DEVICE) + self._mirrors,
                 Tier.HOST: plan.total(Tier.HOST) + self._copies.nbytes,
                 Tier.NVME: sum(on_nvme.values()),
@@ -161,7 +164,8 @@ class PlannedMemory:
         plan, facts, copies = self._plan, self._facts, self._copies
         states = self._states_in_ram()
         steps = dict(states)
-        steps[MemoryClass.ACTIVATIONS] += min(self._window, self._parked)
+        if plan.activations is not None and plan.activations.window_tier is Tier.HOST:
+            steps[MemoryClass.ACTIVATIONS] += min(self._window, self._parked)
         if not plan.gpu:
             steps[MemoryClass.ACTIVATIONS] += self._tensors - facts.cache_nbytes
             steps[MemoryClass.CACHE] += facts.cache_nbytes
@@ -198,6 +202,13 @@ class PlannedMemory:
             return ITEMSIZE[self._config.precision] * max(params, default=0)
         largest = max((group.numel for group in self._model.groups), default=0)
         return 4 * (largest + min(largest, self._plan.chunk_numel))
+
+    def _further(self, tier: Tier) -> ByClass:
+        """The bytes of a tier that is neither of the three."""
+        by_class, activations = self._expected(tier), self._plan.activations
+        if activations is not None and activations.window_tier is tier:
+            by_class[MemoryClass.ACTIVATIONS] += min(self._window, self._parked)
+        return by_class
 
     # ---------------------------------------------------------------- nvme
     def _on_nvme(self) -> ByClass:

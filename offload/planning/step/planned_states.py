@@ -67,7 +67,7 @@ class PlannedTier:
         """A range, possibly in pieces. Raises TierFullError."""
         if nbytes > self.free_nbytes:
             raise TierFullError(
-                Tier.HOST, owner, nbytes, self.free_nbytes, self.arena.nbytes, "plan for less"
+                "host", owner, nbytes, self.free_nbytes, self.arena.nbytes, "plan for less"
             )
         self.account.move(state_class, nbytes)
         return PlannedLease(self, nbytes, state_class, self.arena.allocate(nbytes))
@@ -166,7 +166,7 @@ class PlannedGroup:
             some[group] for some in (experts.alike, experts.used, experts.updated)
         )
         self.home, self.gradient_home = plan.parameters[group], plan.gradients[group]
-        self.in_place = self.home is Tier.DEVICE or (self.home is Tier.HOST and not plan.gpu)
+        self.in_place = self.home.in_place(gpu=plan.gpu)
         self.bring_at: Callable[[float | None], bool] = lambda next_use: True
         self.has_gradients = False  # since the first step
         self.is_used_up = False  # its gradients are read only if the step is redone

@@ -30,7 +30,7 @@ from offload.planning.step.exchanges import exchanges_of
 from offload.planning.step.planned_run import MOST_PASSES, PlannedRun
 from offload.planning.step.program import Move, Verb, working_groups
 from offload.planning.step.traffic import step_traffic
-from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s
+from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s, weights_s
 from offload.tiers.errors import ConfigError
 from offload.zero.groups.model_shape import ModelShape
 
@@ -162,7 +162,8 @@ class _Pipeline:
             whole = sum(numels[group] for group in uses)
             for group in uses:
                 share = numels[group] / whole if whole else 1 / len(uses)
-                costs[verb, group] = total * share
+                read_s = experts.used[group] * weights_s(self._plan, group)
+                costs[verb, group] = total * share + read_s
         return costs
 
     # ---------------------------------------------------------------- running

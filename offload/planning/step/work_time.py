@@ -64,11 +64,17 @@ def _parameter_s(plan: Plan, tier: Tier, precision: str, speeds: Speeds, *, summ
     traffic = update_traffic(kept, ITEMSIZE[precision], 4 if summed else ITEMSIZE[precision])
     if plan.gpu and tier is Tier.DEVICE:
         return traffic / speeds.compute_bytes_per_s
-    bus_s = traffic / speeds.host_bytes_per_s
+    bus_s = traffic / (tier.bytes_per_s or speeds.host_bytes_per_s)
     measured = speeds.optimizer_parameters_per_s.get(kept.state_format.name.lower())
     if measured is None or kept.state_format is StateFormat.FP32:
         return bus_s
     return max(bus_s, 1 / measured)  # arithmetic may take longer than the bus
+
+
+def weights_s(plan: Plan, group: int) -> float:
+    """Seconds for which a pass on the CPU waits for a group's weights in slower memory."""
+    rate = plan.parameters[group].bytes_per_s
+    return plan.groups[group].parameters / rate if rate and not plan.gpu else 0.0
 
 
 def update_traffic(kept: RecordFormat, itemsize: int, gradient_itemsize: int) -> float:

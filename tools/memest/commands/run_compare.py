@@ -23,7 +23,7 @@ from offload.tools.memest.estimate.other_systems import Row, capacities_of, comp
 from offload.tools.memest.show import view
 from offload.tools.memest.show.render_terminal import bullets, cell_table
 
-_TITLES = {Tier.DEVICE: "GPU memory", Tier.HOST: "RAM of a node", Tier.NVME: "Disk of a node"}
+_TITLES = {Tier.HOST: "RAM of a node", Tier.NVME: "Disk of a node"}
 
 
 def run_compare(asked: EstimateOptions) -> int:
@@ -54,7 +54,7 @@ def run_compare(asked: EstimateOptions) -> int:
 def _table(
     ours: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
 ) -> RenderableType:  # fmt: skip
-    heads = (f"{_TITLES[tier]}\nof {format_bytes(n)}" for tier, n in capacities.items())
+    heads = (f"{_TITLES.get(t, t.title)}\nof {format_bytes(n)}" for t, n in capacities.items())
     cells: list[list[str | Cell]] = [
         [
             row.name,

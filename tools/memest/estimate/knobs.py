@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from offload.config import OffloadConfig
 from offload.planning.plan.estimate import Estimate
 from offload.tiers.errors import ConfigError
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.hardware.profiles import HardwareProfile
@@ -54,8 +54,8 @@ def _all(case: Case, found: Estimate, tiers: set[Tier]) -> Iterator[Knob]:
         yield () if generates else _recompute(case)
         yield _sequences(case) if generates else _batch(case)
     if tiers - {Tier.NVME}:
-        yield from _budget(case, found, Tier.DEVICE)
-        yield from _budget(case, found, Tier.HOST)
+        for tier in (each for each in TIERS if not each.is_file):
+            yield from _budget(case, found, tier)
         yield from _placements(case)
     yield from _budget(case, found, Tier.NVME)
     if not generates:
@@ -129,7 +129,7 @@ def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Knob]:
     """Yield options that raise a budget which was given and is too small, up to the machine's
     limit. Beside another change less may suffice; and with more room the chunks that are left open
     grow, so that somewhat more is needed than now."""
-    if getattr(case.config.budget, tier) is None:
+    if case.config.budget.of(tier) is None:
         return
     for shortfall in found.shortfalls:
         if shortfall.tier is tier and shortfall.key == f"budget.{tier}":

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.plan.estimate import Estimate, MemoryClass
 from offload.planning.plan.sizes import ITEMSIZE
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.zero.groups.model_shape import ModelShape
 
@@ -167,7 +167,7 @@ def compare(
 
 def capacities_of(profile: HardwareProfile) -> dict[Tier, int]:
     """Return what there is of each place in a node, as offload's planner counts it."""
-    return {
+    return {tier: tier.capacity_nbytes for tier in TIERS} | {
         DEVICE: profile.gpu_free_nbytes,
         HOST: profile.usable_ram_nbytes,
         NVME: profile.nvme_nbytes,

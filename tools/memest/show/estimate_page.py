@@ -166,7 +166,7 @@ def _memory(estimate: Estimate) -> Table:
     short = view.short_of(estimate)
     if short:  # also where what there is and what is needed are rounded to the same figure
         add("short", [short.get(tier, 0) for tier in tiers], "bad")
-    return Table(("", *(view.PLACE_TITLES[tier] for tier in tiers)), rows)
+    return Table(("", *(view.place_title(tier) for tier in tiers)), rows)
 
 
 def _links(estimate: Estimate, step: StepEstimate) -> Table:

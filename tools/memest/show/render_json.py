@@ -11,7 +11,7 @@ from typing import Any
 
 from offload.planning.plan.estimate import Estimate, InferenceEstimate, StepEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS
 from offload.tools.memest.show import view
 
 SCHEMA = "memest/3"
@@ -55,7 +55,7 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
             "life_steps": estimate.ssd_life_steps,
         },
         "plan": _plan(estimate.plan),
-        "shortfalls": [asdict(shortfall) for shortfall in estimate.shortfalls],
+        "shortfalls": [{**asdict(each), "tier": str(each.tier)} for each in estimate.shortfalls],
         "changes": [asdict(change) for change in estimate.changes],
         "notes": list(estimate.notes),
         "config": estimate.config.to_dict(),
@@ -86,7 +86,7 @@ def _inference(found: InferenceEstimate) -> dict[str, Any]:
 def _plan(plan: Plan) -> dict[str, Any]:
     return {
         "budgets": {str(tier): nbytes for tier, nbytes in plan.budgets.items()},
-        "needed_nbytes": {str(tier): needed_nbytes(plan, tier) for tier in Tier},
+        "needed_nbytes": {str(tier): needed_nbytes(plan, tier) for tier in TIERS},
         "placements": {
             str(state_class): {str(tier): share for tier, share in placement.shares if share}
             for state_class, placement in plan.placements.items()

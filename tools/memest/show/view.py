@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from offload.display.words import counted, three_digits
 from offload.planning.plan.estimate import Estimate, PlaceEstimate
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import format_bytes
 
-PLACE_TITLES = {
-    Tier.DEVICE: "GPU memory",
-    Tier.HOST: "RAM",
-    Tier.NVME: "Disk (nvme)",
-}
+
+def place_title(tier: Tier) -> str:
+    return "Disk (nvme)" if tier.is_file else tier.title
 
 
 def per_second(rate: float) -> str:
@@ -66,7 +64,7 @@ def short_of(estimate: Estimate) -> dict[Tier, int]:
 def missing_text(estimate: Estimate) -> str:
     """Return `RAM is 1.2 GiB short; ...` for every place that is short."""
     short = short_of(estimate).items()
-    return "; ".join(f"{PLACE_TITLES[tier]} is {format_bytes(n)} short" for tier, n in short)
+    return "; ".join(f"{place_title(tier)} is {format_bytes(n)} short" for tier, n in short)
 
 
 def workload_text(estimate: Estimate) -> str:
@@ -98,4 +96,5 @@ def model_text(estimate: Estimate, name: str = "") -> str:
 
 def places_of(estimate: Estimate) -> Sequence[tuple[Tier, PlaceEstimate]]:
     """Return the places, fastest first."""
-    return [(tier, estimate.memory.places[tier]) for tier in Tier if tier in estimate.memory.places]
+    places = estimate.memory.places
+    return [(tier, places[tier]) for tier in TIERS if tier in places]

@@ -14,7 +14,7 @@ from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import needed_nbytes
 from offload.process import machine
 from offload.tiers.ledger import StateClass
-from offload.tiers.tier import Tier
+from offload.tiers.tier import TIERS
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.hardware.profiles import HardwareProfile
@@ -60,7 +60,7 @@ def _header(estimate: Estimate, case: Case, file_name: str) -> Iterator[str]:
             f"# predicted: {time} per {what} ({rate} tokens/s), bound by {estimate.step.bottleneck}"
         )
     peaks = (
-        f"{view.PLACE_TITLES[tier]} {format_bytes(place.peak_nbytes)}"
+        f"{view.place_title(tier)} {format_bytes(place.peak_nbytes)}"
         for tier, place in view.places_of(estimate)
     )
     yield f"# predicted peaks: {', '.join(peaks)}"
@@ -115,7 +115,7 @@ def _budget(estimate: Estimate) -> Iterator[tuple[str, str | int]]:
     """Yield the most bytes that each tier may hold, without interpreter, libraries and activations:
     the budgets of the plan, rounded to the side that is needed."""
     plan = estimate.plan
-    for tier in Tier:
+    for tier in TIERS:
         budget, needed = plan.budgets[tier], needed_nbytes(plan, tier)
         if budget or needed:
             whole = budget // _MIB * _MIB
