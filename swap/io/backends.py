@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.io_request import Operation
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import ConfigError, OffloadError, StorageError
@@ -49,10 +49,8 @@ def resolve_backend(name: str) -> str:
         return next(iter(BACKENDS))
     if name in BACKENDS:
         return name
-    known = ["auto", *BACKENDS]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise ConfigError(f"nvme.backend: {name!r} is unknown; {hint}choose one of {', '.join(known)}")
+    known = ", ".join(["auto", *BACKENDS])
+    raise ConfigError(f"nvme.backend: {name!r} is unknown; choose one of {known}")
 
 
 def open_backend(name: str = "auto", **options: Any) -> IOBackend:
@@ -87,7 +85,7 @@ def _probe(name: str, file: SwapFile) -> BackendReport:
 def _write_and_read(backend: IOBackend, file: SwapFile) -> None:
     sent, received = (memoryview(mmap.mmap(-1, _PROBE_NBYTES)) for _ in range(2))
     sent[:] = os.urandom(_PROBE_NBYTES)
-    backend.submit_write(file.fd, sent, 0, path=file.path).wait(_PROBE_TIMEOUT_S)
-    backend.submit_read(file.fd, received, 0, path=file.path).wait(_PROBE_TIMEOUT_S)
+    backend.submit(Operation.WRITE, file.fd, sent, 0, path=file.path).wait(_PROBE_TIMEOUT_S)
+    backend.submit(Operation.READ, file.fd, received, 0, path=file.path).wait(_PROBE_TIMEOUT_S)
     if received != sent:
         raise StorageError(f"{file.path}: other bytes were read than written")

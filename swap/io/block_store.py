@@ -14,12 +14,12 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import xxhash
 
 from offload.swap.io.io_backend import IOBackend, Priority
+from offload.swap.io.io_request import Operation
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
@@ -135,9 +135,9 @@ class BlockStore:
         write = _Write(extent, source, owner, replaces, committed)
         file = self.files[extent.path_index]
         try:
-            moved = self.backend.submit_write(
-                file.fd, source, extent.offset_bytes, path=file.path, priority=priority,
-                before=write.compute_checksum,
+            moved = self.backend.submit(
+                Operation.WRITE, file.fd, source, extent.offset_bytes, path=file.path,
+                priority=priority, before=write.compute_checksum,
                 after=lambda: self._commit(write), owner=owner,
             )  # fmt: skip
         except BaseException:
@@ -169,9 +169,9 @@ class BlockStore:
             record.readers += 1
         file, extent = self.files[block.extent.path_index], block.extent
         try:
-            moved = self.backend.submit_read(
-                file.fd, destination, extent.offset_bytes, path=file.path, priority=priority,
-                owner=block.owner,
+            moved = self.backend.submit(
+                Operation.READ, file.fd, destination, extent.offset_bytes, path=file.path,
+                priority=priority, owner=block.owner,
                 after=lambda: self._verify(block, destination),
             )  # fmt: skip
         except BaseException:
@@ -237,15 +237,6 @@ class BlockStore:
             for file in self.files:
                 if not self.backend.is_lost(file.fd):  # else a later file would get its number
                     file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self.close()
 
     # ---- the life of a block (with or without the lock, which is reentrant)
 

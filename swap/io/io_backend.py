@@ -13,7 +13,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Self
 
 from offload.swap.io.io_request import IOPiece, IORequest, Operation, Priority
@@ -75,36 +74,45 @@ class IOBackend(ABC):
 
     # ---- for callers
 
-    def submit_read(
-        self, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
-        priority: Priority = Priority.NORMAL, after: Callable[[], None] | None = None,
-        before: Callable[[], None] | None = None, owner: str = "",
-    ) -> Transfer[None]:  # fmt: skip
-        """Fill `buffer` from `offset_bytes` on. Returns at once.
-
-        Mutates `buffer` until the transfer is done, and in an undefined way if it fails. `before`
-        and `after` run in a worker; an OffloadError they raise is the transfer's error.
-        Raises ValueError for a buffer that cannot be filled, StateError if closed.
-        """
-        if buffer.readonly:
-            raise ValueError(f"read of {path}: the buffer is read-only")
-        return self._submit(
-            Operation.READ, fd, buffer, offset_bytes, path, priority, before, after, owner
-        )
-
-    def submit_write(
-        self, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
+    @defer_signals
+    def submit(
+        self, operation: Operation, fd: int, buffer: memoryview, offset_bytes: int, *, path: str,
         priority: Priority = Priority.NORMAL, before: Callable[[], None] | None = None,
         after: Callable[[], Any] | None = None, owner: str = "",
     ) -> Transfer[Any]:  # fmt: skip
-        """Write `buffer` to `offset_bytes` on. Returns at once; see `submit_read`.
+        """Read into `buffer` from `offset_bytes` on, or write it there. Returns at once; the value
+        is what `after` returns.
 
-        `buffer` must not change until the transfer is done (`before` may change it). The value is
-        what `after` returns.
+        A read mutates `buffer` until the transfer is done, and in an undefined way if it fails; of
+        a write it must not change until then (`before` may change it). `before` and `after` run in
+        a worker; an OffloadError they raise is the transfer's error. Raises ValueError for a buffer
+        that cannot be moved, StateError if closed.
         """
-        return self._submit(
-            Operation.WRITE, fd, buffer, offset_bytes, path, priority, before, after, owner
-        )
+        if not buffer.c_contiguous or buffer.nbytes == 0:
+            raise ValueError(f"{operation.value} of {path}: the buffer is empty or not contiguous")
+        if buffer.readonly and operation is Operation.READ:
+            raise ValueError(f"read of {path}: the buffer is read-only")
+        if buffer.format != "B" or buffer.ndim != 1:
+            buffer = buffer.cast("B")
+        transfer: Transfer[Any] = Transfer("", self.lane)
+        request = IORequest(
+            operation, fd, buffer, offset_bytes, path, priority, before, after,
+            next(self._sequence), owner=owner,
+        )  # fmt: skip
+        transfer.what = request
+        with self._books:
+            self._check_open(request)
+            self._in_flight[request] = transfer
+            request.failure = self._given_up
+        if request.failure is not None:
+            self._finish(request)
+            return transfer
+        try:
+            self._start(request)
+        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
+            self._note_error(request, error)
+            self._finish(request)
+        return transfer
 
     @defer_signals
     def statistics(self) -> IOStatistics:
@@ -129,10 +137,7 @@ class IOBackend(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- for implementers
@@ -144,11 +149,6 @@ class IOBackend(ABC):
     @abstractmethod
     def _stop(self) -> None:
         """End all threads, and join them unless `_lost` has calls. Nothing is in flight."""
-
-    def _begin(self, request: IORequest) -> None:
-        """Begin `request`, whose first piece is about to move: run its `before`."""
-        if request.before is not None:
-            request.before()
 
     def _cut(self, request: IORequest, nbytes: int | None = None) -> list[IOPiece]:
         """Cut a request into pieces of at most `nbytes`, or `io_block_nbytes`."""
@@ -268,39 +268,6 @@ class IOBackend(ABC):
         """Block until nothing is in flight, callbacks included; say so when that stalls."""
         while not self._idle.wait_for(lambda: not self._in_flight, STALL_S):
             _log.warning("still waiting for %d requests; see `dmesg`", len(self._in_flight))
-
-    @defer_signals
-    def _submit(
-        self, operation: Operation, fd: int, buffer: memoryview, offset_bytes: int, path: str,
-        priority: Priority, before: Callable[[], None] | None, after: Callable[[], Any] | None,
-        owner: str,
-    ) -> Transfer[Any]:  # fmt: skip
-        if not buffer.c_contiguous or buffer.nbytes == 0:
-            raise ValueError(f"{operation.value} of {path}: the buffer is empty or not contiguous")
-        if buffer.format != "B" or buffer.ndim != 1:
-            buffer = buffer.cast("B")
-        transfer: Transfer[Any] = Transfer("", self.lane)
-        request = IORequest(
-            operation, fd, buffer, offset_bytes, path, priority, before, after,
-            next(self._sequence), owner=owner,
-        )  # fmt: skip
-        transfer.what = request
-        self._count_on(request, transfer)
-        if request.failure is not None:
-            self._finish(request)
-            return transfer
-        try:
-            self._start(request)
-        except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-            self._note_error(request, error)
-            self._finish(request)
-        return transfer
-
-    def _count_on(self, request: IORequest, transfer: Transfer[Any]) -> None:
-        with self._books:
-            self._check_open(request)
-            self._in_flight[request] = transfer
-            request.failure = self._given_up
 
     def _check_open(self, request: IORequest) -> None:
         if self._closed:

@@ -19,7 +19,7 @@ from offload.tiers.units import format_bytes
 
 MAX_CALL_NBYTES = 0x7FFFF000  # Linux moves no more than this in one call
 MAX_RETRIES = 8  # without progress; the pauses add up to a quarter of a second
-MAX_INTERRUPTS = 1000
+_BRIEF = (errno.EINTR, errno.EAGAIN, errno.EBUSY)
 _FIRST_PAUSE_S = 0.001
 
 _REMEDIES = {
@@ -98,7 +98,6 @@ class IOPiece:
     nbytes: int
     moved_nbytes: int = 0
     retries: int = 0  # since the last progress
-    interrupts: int = 0
     begun: bool = False  # `before` has run and the request is cut
     moving: bool = False  # a call is under way
     ended: bool = False
@@ -145,11 +144,8 @@ class IOPiece:
 
     def pause_before_retry(self, error: OSError) -> float:
         """Seconds to wait before the same call is made again. Raises the typed error, from
-        `error`, when that is no use: retries are few and only for EAGAIN and EINTR."""
-        if error.errno == errno.EINTR and self.interrupts < MAX_INTERRUPTS:
-            self.interrupts += 1
-            return 0.0
-        if error.errno in (errno.EAGAIN, errno.EBUSY) and self.retries < MAX_RETRIES:
+        `error`, when that is no use: retries are few and only for what passes."""
+        if error.errno in _BRIEF and self.retries < MAX_RETRIES:
             self.retries += 1
             return float(_FIRST_PAUSE_S * 2 ** (self.retries - 1))
         name = errno.errorcode.get(error.errno or 0, "error")

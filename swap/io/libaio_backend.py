@@ -6,14 +6,11 @@ completion there, instead of calling `preadv` or `pwritev`.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from offload.swap.io.io_backend import IO_BLOCK_NBYTES
 from offload.swap.io.io_watch import TIMEOUT_S
@@ -74,7 +71,7 @@ class LibaioBackend(ThreadsBackend):
         it would wait for the block, too.
         """
         context = self._contexts.pop()
-        block = self._libaio.AIOBlock(mode, fd, [_writable(b) for b in buffers], offset_bytes)
+        block = self._libaio.AIOBlock(mode, fd, list(buffers), offset_bytes)
         try:
             context.submit([block])
         except OSError as error:
@@ -107,11 +104,3 @@ def _await_block(context: Any) -> int:
 def _reason(error: OSError) -> str:
     """The kernel's words for an error of libaio, which has the function's name instead."""
     return os.strerror(abs(error.errno or 0))
-
-
-def _writable(buffer: memoryview) -> Any:
-    """A view that ctypes takes: it refuses read-only memory, though a write only reads it."""
-    if not buffer.readonly:
-        return buffer
-    address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return (ctypes.c_char * buffer.nbytes).from_address(address)

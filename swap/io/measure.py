@@ -7,6 +7,7 @@ import time
 from typing import NamedTuple
 
 from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.io_request import Operation
 from offload.swap.io.io_watch import TIMEOUT_S
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
@@ -51,10 +52,10 @@ def _measure(file: SwapFile, backend: IOBackend, nbytes: int) -> Bandwidth:
 
 def _pass(file: SwapFile, backend: IOBackend, buffer: memoryview, *, write: bool) -> float:
     """Seconds to move all of `buffer`."""
-    submit = backend.submit_write if write else backend.submit_read
+    operation = Operation.WRITE if write else Operation.READ
     started = time.perf_counter()
     moves: list[Transfer[None]] = [
-        submit(file.fd, buffer[at : at + _BLOCK_NBYTES], at, path=file.path)
+        backend.submit(operation, file.fd, buffer[at : at + _BLOCK_NBYTES], at, path=file.path)
         for at in range(0, buffer.nbytes, _BLOCK_NBYTES)
     ]
     all_of(moves).wait()

@@ -22,11 +22,10 @@ _ROOT_UID = 0
 @dataclass(frozen=True, slots=True)
 class PinnedFolder:
     """A folder that is open. `fd` is for calls with dir_fd; `path` (absolute, without links) for
-    messages; `created`: it was not there before."""
+    messages."""
 
     fd: int
     path: Path
-    created: bool
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def pinned(path: str | os.PathLike[str]) -> Iterator[PinnedFolder]:
 
 
 def _opened(path: str | os.PathLike[str]) -> PinnedFolder:
-    named, created = Path(path).expanduser().absolute(), False
+    named = Path(path).expanduser().absolute()
     try:
         with suppress(OSError):
             os.statvfs(named)  # mounts what is mounted when it is used; O_PATH would not
@@ -51,8 +50,7 @@ def _opened(path: str | os.PathLike[str]) -> PinnedFolder:
         if not named.is_symlink():  # what a link leads to is not made
             with suppress(FileExistsError):
                 os.mkdir(real, 0o700)
-                created = True
-        return PinnedFolder(os.open(real, _FOLDER), real, created)
+        return PinnedFolder(os.open(real, _FOLDER), real)
     except ValueError as error:  # NUL
         raise PathError(f"nvme.paths: {str(named)!r} cannot be a folder: {error}") from None
     except FileNotFoundError:

@@ -20,8 +20,9 @@ import secrets
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
+
+import psutil
 
 from offload.swap.io.io_watch import TIMEOUT_S
 from offload.swap.io.pinned_folder import PinnedFolder, close, free_nbytes, pinned
@@ -44,7 +45,6 @@ class DirectoryReport:
 
     path: Path  # absolute, links resolved
     free_nbytes: int  # for this user
-    created: bool
 
 
 def check_directory(
@@ -68,7 +68,7 @@ def _check_directory(path: str | os.PathLike[str], needed_nbytes: int) -> Direct
                 f"nvme.paths: {folder.path} has {left} free, {needed} needed; free space "
                 "there or name another path"
             )
-        return DirectoryReport(folder.path, free, folder.created)
+        return DirectoryReport(folder.path, free)
 
 
 def free_space(path: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> int:
@@ -82,20 +82,13 @@ def _free_space(path: str | os.PathLike[str] | int) -> int:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds `path` (absolute), from /proc/self/mountinfo."""
-    best, kind = -1, "unknown"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return kind
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        # Blanks in mount points are octal escapes.
-        mount_point = left.split()[4].encode().decode("unicode_escape")
-        # Later mounts on the same point hide earlier ones, hence >=.
-        if path.is_relative_to(mount_point) and len(mount_point) >= best:
-            best, kind = len(mount_point), right.split()[0]
-    return kind
+    """The type of the file system that holds `path` (absolute); "unknown" if it cannot be told."""
+    with suppress(OSError):
+        mounts = psutil.disk_partitions(all=True)
+        # later mounts on the same point hide earlier ones
+        over = [mount for mount in reversed(mounts) if path.is_relative_to(mount.mountpoint)]
+        return max(over, key=lambda mount: len(mount.mountpoint)).fstype
+    return "unknown"
 
 
 class SwapFile:
@@ -184,10 +177,7 @@ class SwapFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _go_direct(self) -> None:

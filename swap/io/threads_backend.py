@@ -124,7 +124,8 @@ class ThreadsBackend(IOBackend):
     def _open(self, whole: IOPiece) -> IOPiece:
         """Run `before`, cut the request, queue all pieces but the first and return that."""
         request = whole.request
-        self._begin(request)
+        if request.before is not None:
+            request.before()
         if whole.begun or whole.nbytes <= self.io_block_nbytes:  # cut already, or as it is
             return whole
         first, *others = self._cut(request)

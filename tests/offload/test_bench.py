@@ -164,7 +164,7 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["adam", "--numel", str(10**13)], "are free; at most"),
         (["adam", "--json", "missing/file.json"], "--json: missing/file.json is no file"),
         (["io", "--size", "3 parsecs"], "--size: 'parsecs' is not a unit of bytes"),
-        (["io", "--backend", "thread"], "did you mean threads?"),
+        (["io", "--backend", "thread"], "choose one of auto, threads, libaio"),
         (["io", "--path", "nowhere"], "--path: nowhere is not a folder"),
         (["io", "--size", "0"], "--size: 0 bytes cannot be timed"),
         (["io", "--size", "-4KiB"], "--size: '-4KiB' is not a size"),

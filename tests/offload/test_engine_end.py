@@ -19,6 +19,7 @@ from torch import nn
 
 import offload
 from offload.errors import StateError
+from offload.swap.io.io_request import Operation
 from offload.swap.threads.transfer import Transfer
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import (
@@ -190,7 +191,7 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
         del engine
         page, path = memoryview(mmap.mmap(-1, 4096)), store.files[0]
         if thread == "io":
-            store.backend.submit_read(path.fd, page, 0, path=path.path, after=collect)
+            store.backend.submit(Operation.READ, path.fd, page, 0, path=path.path, after=collect)
         else:
             updates._worker._work = lambda: collect() is not None
             updates._worker.wake()

@@ -396,11 +396,11 @@ class CheckedWorld(World):
     # ---------------------------------------------------------------- files
     def _follow_files(self) -> None:
         """A worker touches the bytes: after the caller's orders, before the transfer is done."""
-        submit = IOBackend._submit
+        submit = IOBackend.submit
 
         def submitted(
             backend: IOBackend, operation: Operation, fd: int, buffer: memoryview, offset: int,
-            path: str, priority: Any, before: Any, after: Any, owner: str,
+            before: Any = None, after: Any = None, **options: Any,
         ) -> Any:  # fmt: skip
             moved = self._file_access(operation, buffer)
             first, last = [before], [after]
@@ -408,10 +408,10 @@ class CheckedWorld(World):
                 last.insert(0, moved)
             else:
                 first.insert(0, moved)
-            calls = (_in_turn(first), _in_turn(last))
-            return submit(backend, operation, fd, buffer, offset, path, priority, *calls, owner)
+            calls = {"before": _in_turn(first), "after": _in_turn(last)}
+            return submit(backend, operation, fd, buffer, offset, **calls, **options)
 
-        self._patch.setattr(IOBackend, "_submit", submitted)
+        self._patch.setattr(IOBackend, "submit", submitted)
 
     def _file_access(self, operation: Operation, buffer: memoryview) -> Callable[[], None]:
         told = self.order.tell()

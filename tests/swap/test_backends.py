@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from offload.swap.io.backends import open_backend, probe_backends
 from offload.swap.io.io_backend import IOBackend, Priority
-from offload.swap.io.io_request import MAX_RETRIES
+from offload.swap.io.io_request import MAX_RETRIES, Operation
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.transfer import Transfer, all_of
@@ -64,8 +64,8 @@ class BackendConformance:
         self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages
     ) -> None:
         sent, received = noise(8 << 20), pages(8 << 20)  # eight pieces each
-        backend.submit_write(file.fd, sent, PAGE_NBYTES, path="p").wait(TIMEOUT_S)
-        backend.submit_read(file.fd, received, PAGE_NBYTES, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, file.fd, sent, PAGE_NBYTES, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.READ, file.fd, received, PAGE_NBYTES, path="p").wait(TIMEOUT_S)
         assert received == sent
 
     def test_the_end_of_the_file_is_an_error_that_says_where(
@@ -73,7 +73,9 @@ class BackendConformance:
     ) -> None:
         beyond = file.nbytes - PAGE_NBYTES
         with pytest.raises(StorageError, match=r"file ends 4\.0 KiB too early") as caught:
-            backend.submit_read(file.fd, pages(2 * PAGE_NBYTES), beyond, path="p").wait(TIMEOUT_S)
+            backend.submit(Operation.READ, file.fd, pages(2 * PAGE_NBYTES), beyond, path="p").wait(
+                TIMEOUT_S
+            )
         assert (caught.value.path, caught.value.offset_bytes) == ("p", beyond)
         assert caught.value.nbytes == 2 * PAGE_NBYTES
 
@@ -82,7 +84,7 @@ class BackendConformance:
     ) -> None:
         fd = os.open(tmp_path / "write-only", os.O_WRONLY | os.O_CREAT)
         try:
-            transfer = backend.submit_read(fd, pages(PAGE_NBYTES), 0, path="write-only")
+            transfer = backend.submit(Operation.READ, fd, pages(PAGE_NBYTES), 0, path="write-only")
             with pytest.raises(StorageError, match=r"write-only failed: EBADF") as caught:
                 transfer.wait(TIMEOUT_S)
         finally:
@@ -102,8 +104,8 @@ class BackendConformance:
 
         def submit(**hook: Callable[[], None]) -> Transfer[None]:
             before, after = hook.get("before"), hook.get("after")
-            return backend.submit_write(
-                file.fd, pages(2 << 20), 0, path="p", before=before, after=after
+            return backend.submit(
+                Operation.WRITE, file.fd, pages(2 << 20), 0, path="p", before=before, after=after
             )
 
         with pytest.raises(ChecksumError):
@@ -119,13 +121,15 @@ class BackendConformance:
         with SwapFile(directory) as file:
             file.reserve(8 << 20)
             backend = self.make()
-            transfer = backend.submit_write(file.fd, noise(8 << 20), 0, path="p")
-            backend.submit_read(file.fd, pages(PAGE_NBYTES), file.nbytes, path="p")  # fails
+            transfer = backend.submit(Operation.WRITE, file.fd, noise(8 << 20), 0, path="p")
+            backend.submit(
+                Operation.READ, file.fd, pages(PAGE_NBYTES), file.nbytes, path="p"
+            )  # fails
             backend.close()
             assert transfer.done()
             backend.close()
             with pytest.raises(StateError, match="closed"):
-                backend.submit_read(file.fd, pages(PAGE_NBYTES), 0, path="p")
+                backend.submit(Operation.READ, file.fd, pages(PAGE_NBYTES), 0, path="p")
 
     @settings(
         max_examples=8, deadline=None,
@@ -140,14 +144,17 @@ class BackendConformance:
         offsets = [sum(sizes[:index]) * PAGE_NBYTES for index in range(len(sizes))]
         priorities = [seed.choice(list(Priority)) for _ in sizes]
         writes = [
-            backend.submit_write(file.fd, source, offset, path="p", priority=priority)
+            backend.submit(Operation.WRITE, file.fd, source, offset, path="p", priority=priority)
             for source, offset, priority in zip(sent, offsets, priorities, strict=True)
         ]
         all_of(writes).wait(TIMEOUT_S)
         received = [pages(source.nbytes) for source in sent]
         order = list(range(len(sizes)))
         seed.shuffle(order)
-        reads = [backend.submit_read(file.fd, received[i], offsets[i], path="p") for i in order]
+        reads = [
+            backend.submit(Operation.READ, file.fd, received[i], offsets[i], path="p")
+            for i in order
+        ]
         all_of(reads).wait(TIMEOUT_S)
         assert received == sent
 
@@ -162,13 +169,15 @@ class BackendConformance:
             gate.wait(TIMEOUT_S)
 
         def submit(backend: IOBackend, name: str, priority: Priority) -> Any:
-            return backend.submit_write(
-                file.fd, pages(PAGE_NBYTES), 0, path="p", priority=priority,
+            return backend.submit(
+                Operation.WRITE, file.fd, pages(PAGE_NBYTES), 0, path="p", priority=priority,
                 before=lambda: served.append(name),
             )  # fmt: skip
 
         with self.make(workers=1) as backend:
-            held = backend.submit_write(file.fd, pages(PAGE_NBYTES), 0, path="p", before=hold)
+            held = backend.submit(
+                Operation.WRITE, file.fd, pages(PAGE_NBYTES), 0, path="p", before=hold
+            )
             assert entered.wait(TIMEOUT_S)
             moves = [
                 submit(backend, "background", Priority.BACKGROUND),
@@ -185,7 +194,7 @@ class BackendConformance:
     ) -> None:
         monkeypatch.setattr(backend, "_pid", -1)
         with pytest.raises(StateError, match="after fork"):
-            backend.submit_read(0, pages(PAGE_NBYTES), 0, path="p")
+            backend.submit(Operation.READ, 0, pages(PAGE_NBYTES), 0, path="p")
         monkeypatch.undo()
 
 
@@ -200,8 +209,8 @@ class TestThreadsBuffered(BackendConformance):
         self, backend: IOBackend, file: SwapFile, noise: Noise
     ) -> None:
         sent, received = noise(1 << 20)[3:70003], memoryview(bytearray(70000))
-        backend.submit_write(file.fd, sent, 17, path="p").wait(TIMEOUT_S)
-        backend.submit_read(file.fd, received, 17, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, file.fd, sent, 17, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.READ, file.fd, received, 17, path="p").wait(TIMEOUT_S)
         assert received == sent
 
 
@@ -257,8 +266,8 @@ def test_short_reads_and_writes_are_completed(
     sent, received = noise(4 << 20), pages(4 << 20)
     backend = ThreadsBackend(preadv=short_by(0.3, os.preadv), pwritev=short_by(0.6, os.pwritev))
     with backend:
-        backend.submit_write(disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
-        backend.submit_read(disk_file.fd, received, 0, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.READ, disk_file.fd, received, 0, path="p").wait(TIMEOUT_S)
     assert received == sent
 
 
@@ -274,8 +283,8 @@ def test_a_ragged_short_read_goes_on_from_a_page_boundary(
 
     sent, received = noise(1 << 20), pages(1 << 20)
     with ThreadsBackend(preadv=ragged) as backend:
-        backend.submit_write(disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
-        backend.submit_read(disk_file.fd, received, 0, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.READ, disk_file.fd, received, 0, path="p").wait(TIMEOUT_S)
     assert received == sent
 
 
@@ -284,13 +293,13 @@ def test_interrupted_and_refused_calls_are_retried(
     disk_file: SwapFile, noise: Noise, number: int
 ) -> None:
     with ThreadsBackend(pwritev=raising([number] * 4, os.pwritev)) as backend:
-        backend.submit_write(disk_file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, disk_file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
 
 
 def test_retries_are_bounded(disk_file: SwapFile, noise: Noise) -> None:
     faults = [errno.EAGAIN] * (MAX_RETRIES + 1)
     with ThreadsBackend(pwritev=raising(faults, os.pwritev)) as backend:
-        write = backend.submit_write(disk_file.fd, noise(PAGE_NBYTES), 0, path="p")
+        write = backend.submit(Operation.WRITE, disk_file.fd, noise(PAGE_NBYTES), 0, path="p")
         with pytest.raises(StorageError, match="EAGAIN") as caught:
             write.wait(TIMEOUT_S)
     assert caught.value.errno == errno.EAGAIN
@@ -298,7 +307,9 @@ def test_retries_are_bounded(disk_file: SwapFile, noise: Noise) -> None:
 
 def test_eio_names_path_offset_operation_and_size(disk_file: SwapFile, pages: Pages) -> None:
     with ThreadsBackend(preadv=raising([errno.EIO], os.preadv)) as backend:
-        transfer = backend.submit_read(disk_file.fd, pages(8192), 4096, path=disk_file.path)
+        transfer = backend.submit(
+            Operation.READ, disk_file.fd, pages(8192), 4096, path=disk_file.path
+        )
         with pytest.raises(StorageError, match=r"read of 8\.0 KiB at offset 4096.*EIO") as caught:
             transfer.wait(TIMEOUT_S)
     error = caught.value
@@ -309,7 +320,7 @@ def test_eio_names_path_offset_operation_and_size(disk_file: SwapFile, pages: Pa
 
 def test_a_full_device_is_a_no_space_error(pages: Pages) -> None:
     with ThreadsBackend() as backend, open("/dev/full", "r+b", buffering=0) as full:
-        write = backend.submit_write(full.fileno(), pages(PAGE_NBYTES), 0, path="p")
+        write = backend.submit(Operation.WRITE, full.fileno(), pages(PAGE_NBYTES), 0, path="p")
         with pytest.raises(NoSpaceError, match=r"budget\.nvme") as caught:
             write.wait(TIMEOUT_S)
     assert caught.value.errno == errno.ENOSPC
@@ -326,7 +337,9 @@ def test_after_an_error_the_other_pieces_are_skipped_and_none_moves_later(
 
     with ThreadsBackend(workers=1, io_block_nbytes=1 << 20, pwritev=counting) as backend:
         with pytest.raises(StorageError):
-            backend.submit_write(disk_file.fd, noise(8 << 20), 0, path="p").wait(TIMEOUT_S)
+            backend.submit(Operation.WRITE, disk_file.fd, noise(8 << 20), 0, path="p").wait(
+                TIMEOUT_S
+            )
         assert calls == [0]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from offload.swap.io.io_request import Operation
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads import shield
 from offload.swap.threads.shield import check_whole, defer_signals, interrupted_in_waits
@@ -139,7 +140,9 @@ def test_a_request_that_fails_when_it_is_queued_already_ends_once() -> None:
     gate = threading.Event()
     backend = Interrupting(workers=1)
     before: Callable[[], Any] = gate.wait  # it is in a worker's hands when it fails
-    moved = backend.submit_write(write, memoryview(bytearray(8)), 0, path="a pipe", before=before)
+    moved = backend.submit(
+        Operation.WRITE, write, memoryview(bytearray(8)), 0, path="a pipe", before=before
+    )
     with pytest.raises(Exception, match="KeyboardInterrupt"):
         moved.wait()
     gate.set()

@@ -13,6 +13,7 @@ import pytest
 
 from offload.swap.io.backends import open_backend
 from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.io_request import Operation
 from offload.swap.io.io_watch import LOOKS
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.transfer import Transfer, all_of
@@ -125,8 +126,8 @@ def hold(
 ) -> Transfer[Any]:  # fmt: skip
     """A transfer that is in the device now, and stays there."""
     device.held.add(offset)
-    submit = backend.submit_write if write else backend.submit_read
-    moved = submit(file.fd, buffer, offset, path=path, owner="layer.3")
+    operation = Operation.WRITE if write else Operation.READ
+    moved = backend.submit(operation, file.fd, buffer, offset, path=path, owner="layer.3")
     device.await_entered()
     return moved
 
@@ -158,13 +159,18 @@ def test_what_waits_behind_it_and_what_comes_later_fails_with_the_same_error(
     first = hold(backend, device, file, pages(PAGE_NBYTES))
     begun: list[int] = []
     behind = [
-        backend.submit_write(
-            file.fd, pages(PAGE_NBYTES), offset << 20, path="/swap", before=lambda: begun.append(1)
+        backend.submit(
+            Operation.WRITE,
+            file.fd,
+            pages(PAGE_NBYTES),
+            offset << 20,
+            path="/swap",
+            before=lambda: begun.append(1),
         )
         for offset in (1, 2)
     ]
     look(backend)
-    later = backend.submit_read(file.fd, pages(PAGE_NBYTES), 3 << 20, path="/swap")
+    later = backend.submit(Operation.READ, file.fd, pages(PAGE_NBYTES), 3 << 20, path="/swap")
     errors = []
     for moved in (first, *behind, later):
         with pytest.raises(StuckError) as caught:
@@ -201,7 +207,9 @@ def test_while_anything_ends_nothing_is_given_up(
     slow = hold(backend, device, file, pages(PAGE_NBYTES))
     for number in range(1, 4):
         look(backend, LOOKS - 1)
-        backend.submit_read(file.fd, pages(PAGE_NBYTES), number << 20, path="/swap").wait(TIMEOUT_S)
+        backend.submit(
+            Operation.READ, file.fd, pages(PAGE_NBYTES), number << 20, path="/swap"
+        ).wait(TIMEOUT_S)
     look(backend, LOOKS - 1)
     assert not slow.done()
     device.release()
@@ -213,9 +221,9 @@ def test_a_stuck_path_ends_the_use_of_the_others_too(
 ) -> None:
     backend = make(workers=1)
     stuck = hold(backend, device, file, pages(PAGE_NBYTES), path="/a")
-    behind = backend.submit_write(file.fd, pages(PAGE_NBYTES), 1 << 20, path="/b")
+    behind = backend.submit(Operation.WRITE, file.fd, pages(PAGE_NBYTES), 1 << 20, path="/b")
     look(backend)
-    later = backend.submit_read(file.fd, pages(PAGE_NBYTES), 1 << 20, path="/b")
+    later = backend.submit(Operation.READ, file.fd, pages(PAGE_NBYTES), 1 << 20, path="/b")
     for moved in (stuck, behind, later):
         with pytest.raises(StuckError, match="/a"):
             moved.wait(TIMEOUT_S)

@@ -38,6 +38,7 @@ from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import checksum_of
 from offload.swap.io.io_backend import IOBackend
+from offload.swap.io.io_request import Operation
 from offload.swap.io.swap_file import SwapFile, file_system_of, free_space
 from offload.swap.threads.transfer import Transfer, all_of
 from offload.swap.threads.worker import ParallelRunner, available_cores
@@ -292,7 +293,9 @@ class _Disk:
             checksum_of(part)
 
         if direction == "r":
-            return self._backend.submit_read(
-                file.fd, part, offset_bytes, path=file.path, after=check
+            return self._backend.submit(
+                Operation.READ, file.fd, part, offset_bytes, path=file.path, after=check
             )
-        return self._backend.submit_write(file.fd, part, offset_bytes, path=file.path, before=check)
+        return self._backend.submit(
+            Operation.WRITE, file.fd, part, offset_bytes, path=file.path, before=check
+        )
