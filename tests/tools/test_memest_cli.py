@@ -179,6 +179,13 @@ def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: A
     assert any(note.startswith(said) for note in value["notes"])
 
 
+def test_chunks_that_an_enormous_model_cannot_have_are_no_change(capsys: Any) -> None:
+    hardware = ["--gpu", "24GiB", "--ram", "64GiB", "--nvme", "8TiB", "--no-measure"]
+    asked = ["--params", "200B", *hardware, "-o", "placement.optimizer=host"]
+    assert run(*asked) == 1
+    assert "does not fit: RAM is" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ram", ["1280MiB", "2GiB"])
 def test_what_fits_with_recomputation_fits_where_that_is_left_open(ram: str, capsys: Any) -> None:

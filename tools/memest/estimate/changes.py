@@ -15,7 +15,7 @@ from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.plan.estimate import Change, Estimate
 from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_format
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.knobs import Knob, Option, knobs
@@ -37,7 +37,7 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
                 and not cannot_fit(tried, estimator.facts(tried, tried.config))
                 and estimator.fits(tried)
             )
-        except UnsupportedError:  # blocks that cannot be computed again
+        except (ConfigError, UnsupportedError):  # small chunks of an enormous model
             return False
 
     found: list[Change] = []
