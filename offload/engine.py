@@ -136,7 +136,7 @@ class Engine(TieredModel):
         super().__init__(model, config)
         _check_trainable(model)
         self.spread.check(
-            config, machine.rank_here(), machine.world_size(),
+            machine.rank_here(), machine.world_size(),
             meshed=mesh is not None or any(is_dtensor(param) for param in model.parameters()),
         )  # fmt: skip
         discovery = self._discover(config)

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from offload.config import OffloadConfig
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.groups.discovery import GroupPlan, ep_size_of, managed
 
@@ -71,7 +70,7 @@ class SpreadExperts:
                     "experts, or set ep_size=1"
                 )
 
-    def check(self, config: OffloadConfig, rank: int, ranks: int, *, meshed: bool) -> None:
+    def check(self, rank: int, ranks: int, *, meshed: bool) -> None:
         """Raise UnsupportedError or ConfigError for settings that do not go with spread experts.
         `meshed`: the model is parallel in other ways, too."""
         if self.ep_size == 1:

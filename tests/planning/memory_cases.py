@@ -142,7 +142,7 @@ def predict(case: Case, baseline: Baseline, *, activations: bool) -> Predicted:
     plan = lay_out_plan(config, shape, _PLENTY)
     train = config.train
     workload = Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
-    facts = ActivationFacts(0, 0, 0, "", _NOTHING, _NOTHING)
+    facts = ActivationFacts(0, 0, 0, _NOTHING, _NOTHING)
     if activations or plan.activations is not None:
         facts = trace_activations(build_meta_model(config), config, workload)
     memory = PlannedMemory(plan, config, shape, facts, workload, baseline).estimate()

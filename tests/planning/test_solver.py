@@ -49,7 +49,7 @@ def model(blocks: int = 8, width: int = 1024) -> ModelShape:
 
 def facts(saved: int = 16 * MIB, seconds: float = 0.1) -> ActivationFacts:
     work = PassCost(int(2e11 * seconds), 0, 100)
-    return ActivationFacts(saved, 2 * saved, saved // 2, "backward of head", work, work)
+    return ActivationFacts(saved, 2 * saved, saved // 2, work, work)
 
 
 def known(found: ActivationFacts | None = None, **keys: Any) -> RunFacts:

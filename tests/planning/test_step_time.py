@@ -52,7 +52,7 @@ BASE: Mapping[str, Any] = {
 }  # fmt: skip
 WORK = Workload(2, 16)
 FACTS = ActivationFacts(
-    0, 0, 0, "", PassCost(int(1e9), int(1e7), 100), PassCost(int(2e9), int(2e7), 200)
+    0, 0, 0, PassCost(int(1e9), int(1e7), 100), PassCost(int(2e9), int(2e7), 200)
 )
 SPEEDS = Speeds(
     name="made up", gpu=False, matmul_flops_per_s={"fp32": 1e11, "bf16": 4e11},

@@ -53,7 +53,7 @@ def known_of(shape: ModelShape, profile: HardwareProfile, layers: int, hidden: i
         again = config.placement.activations.checkpoint
         kept, backward = (saved // 8, 3 * forward) if again else (saved, 2 * forward)
         first, second = (PassCost(n, n // 200, 20 * layers) for n in (forward, backward))
-        return ActivationFacts(kept, kept + 256 * MIB, 256 * MIB, "forward of head", first, second)
+        return ActivationFacts(kept, kept + 256 * MIB, 256 * MIB, first, second)
 
     libraries = Baseline(1536 * MIB, 768 * MIB, compiler_nbytes=0)
     return RunFacts(Workload(1, tokens), speeds, facts_of, libraries)

@@ -49,7 +49,6 @@ class ActivationFacts:
     saved_nbytes: int  # what autograd holds when forward ends
     peak_nbytes: int  # most bytes of tensors alive at a time, what is saved included
     peak_elsewhere_nbytes: int  # the same where what is saved leaves for another tier
-    peak_at: str  # where: `forward of layers.3`, `backward of head`
     forward: PassCost
     backward: PassCost  # recomputation included
     # Of the two peaks, bytes in storages of less than 32 MiB: on a CPU these are on the C library's
@@ -60,7 +59,7 @@ class ActivationFacts:
 
 
 NO_WORK = PassCost(0, 0, 0)
-NOTHING = ActivationFacts(0, 0, 0, "", NO_WORK, NO_WORK)
+NOTHING = ActivationFacts(0, 0, 0, NO_WORK, NO_WORK)
 
 # How large the holes get depends on the order of sizes and is not derived: the four numbers were
 # fitted to the peak RSS of runs of 0.7 M to 300 M parameters (`tests/planning/memory_cases.py`,
@@ -127,7 +126,6 @@ def generation_facts(
     heap = max(prefill.heap_peak_nbytes, decode.heap_peak_nbytes)
     both = replace(
         decode, peak_nbytes=peak, peak_elsewhere_nbytes=peak,
-        peak_at=prefill.peak_at if peak == prefill_nbytes else decode.peak_at,
         heap_peak_nbytes=heap, heap_peak_elsewhere_nbytes=heap,
         cache_nbytes=before if peak == prefill_nbytes else after,
     )  # fmt: skip

@@ -106,27 +106,25 @@ class _Mark:
     """The place that operations from here on, and the graph nodes that they add, belong to."""
 
     node: int  # sequence number of the first
-    where: str
     times: int  # how often they count
     more: Alive  # on account of blocks that are not run
 
 
 class PassWatch(TorchDispatchMode):
-    """Sees every operation. `enter` and `leave` report the position of the forward; an operation of
-    the backward belongs to the place where its node was made."""
+    """Sees every operation. `enter` reports the position of the forward; an operation of the
+    backward belongs to the place where its node was made."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = LiveBytes(self._grown)
         self.saved = Alive()
         self.peak = Alive()  # each of the two at its own peak
-        self.peak_at = "forward"
         self.forward = self.backward = NO_WORK
         self.ran = NO_WORK  # in forward, each operation once
         self._is_kernel: dict[Any, bool] = {}
         self._backward = False
         self._last_node = 0
-        self._now = _Mark(0, "the model", 1, Alive())
+        self._now = _Mark(0, 1, Alive())
         self._marks = [self._now]
 
     def __torch_dispatch__(
@@ -174,8 +172,6 @@ class PassWatch(TorchDispatchMode):
 
     def _grown(self, scratch: Alive = Alive()) -> None:
         now = self.live.now + self._now.more + scratch
-        if now.nbytes > self.peak.nbytes:
-            self.peak_at = f"{'backward' if self._backward else 'forward'} of {self._now.where}"
         self.peak = Alive(
             max(self.peak.nbytes, now.nbytes), max(self.peak.heap_nbytes, now.heap_nbytes)
         )
@@ -185,20 +181,16 @@ class PassWatch(TorchDispatchMode):
         """Start when the model is called: tensors made before are its inputs."""
         self.live.forget()
         self.peak = Alive()
-        self._mark("the model", 1, Alive())
+        self._mark(1, Alive())
 
-    def enter(self, where: str, times: int = 1) -> None:
+    def enter(self, times: int = 1) -> None:
         """Enter a block, or a module outside of all blocks. Its operations, and those between it
         and the next, count `times` times."""
         if not self._backward:
-            self._mark(where, times, self._now.more)
-
-    def leave(self, where: str) -> None:
-        if not self._backward:
-            self._mark(f"what follows {where}", self._now.times, self._now.more)
+            self._mark(times, self._now.more)
 
     def add_more(self, more: Alive) -> None:
-        self._mark(self._now.where, self._now.times, self._now.more + more)
+        self._mark(self._now.times, self._now.more + more)
 
     def end_forward(self, loss: Tensor) -> None:
         own = Alive.of(self.live.nbytes_of(loss))
@@ -206,8 +198,8 @@ class PassWatch(TorchDispatchMode):
         self._last_node = _next_node()
         self._backward = True
 
-    def _mark(self, where: str, times: int, more: Alive) -> None:
-        self._now = _Mark(_next_node(), where, times, more)
+    def _mark(self, times: int, more: Alive) -> None:
+        self._now = _Mark(_next_node(), times, more)
         self._marks.append(self._now)
 
 

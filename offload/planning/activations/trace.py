@@ -106,7 +106,6 @@ def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
         saved_nbytes=here.saved.nbytes,
         peak_nbytes=here.peak.nbytes,
         peak_elsewhere_nbytes=elsewhere.peak.nbytes,
-        peak_at=here.peak_at,
         forward=here.forward,
         backward=here.backward,
         heap_peak_nbytes=here.peak.heap_nbytes,

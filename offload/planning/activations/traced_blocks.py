@@ -130,7 +130,7 @@ def watched_blocks(
             run, left_out = stretch.split(blocks)
             there = model.get_submodule(_list_of(run[0])[0])
             stack.enter_context(_without(there, left_out))
-            forwards.update(_CountedStretch(stretch, run, left_out, watch).forwards())
+            forwards.update(_CountedStretch(stretch, run, watch).forwards())
         for unit in units:
             in_block = any(unit.name.startswith(f"{block.name}.") for block in blocks)
             if unit.repeated or not (in_block or unit.module is model):
@@ -141,16 +141,13 @@ def watched_blocks(
         yield
 
 
-def _watched(unit: Unit, watch: PassWatch, name: str = "", times: int = 1) -> Forward:
-    """The forward of a block, reported to `watch` under its own name or another one."""
+def _watched(unit: Unit, watch: PassWatch, times: int = 1) -> Forward:
+    """The forward of a block, reported to `watch`; its operations count `times` times."""
     own: Forward = unit.module.forward
-    name = name or unit.name
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        watch.enter(name, times)
-        output = own(*args, **kwargs)
-        watch.leave(name)
-        return output
+        watch.enter(times)
+        return own(*args, **kwargs)
 
     return forward
 
@@ -173,23 +170,18 @@ def _without(modules: nn.Module, left_out: Sequence[Unit]) -> Iterator[None]:
 class _CountedStretch:
     """The blocks of one stretch that are run, some of which count for those that are left out."""
 
-    def __init__(
-        self, stretch: Stretch, run: Sequence[Unit], left_out: Sequence[Unit], watch: PassWatch
-    ) -> None:
-        self._stretch, self._run, self._left_out, self._watch = stretch, run, left_out, watch
+    def __init__(self, stretch: Stretch, run: Sequence[Unit], watch: PassWatch) -> None:
+        self._stretch, self._run, self._watch = stretch, run, watch
         self._alive, self._ran = Alive(), NO_WORK  # when the last period began
         self._kept, self._work = Alive(), NO_WORK  # by the period before the one that counts
         self._next = 0
 
     def forwards(self) -> Iterator[tuple[str, Forward]]:
         """The forward to call for each block, by the block's name."""
-        last = self._left_out[-self._stretch.period :]  # of those that are counted by others
         for number, unit in enumerate(self._run):
-            period, place = divmod(number, self._stretch.period)
-            name, times = unit.name, 1
-            if period == 2:
-                name, times = last[place].name, 1 + self._stretch.skipped
-            yield unit.name, self._begun(number, _watched(unit, self._watch, name, times))
+            counts = number // self._stretch.period == 2
+            times = 1 + self._stretch.skipped if counts else 1
+            yield unit.name, self._begun(number, _watched(unit, self._watch, times))
 
     def _begun(self, number: int, own: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
