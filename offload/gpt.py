@@ -10,7 +10,7 @@ E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -125,13 +125,6 @@ class GatedMlp(nn.Module):
         return result
 
 
-class Load(NamedTuple):
-    """The load of experts for each sequence of a batch."""
-
-    shares: Tensor  # BE fp32: the mean probability of each expert
-    chosen: Tensor  # BE fp32: the share of tokens that chose it, their sum is experts_per_token
-
-
 class Mixture(MoE):
     """A dropless mixture of MLPs, of which each token is computed by `experts_per_token`."""
 
@@ -146,13 +139,11 @@ class Mixture(MoE):
             top2_2nd_expert_sampling=False,
         )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Load]:  # type: ignore[override]
-        """BSH to BSH, and the load of its experts."""
-        B, S, _ = x.shape
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """BSH to BSH, and its balancing loss, which counts all choices of a token."""
         output, routing = self.routed(x)
         chosen = torch.zeros_like(routing.shares).scatter(1, routing.experts, 1.0)
-        means = (each.view(B, S, -1).mean(1) for each in (routing.shares, chosen))
-        return output, Load(*means)
+        return output, balancing_loss(routing.shares.mean(0), chosen.mean(0), self.k)
 
 
 class Block(nn.Module):
@@ -165,12 +156,12 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=_NORM_EPS)
         self.mlp = Mixture(config) if config.experts else GatedMlp(config, config.mlp_width)
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor | tuple[Tensor, Load]:
-        """BSH to BSH; with experts, also how they were loaded."""
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor | tuple[Tensor, Tensor]:
+        """BSH to BSH; with experts, also their balancing loss."""
         x = x + self.attention(self.attention_norm(x), rotary)
         if isinstance(self.mlp, Mixture):
-            output, load = self.mlp(self.mlp_norm(x))
-            return x + output, load
+            output, balancing = self.mlp(self.mlp_norm(x))
+            return x + output, balancing
         result: Tensor = x + self.mlp(self.mlp_norm(x))
         return result
 
@@ -201,33 +192,29 @@ class LanguageModel(nn.Module):
             )
         x = self.embedding(tokens)
         rotary = Rotary.at(length, self.config.hidden // self.config.heads, x)
-        loads: list[Load] = []
+        balancing: list[Tensor] = []
         for layer in self.layers:
-            x = self._through(layer, x, rotary, loads)
+            x = self._through(layer, x, rotary, balancing)
         logits = self.head(self.norm(x))
         if targets is None:
             return ModelOutput(None, logits)
         loss = _loss(logits, targets)
-        if loads and self.training and self.config.aux_loss:
-            loss = loss + self.config.aux_loss * self._balancing(loads)
+        if balancing and self.training and self.config.aux_loss:
+            loss = loss + self.config.aux_loss * torch.stack(balancing).mean()
         return ModelOutput(loss, logits)
 
-    def _balancing(self, loads: Sequence[Load]) -> Tensor:
-        """Return the balancing loss over all sequences of the batch: the mean of all blocks."""
-        k = self.config.experts_per_token
-        each = [balancing_loss(load.shares.mean(0), load.chosen.mean(0), k) for load in loads]
-        return torch.stack(each).mean()
-
-    def _through(self, layer: nn.Module, x: Tensor, rotary: Rotary, loads: list[Load]) -> Tensor:
-        """Compute a layer, BSH to BSH; adds the load of the layer's experts to `loads`."""
+    def _through(
+        self, layer: nn.Module, x: Tensor, rotary: Rotary, balancing: list[Tensor]
+    ) -> Tensor:
+        """Compute a layer, BSH to BSH; adds its experts' balancing loss to `balancing`."""
         if self.checkpoint_activations and torch.is_grad_enabled():
             # no dropout anywhere, so there is no generator state to carry
             result = checkpoint(layer, x, rotary, use_reentrant=False, preserve_rng_state=False)
         else:
             result = layer(x, rotary)
         if isinstance(result, tuple):
-            result, load = result
-            loads.append(load)
+            result, loss = result
+            balancing.append(loss)
         assert isinstance(result, Tensor)
         return result
 

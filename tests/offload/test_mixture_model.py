@@ -58,15 +58,15 @@ def trained(
 def test_a_token_is_the_weighted_sum_of_its_experts(k: int) -> None:
     layer = mixtures(made(experts_per_token=k))[0]
     x = torch.randn(2, 5, 32)
-    output, load = layer(x)
+    output, balancing = layer(x)
     shares = F.softmax(x @ layer.gate.weight.T, dim=-1)
     best, chosen = shares.topk(k, dim=-1)
     weights = best / best.sum(-1, keepdim=True) if k > 1 else best
     every = torch.stack([expert(x) for expert in layer.experts], dim=2)
     picked = every.gather(2, chosen.unsqueeze(-1).expand(-1, -1, -1, 32))
     torch.testing.assert_close(output, (picked * weights.unsqueeze(-1)).sum(2))
-    torch.testing.assert_close(load.shares, shares.mean(1))
-    torch.testing.assert_close(load.chosen, F.one_hot(chosen, 12).sum(2).float().mean(1))
+    load = F.one_hot(chosen, 12).sum(2).float().mean((0, 1))
+    torch.testing.assert_close(balancing, 12 / k * (load * shares.mean((0, 1))).sum())
 
 
 def test_a_training_loss_has_the_balancing_loss_of_the_whole_batch() -> None:
