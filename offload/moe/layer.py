@@ -24,7 +24,7 @@ from offload.moe.experts import Experts
 from offload.moe.gate import Gate, GateOptions
 from offload.moe.gating import Routing
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.recompute.random_state import RandomState, default_generators
+from offload.zero.recompute.random_state import RandomState, torch_generators
 
 _log = logging.getLogger("offload")
 
@@ -254,7 +254,7 @@ def _maker(expert: nn.Module | MakeExpert) -> Callable[[int], nn.Module]:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed torch's generators, of the CPU and of the device for new tensors, with `seed` inside."""
-    generators = default_generators([torch.empty(0)])
+    generators = list(torch_generators(torch.empty(0).device).values())
     with RandomState(generators).again():
         for generator in generators:
             generator.manual_seed(seed)  # type: ignore[union-attr]

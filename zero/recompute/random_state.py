@@ -21,7 +21,6 @@ from offload.tiers import accelerator
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 _KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-_MOST_SPAWNED = 4096  # children that are made to count them
 _MOST_POOL = 1024  # words of a seed sequence: its time is their square
 _OTHERS = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set})  # most attributes
 # the hidden instances whose methods are the modules' functions
@@ -37,10 +36,7 @@ def generators_of(module: nn.Module) -> list[Generator]:
 def named_generators(module: nn.Module, device: torch.device) -> dict[str, Generator]:
     """Return all of the above and torch's, by names that another process has for them, too."""
     found: dict[str, Generator] = {"python": _PYTHON, "numpy": _NUMPY}
-    found["torch"] = torch.default_generator
-    if accelerator.is_accelerator(device):
-        found[device.type] = accelerator.of(device).generator(device)
-    return found | _own_generators(module)
+    return found | torch_generators(device) | _own_generators(module)
 
 
 def _own_generators(module: nn.Module) -> dict[str, Generator]:
@@ -52,10 +48,12 @@ def _own_generators(module: nn.Module) -> dict[str, Generator]:
     }
 
 
-def default_generators(tensors: Sequence[torch.Tensor]) -> list[Generator]:
-    """Return torch's generators for the CPU and the devices of `tensors`."""
-    devices = {tensor.device for tensor in tensors if accelerator.is_accelerator(tensor.device)}
-    return [torch.default_generator, *(accelerator.of(each).generator(each) for each in devices)]
+def torch_generators(device: torch.device) -> dict[str, Generator]:
+    """Return torch's generators for the CPU and for `device`, by name."""
+    found: dict[str, Generator] = {"torch": torch.default_generator}
+    if accelerator.is_accelerator(device):
+        found[device.type] = accelerator.of(device).generator(device)
+    return found
 
 
 class RandomState:
@@ -74,11 +72,6 @@ class RandomState:
             yield
         finally:
             self._put(now, [state_of(each) for each in self._generators])
-
-    def moved(self) -> bool:
-        """Return whether anything was drawn since."""
-        now = [state_of(each) for each in self._generators]
-        return not all(map(_is_same, now, self._first))
 
     def _put(self, states: Sequence[Any], now: Sequence[Any]) -> None:
         """Set the states that differ: comparing costs less than setting."""
@@ -133,13 +126,7 @@ def _set_seeds(bits: np.random.BitGenerator, saved: dict[str, Any] | None) -> No
         return
     if saved["pool_size"] > _MOST_POOL:
         raise ValueError(f"a seed sequence of {saved['pool_size']} words; at most {_MOST_POOL}")
-    new, own = np.random.SeedSequence(**saved), bits.seed_seq
-    if type(own) is np.random.SeedSequence:
-        ahead = new.n_children_spawned - own.n_children_spawned
-        same_seed = _is_same(own.state | {"n_children_spawned": new.n_children_spawned}, saved)
-        if same_seed and 0 <= ahead <= _MOST_SPAWNED:
-            own.spawn(ahead)  # in place: whoever else holds it counts them, too
-            return
+    new = np.random.SeedSequence(**saved)
     bits.__setstate__((bits.state, new))  # type: ignore[attr-defined]  # as unpickling does
 
 
