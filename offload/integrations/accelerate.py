@@ -1,4 +1,4 @@
-"""Runs accelerate's loops through an engine: `prepare` copies no states, saving holds none in RAM.
+"""Runs accelerate's loops through an engine: its states are never whole in RAM.
 
 engine = offload.initialize(model, "offload.yaml")
 accelerator = OffloadAccelerator(gradient_accumulation_steps=4)
@@ -16,12 +16,8 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from offload.checkpoint.engine.weights import stream_weights
-from offload.checkpoint.foreign.weight_shards import Write, remove_other_shards, write_shards
-from offload.checkpoint.format.disk import make_folder, storage_errors
 from offload.config.paths import StrPath, path_of, path_text
 from offload.engine import Engine
-from offload.integrations.model_tensors import ModelTensors
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, UnsupportedError
 
@@ -144,29 +140,6 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
             engine.save_checkpoint(Path(folder) / _name(number), state={} if saved else None)
         return folder
 
-    def save_model(
-        self, model: nn.Module, save_directory: StrPath,
-        max_shard_size: int | str = "10GB", safe_serialization: bool = True,
-    ) -> None:  # fmt: skip
-        """Save as Accelerator does; weights of an engine are streamed. With several ranks, all have
-        to call it. Raise UnsupportedError for an engine's weights as a pickle."""
-        engine = next((e for e in self.engines if e.module is self.unwrap_model(model)), None)
-        if engine is None:
-            super().save_model(model, save_directory, max_shard_size, safe_serialization)
-            return
-        if not safe_serialization:
-            raise UnsupportedError(
-                "save_model(safe_serialization=False): a pickle is written from complete tensors "
-                "in RAM; leave the argument out"
-            )
-        if not self.is_main_process:
-            stream_weights(engine, lambda *_: None)
-            return
-        folder = path_of(save_directory, "save_directory")
-        with storage_errors("creating", folder):
-            make_folder(folder, parents=True)
-        remove_other_shards(folder, write_shards(_FirstNames(engine), folder, max_shard_size))
-
     def load_state(
         self, input_dir: StrPath | None = None, load_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -194,14 +167,3 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
 
 def _name(number: int) -> str:
     return _STATES if number == 0 else f"{_STATES}_{number}"
-
-
-class _FirstNames:
-    """The tensors of an engine's model, each under its first name."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._model = ModelTensors(engine.module)
-        self.tensors = {name: self._model.tensors[name] for name in self._model.first_names()}
-
-    def write(self, write: Write) -> None:
-        self._model.stream(self.tensors.keys(), lambda name, _, raw: write(name, raw))

@@ -50,12 +50,6 @@ class ModelTensors:
         self._others[name] = value
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    def first_names(self) -> list[str]:
-        """Return the first name of each tensor: tied ones are saved once."""
-        others = {id(value): name for name, value in reversed(self._others.items())}
-        firsts = {names[0] for names in self._sources.values()} | set(others.values())
-        return [name for name in self.tensors if name in firsts]
-
     def stream(self, names: Collection[str], take: TakeNamed) -> None:
         """Give the elements of the named tensors to `take`, in any order of tensors. With several
         ranks, the one that writes calls it; `stream_weights` describes the others' part."""

@@ -4,8 +4,7 @@ written one piece at a time."""
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +20,6 @@ from offload.zero.groups.bits import DTYPE_NAMES
 SHARD = "5GB"
 Write = Callable[[str, Tensor], None]  # a tensor's name, and its next bytes (1D uint8)
 _METADATA = {"format": "pt"}
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 class Tensors(Protocol):
@@ -94,14 +92,6 @@ def cut(sizes: Mapping[str, int], most_nbytes: int, name: str = SINGLE) -> dict[
         f"{stem}-{number:05d}-of-{count:05d}.safetensors": names
         for number, names in enumerate(shards, 1)
     }
-
-
-def remove_other_shards(folder: Path, kept: Container[str]) -> None:
-    """Remove shards of an earlier save, and its single file, which would be loaded instead."""
-    for path in folder.iterdir():
-        is_ours = path.name == SINGLE or _SHARD.fullmatch(path.name)
-        if is_ours and path.name not in kept:
-            path.unlink()
 
 
 def named(name: str, variant: str | None) -> str:
