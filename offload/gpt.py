@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.config.training import ModelConfig
 from offload.moe import MoE
-from offload.moe.gating import balancing_loss
+from offload.moe.gate import balancing_loss
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.moe import MoE
-from offload.moe.gate import _gumbel, _jitter
-from offload.moe.gating import Routing, capacity_of, top_1, top_2, top_k
+from offload.moe.gate import Routing, _gumbel, _jitter, capacity_of, top_1, top_2, top_k
 
 theirs = pytest.importorskip("deepspeed.moe.sharded_moe")
 CPU = torch.device("cpu")

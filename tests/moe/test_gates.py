@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import ConfigError
-from offload.moe.gate import Gate, GateOptions
-from offload.moe.gating import Routing, capacity_of, top_1, top_2, top_k
+from offload.moe.gate import Gate, GateOptions, Routing, capacity_of, top_1, top_2, top_k
 
 PROBABILITIES = torch.tensor(
     [[0.50, 0.30, 0.15, 0.05], [0.60, 0.25, 0.10, 0.05], [0.45, 0.40, 0.10, 0.05],
