@@ -19,30 +19,15 @@ from offload.zero.tensors.local_tensors import memory_of
 
 
 def refuse_shared_views(model: nn.Module) -> None:
-    """Raise UnsupportedError for two parameters, or a trainable one and a buffer, that overlap in
-    memory; on the meta device, where each would get values of its own, also for other buffers.
-    Parts of one memory that are apart are fine."""
+    """Raise UnsupportedError for two parameters, or a parameter and a buffer, that overlap in
+    memory; on the meta device, where each would get values of its own, also for two buffers. Parts
+    of one memory that are apart are fine."""
     for a, b in _overlapping(model):
-        if a.is_parameter and b.is_parameter:
-            raise UnsupportedError(
-                f"{a.name} and {b.name} are two parameters with the same memory, or a part of it, "
-                "and a write to one would not show in the other any more; to tie them, let both "
-                "be one object (module.weight = other.weight), otherwise give one of them a copy "
-                "(.clone())"
-            )
-        other, buffer = (b, a) if b.is_parameter else (a, b)
-        if other.is_meta:
-            raise UnsupportedError(
-                f"buffer {buffer.name} shares memory with {other.name} on the meta device, and "
-                "each would get values of its own; let both be one object, or give the buffer a "
-                "copy (.clone())"
-            )
-        if other.trainable:
-            raise UnsupportedError(
-                f"buffer {buffer.name} shares memory with the parameter {other.name}, and what "
-                "training does to one would not show in the other any more; compute it in the "
-                "forward, or give the buffer a copy (.clone())"
-            )
+        raise UnsupportedError(
+            f"{a.name} and {b.name} have the same memory, or a part of it, and a write to one "
+            "would not show in the other any more; to tie parameters, let both be one object "
+            "(module.weight = other.weight), otherwise give one of them a copy (.clone())"
+        )
 
 
 class _View:
@@ -52,7 +37,6 @@ class _View:
     def __init__(self, name: str, tensor: torch.Tensor, memory: torch.Tensor) -> None:
         self.name = name
         self.is_parameter = isinstance(tensor, nn.Parameter)
-        self.trainable = tensor.requires_grad
         self.is_meta = memory.is_meta
         self.storage = memory.untyped_storage()._cdata if self.is_meta else 0
         offset = int(memory.storage_offset()) * memory.element_size()
