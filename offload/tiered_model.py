@@ -271,8 +271,8 @@ class TieredModel(abc.ABC):
     @defer_signals
     def close(self, keep: Keep | None = None) -> None:
         """Stop threads, close swap files, give back memory, and give the parameters back to the
-        model, which is an ordinary one then: the same objects, buffers, gradients and hooks of
-        others, all on the CPU.
+        model, which is an ordinary one then: the same objects, buffers and hooks of others, all on
+        the CPU. Gradients go with the tiers.
 
         `keep`: "host", tensors in RAM; "drop", no values: a later use of the model is an error that
         says why, until `model.load_state_dict(..., assign=True)` puts other parameters in their
@@ -281,8 +281,7 @@ class TieredModel(abc.ABC):
 
         Raises BudgetError if "host" has no room, and the error of a pending update: it stays open
         then. After an error while parameters come back it is closed, and the model has no values.
-        On several ranks all pass the same `keep`, and gradients are not given back. Calling it
-        again does nothing.
+        On several ranks all pass the same `keep`. Calling it again does nothing.
         """
         check_keep(keep)
         if self._closed:

@@ -7,7 +7,6 @@ that has more bits. Where that is wider than the weight in its tier, it has the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from offload.memory.tier_manager import TieredHomes
 from offload.process import machine
-from offload.tiers.errors import ConfigError, StateError
+from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import WeightStore
@@ -38,14 +37,13 @@ def check_keep(keep: Keep | None) -> None:
 
 @dataclass(eq=False, slots=True)
 class _Given:
-    """One parameter of the model, and the values and gradient that it gets back."""
+    """One parameter of the model, and the values that it gets back."""
 
     param: nn.Parameter
     kind: type
     shape: tuple[int, ...]  # of this rank's part
     dtype: torch.dtype
     values: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +120,6 @@ class GivenBack:
         copies.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self._take_gradients()
             self._homes.begin_emptying()
             copied = 0
             since = _GIVE_BACK_NBYTES  # the buffers of updates are free now
@@ -133,21 +130,6 @@ class GivenBack:
                 if since >= _GIVE_BACK_NBYTES:
                     since = 0
                     self._homes.hold_within(self._homes.pool.tier.arena.nbytes - copied)
-
-    def _take_gradients(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in (packed.param for packed in self._store.packed):
-                if not isinstance(param.grad, PagedTensor):  # a tensor of the program's, or None
-                    self._given[id(param)].gradient, param.grad = param.grad, None
-        for given in self._given.values():
-            with torch._C.DisableTorchFunctionSubclass():
-                gradient = given.param.grad
-            # of several ranks, some may have none
-            if isinstance(gradient, PagedTensor) and not self._store.ranks.has_others:
-                with suppress(StateError):  # some were cleared behind updates in backward
-                    found = self._values.gradient(given.param)
-                    if found is not None:
-                        given.gradient = found.to(device="cpu", dtype=given.dtype)
 
     def _take_group(self, group: ParamGroup) -> int:
         store, copied = self._store, 0
@@ -172,12 +154,11 @@ class GivenBack:
         ):  # fmt: skip
             for given in self._given.values():
                 param = given.param
-                kept = param.grad if given.gradient is None else given.gradient
-                param.grad = None
+                own, param.grad = param.grad, None
                 param.__class__ = given.kind
                 hold(param, given.storage())
-                if kept is not None:
-                    param.grad = kept.to(device="cpu", dtype=given.dtype)
+                if own is not None and not isinstance(own, PagedTensor):  # the program's
+                    param.grad = own.to(device="cpu", dtype=given.dtype)
             others = (p for p in self._model.parameters() if id(p) not in self._given)
             for tensor in (*self._model.buffers(), *others):
                 if tensor.device.type != "cpu":

@@ -23,7 +23,6 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
-    gradients_of,
     losses_of,
     on_the_cpu_alone,
     seeded,
@@ -52,7 +51,6 @@ def test_a_closed_engines_model_is_an_ordinary_one(
     engine = offload.initialize(model, config(tmp_path, placement))
     losses_of(engine, batches(2))
     engine.backward(model.loss(batches(3)[2]))
-    gradients = gradients_of(engine)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine.close(keep)
     assert entries_of(model) == entries
@@ -60,15 +58,14 @@ def test_a_closed_engines_model_is_an_ordinary_one(
         name: id(p) for name, p in params.items()
     }
     assert_same_bits(model.state_dict(), before)
-    assert_same_bits({n: p.grad for n, p in params.items() if p.grad is not None}, gradients)
     for param in params.values():
         assert type(param) is nn.Parameter
+        assert param.grad is None
         assert param.untyped_storage().nbytes() == param.nbytes
     assert offload.engine_of(model) is None
     file = io.BytesIO()
     torch.save(model, file)
     other = copy.deepcopy(model)
-    model.zero_grad()  # a copy has no gradients
     for each in (model, other):
         optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad])
         each.loss(batches(1)[0]).backward()

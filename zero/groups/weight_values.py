@@ -201,10 +201,6 @@ class WeightValues:
         """Return a copy of a parameter's master; None if it has none."""
         return None
 
-    def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of a parameter's gradient; None if it has none."""
-        return None
-
     def close_states(self, group: ParamGroup) -> None:
         """Close the states of a group whose values were copied; those with views stay open."""
         group.unmap()
