@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.groups.discovery import GroupPlan, ep_size_of, managed
+from offload.zero.groups.discovery import ep_size_of, managed
+from offload.zero.groups.model_shape import GroupShape
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,15 @@ class SpreadExperts:
                     f"ep_size {self.ep_size}, and has to be {first}; build the model on each rank"
                 )
 
-    def check_groups(self, groups: Iterable[GroupPlan]) -> None:
+    def check_groups(self, groups: Iterable[GroupShape]) -> None:
         """Raise UnsupportedError for experts that would be averaged with those of other ranks."""
         for group in groups:
-            for names, _ in group.params:
-                if group.shape.ep_size == 1 and self._table_of(names[0]) is not None:
+            for param in group.params:
+                if group.ep_size == 1 and self._table_of(param.name) is not None:
                     raise UnsupportedError(
-                        f"{names[0]} is of experts that are spread over {self.ep_size} ranks, and "
-                        "cannot be a group of its own; give offload.initialize the model around "
-                        "the list of experts"
+                        f"{param.name} is of experts that are spread over {self.ep_size} ranks, "
+                        "and cannot be a group of its own; give offload.initialize the model "
+                        "around the list of experts"
                     )
 
     def _table_of(self, name: str) -> tuple[str, _Table] | None:

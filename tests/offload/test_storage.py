@@ -153,24 +153,24 @@ def test_matrices_that_are_frozen_are_stored_apart_from_what_is_trained() -> Non
     found = stored(adapted(1))
     groups = {group.name: group for group in found.groups}
     assert list(groups) == ["embed", "layers.0", "layers.0, int4", "lm_head"]
-    names = [names[0] for names, _ in groups["layers.0"].params]
+    names = [param.name for param in groups["layers.0"].params]
     assert names == ["layers.0.up.a.weight", "layers.0.up.b.weight"]
     formats = {
         param.names[0].removeprefix("layers.0."): param.stored
-        for param in groups["layers.0, int4"].shape.params
+        for param in groups["layers.0, int4"].params
     }
     assert {name for name, stored in formats.items() if stored} == {"up.base.weight", "down.weight"}
     assert formats["norm.weight"] is formats["up.base.bias"] is None
-    assert not any(param.stored for param in groups["lm_head"].shape.params)
+    assert not any(param.stored for param in groups["lm_head"].params)
     units = {unit.name: unit.groups for unit in found.units}
     assert units["layers.0"] == [1, 2]
 
 
 def test_a_tied_weight_stays_if_one_of_its_names_is_skipped() -> None:
     first = stored(adapted(1, tied=True)).groups[0]
-    assert not any(param.stored for param in first.shape.params)
+    assert not any(param.stored for param in first.params)
     first = stored(adapted(1, tied=True), skip=["up"]).groups[0]
-    assert all(param.stored for param in first.shape.params)
+    assert all(param.stored for param in first.params)
 
 
 # ---------------------------------------------------------------- bytes

@@ -38,7 +38,7 @@ def test_a_tied_weight_is_in_one_group_that_both_units_need():
     model.head.weight = model.embed.weight
     found = discover(model)
     assert [group.name for group in found.groups][-1] == "norm"
-    assert found.groups[0].params[0][0] == ("embed.weight", "head.weight")
+    assert found.groups[0].params[0].names == ("embed.weight", "head.weight")
     needs = {unit.name: unit.groups for unit in found.units}
     assert needs["head"] == needs["embed"] == [0]
 
@@ -64,7 +64,7 @@ def test_every_parameter_is_in_one_group_with_all_its_names():
     model = Odd()
     for classes in ((), ["LSTM"]):
         found = discover(model, classes)
-        named = [name for group in found.groups for names, _ in group.params for name in names]
+        named = [name for group in found.groups for p in group.params for name in p.names]
         assert sorted(named) == sorted(n for n, _ in model.named_parameters(remove_duplicate=False))
         assert {i for unit in found.units for i in unit.groups} == set(range(len(found.groups)))
 
@@ -94,5 +94,5 @@ def test_an_expert_of_a_list_is_a_group_whatever_without_parameters_is_beside_it
     if beside is not None:
         model.experts["beside"] = beside
     found = discover(model)
-    assert [g.name for g in found.groups if g.shape.table] == ["experts.0", "experts.1"]
+    assert [g.name for g in found.groups if g.table] == ["experts.0", "experts.1"]
     assert [u.name for u in found.units if u.table] == ["experts.0", "experts.1"]

@@ -41,19 +41,6 @@ _ATTRIBUTES = ("num_experts_per_tok", "top_k", "k")  # of routers, or of modules
 
 
 @dataclass(slots=True)
-class GroupPlan:
-    """Parameters of one group, in module order: qualified names (tied: several) and objects. In its
-    shape DTensors are the parts that this rank has, and packed parameters their rows."""
-
-    shape: GroupShape
-    params: list[tuple[tuple[str, ...], nn.Parameter]]
-
-    @property
-    def name(self) -> str:
-        return self.shape.name
-
-
-@dataclass(slots=True)
 class Unit:
     """A module with a forward, and the groups (by index) that it needs while it runs."""
 
@@ -67,7 +54,11 @@ class Unit:
 
 @dataclass(slots=True)
 class Discovery:
-    groups: list[GroupPlan]
+    """A model's groups, and their parameters, each by all of its names. In the shape of a group
+    DTensors are the parts that this rank has, and packed parameters their rows."""
+
+    groups: list[GroupShape]
+    params: dict[tuple[str, ...], nn.Parameter]
     units: list[Unit]
     packed: list[PackedParam]
     experts_per_token: int | None = None  # chosen by a router; None: unknown
@@ -76,8 +67,8 @@ class Discovery:
     def shape(self) -> ModelShape:
         """Return the same without modules and values."""
         units = (UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in self.units)
-        groups = tuple(group.shape for group in self.groups)
-        return ModelShape(groups, tuple(units), self.experts_per_token, self.cached)
+        groups, chosen = tuple(self.groups), self.experts_per_token
+        return ModelShape(groups, tuple(units), chosen, self.cached)
 
     def stored(self, storage: Storage | None) -> Discovery:
         """Return the same with frozen weights as `storage` has them, apart from those that are
@@ -88,23 +79,18 @@ class Discovery:
         """
         if storage is None:
             return self
-        for names, param in (pair for group in self.groups for pair in group.params):
+        for names, param in self.params.items():
             if is_dtensor(param):
                 raise UnsupportedError(
                     f"storage.weights: {names[0]} is a DTensor, of which each rank has a part; "
                     "remove storage, or do not parallelise the model"
                 )
         shape = self.shape().stored(storage)
-        params = {names: param for group in self.groups for names, param in group.params}
-        units = zip(self.units, shape.units, strict=True)
-        return replace(
-            self,
-            groups=[
-                GroupPlan(group, [(each.names, params[each.names]) for each in group.params])
-                for group in shape.groups
-            ],
-            units=[replace(unit, groups=list(its.groups)) for unit, its in units],
-        )  # fmt: skip
+        units = [
+            replace(unit, groups=list(its.groups))
+            for unit, its in zip(self.units, shape.units, strict=True)
+        ]
+        return replace(self, groups=list(shape.groups), units=units)
 
 
 def managed(param: nn.Parameter, only: torch.dtype | None = None) -> bool:
@@ -139,7 +125,8 @@ def discover(
     _check_classes(block_classes, model)
     rules = _Rules(model, block_classes, only, experts=experts)
     home: dict[int, int] = {}  # id(parameter) -> its group
-    groups: list[GroupPlan] = []
+    groups: list[GroupShape] = []
+    found: dict[tuple[str, ...], nn.Parameter] = {}
     units: list[Unit] = []
     seen: set[int] = set()
     for unit, params in rules.units(model):
@@ -150,24 +137,24 @@ def discover(
         fresh = [param for param in params if id(param) not in home]
         if fresh:
             home.update((id(param), len(groups)) for param in fresh)
-            named = [(rules.names_of(param), param) for param in fresh]
+            named = {rules.names_of(param): param for param in fresh}
+            found.update(named)
             shapes = (
                 ParamShape(
                     names, tuple(local_of(param).shape), param.requires_grad and not frozen
                 )
-                for names, param in named
+                for names, param in named.items()
             )  # fmt: skip
-            shape = GroupShape(
-                unit.name, tuple(shapes), table=unit.table, packed=unit.is_packed,
-                ep_size=rules.ep_sizes.get(unit.table, 1),
+            groups.append(
+                GroupShape(
+                    unit.name, tuple(shapes), table=unit.table, packed=unit.is_packed,
+                    ep_size=rules.ep_sizes.get(unit.table, 1),
+                )
             )  # fmt: skip
-            groups.append(GroupPlan(shape, named))
         unit.groups = sorted({home[id(param)] for param in params})
         units.append(unit)
-    return Discovery(
-        groups, units, rules.packed,
-        experts_per_token_of(model) if any(group.shape.table for group in groups) else None,
-    )  # fmt: skip
+    chosen = experts_per_token_of(model) if any(group.table for group in groups) else None
+    return Discovery(groups, found, units, rules.packed, chosen)
 
 
 def _check_classes(block_classes: Sequence[str], model: nn.Module) -> None:

@@ -10,7 +10,7 @@ hooks in place (`start`) the model computes; `runtime.py` is built on it and tra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,11 +23,12 @@ from offload.swap.threads.shield import check_whole
 from offload.tiers.errors import StateError
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.bits import FLOAT_OF
-from offload.zero.groups.discovery import Discovery, GroupPlan, Unit
+from offload.zero.groups.discovery import Discovery, Unit
 from offload.zero.groups.fetching import REPEATS, Fetchable, Fetcher
 from offload.zero.groups.group import GroupState, ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
+from offload.zero.groups.model_shape import GroupShape
 from offload.zero.hooks.handles import HandleTable, Keeper
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import in_backward
@@ -117,8 +118,8 @@ class WeightStore:
         self.whole = {id(row): id(each.param) for each in self.packed for row in each.rows}
         self._released = ReleasedParameters(self.group_of, self.packed_of)
         self._where: dict[int, tuple[ParamGroup, int]] = {}
-        for plan in discovery.groups:
-            self._add_group(plan)
+        for shape in discovery.groups:
+            self._add_group(shape, discovery.params)
         self._add_tables(discovery)
         self.ranks.watch(self.groups, self.trace)
         self._handles = HandleTable(self.use, keeper)
@@ -127,21 +128,20 @@ class WeightStore:
         self._hooks: UnitHooks | None = None  # once started
 
     # ---------------------------------------------------------------- building
-    def _add_group(self, plan: GroupPlan) -> None:
-        index, sharding = self.fetcher.next_number, plan.shape.sharding(self.ranks.sharding)
+    def _add_group(self, shape: GroupShape, params: Mapping[tuple[str, ...], nn.Parameter]) -> None:
+        index, sharding = self.fetcher.next_number, shape.sharding(self.ranks.sharding)
         self._shardings.append(sharding)
-        layout = lay_out(plan.shape.params, sharding.ranks, sharding.replicas)
-        by_names = dict(plan.params)
-        ordered = [by_names[spec.names] for spec in layout.params]
-        state = self._make_state(index, plan, layout)
+        layout = lay_out(shape.params, sharding.ranks, sharding.replicas)
+        ordered = [params[spec.names] for spec in layout.params]
+        state = self._make_state(index, shape, layout)
         group = ParamGroup(
-            index, plan.name, layout, ordered, self.dtype, state, self.device,
-            self._released.classes_of, plan.shape.ep_size,
+            index, shape.name, layout, ordered, self.dtype, state, self.device,
+            self._released.classes_of, shape.ep_size,
         )  # fmt: skip
         group.is_lazy = self._straight_from_codes and state.has_codes
         group.check_assigned = self._released.check_assigned
         self.groups.append(group)
-        self.fetcher.add(group, plan.shape.table)
+        self.fetcher.add(group, shape.table)
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
 
     def _add_tables(self, discovery: Discovery) -> None:
@@ -158,24 +158,24 @@ class WeightStore:
                     table.packed = {
                         own[key]: packed for key, packed in self._packed.items() if key in own
                     }
-        for plan, group in zip(discovery.groups, self.groups, strict=True):
-            if plan.shape.table:
-                self._tables[group.index] = tables[plan.shape.table]
-                tables[plan.shape.table].groups.append(group)
+        for shape, group in zip(discovery.groups, self.groups, strict=True):
+            if shape.table:
+                self._tables[group.index] = tables[shape.table]
+                tables[shape.table].groups.append(group)
         self.tables = list(tables.values())
 
-    def _make_state(self, index: int, plan: GroupPlan, layout: Layout) -> State:
+    def _make_state(self, index: int, shape: GroupShape, layout: Layout) -> State:
         # homes live as long as files, and keep no model
         this, fetcher = weakref.proxy(self), weakref.proxy(self.fetcher)
 
         def make(numel: int, edge: int, stride: int | None) -> State:
             return self._homes.parameters(
-                index, plan.name, numel, lambda: fetcher.next_use(index), edge, stride
+                index, shape.name, numel, lambda: fetcher.next_use(index), edge, stride
             )
 
         if layout.is_stored:  # whole on every rank: codes are few bytes, and never change
             return make(layout.numel, layout.edge, None)
-        return self.ranks.of(plan.shape.ep_size).parameters(
+        return self.ranks.of(shape.ep_size).parameters(
             make,
             layout,
             lambda: this.groups[index].is_entered,

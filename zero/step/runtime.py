@@ -129,7 +129,7 @@ class Runtime:
         with ExitStack() as begun:  # ends the threads started so far if a later line raises
             if ranks is not None:
                 memory = homes.shared_memory()
-                ep_size = max((group.shape.ep_size for group in discovery.groups), default=1)
+                ep_size = max((group.ep_size for group in discovery.groups), default=1)
                 self.rank_work = SharedWork(
                     ranks, memory, options.dtype, options.reduce_dtype, ep_size,
                     wait_for_complete_groups=options.step_rules.in_backward,
