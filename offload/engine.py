@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from offload.checkpoint.engine.background import BackgroundSaves
+from offload.checkpoint.engine.loading import load_engine
+from offload.checkpoint.engine.saving import save_engine
 from offload.config import OffloadConfig
 from offload.config.fields import shared_settings
 from offload.config.paths import StrPath, local_path_of
@@ -410,8 +412,6 @@ class Engine(TieredModel):
         folder that holds anything else or cannot be written; UnsupportedError if parameters are
         DTensors, whose `state_dict()` is complete.
         """
-        from offload.checkpoint import save, save_behind
-
         path = local_path_of(path, "path")
         _refuse_parts("save_checkpoint", self._open())
         if state is None:
@@ -420,8 +420,8 @@ class Engine(TieredModel):
         self.values.adopt_changes()
         saved = SavedCheckpoint(path, self.steps_done)
         note = partial(_note, weakref.ref(self), saved)
-        if wait or not save_behind(self, path, state, self._saves, note):
-            save(self, path, state)
+        if wait or not self._saves.begin(self, path, state, note):
+            save_engine(self, path, state)
             note()
         if earlier is not None:  # of the one before; this one is saved all the same
             raise earlier
@@ -462,13 +462,11 @@ class Engine(TieredModel):
         After one that names damage, or a StorageError, the engine does nothing (StateError) until
         another checkpoint is loaded.
         """
-        from offload.checkpoint import load
-
         path = local_path_of(path, "path")
         _refuse_parts("load_checkpoint", self._open())
         self._saves.wait()
         self.values.adopt_changes()
-        return load(self, path)
+        return load_engine(self, path)
 
     @property
     def runtime(self) -> Runtime:

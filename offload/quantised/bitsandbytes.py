@@ -16,17 +16,20 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from offload.display.plain_text import plain
 from offload.quantised.matrix import Matrix, piece_rows
 from offload.quantised.parts import Parts, damaged
 from offload.tiers.errors import UnsupportedError
 from offload.weights.tensor_file import Stored
 
-_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BlockSize = Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
+Size = Annotated[int, Field(gt=0, lt=1 << 40)]
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SPELT = {dtype: name for name, dtype in _DTYPES.items()}
 _STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -38,6 +41,20 @@ NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
+
+
+class _State(BaseModel):
+    """The JSON beside a weight; other keys of it are left out."""
+
+    model_config = ConfigDict(strict=True)
+
+    quant_type: Literal["nf4"]
+    blocksize: BlockSize
+    dtype: Literal["float32", "float16", "bfloat16"]
+    shape: tuple[Size, Size]
+    nested_dtype: Literal["float32"] = "float32"
+    nested_blocksize: BlockSize | None = None
+    nested_offset: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,17 +104,19 @@ def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
 def _blocks(module: str, parts: Parts) -> _Blocks:
     name = f"{module}.weight"
     described = parts.take(f"{module}.{_STATE}", (torch.uint8,), (None,), name)
-    state = _State(described)
+    state = _state_of(described)
     numel = math.prod(state.shape)
     codes = parts.left.pop(name, None)
     if codes is None or codes.nbytes != -(-numel // 2):
         found = "not there" if codes is None else f"{codes.nbytes} bytes"
         raise damaged(described, f"describes {state.shape} values, and their codes are {found}")
-    blocks = -(-numel // state.block)
+    blocks = -(-numel // state.blocksize)
     nested = None
     if f"{name}.nested_absmax" in parts.left:
         absmax = parts.take(f"{name}.absmax", (torch.uint8,), (blocks,), name)
-        block, offset = state.nested()
+        block, offset = state.nested_blocksize, state.nested_offset
+        if block is None or offset is None:
+            raise damaged(described, "lacks nested_blocksize or nested_offset")
         outer = -(-blocks // block)
         nested = (
             parts.take(f"{name}.nested_absmax", (torch.float32,), (outer,), name),
@@ -109,45 +128,21 @@ def _blocks(module: str, parts: Parts) -> _Blocks:
     table = parts.take(f"{name}.quant_map", (torch.float32,), (16,), name)
     if not torch.equal(table.read(), torch.tensor(NF4)):
         raise damaged(table, "has other values than nf4")
-    return _Blocks(state.dtype, state.shape, codes, absmax, nested, state.block)
+    return _Blocks(_DTYPES[state.dtype], state.shape, codes, absmax, nested, state.blocksize)
 
 
-class _State:
-    """The JSON beside a weight. Raises CheckpointError for contents that no weight has."""
-
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
-        if stored.nbytes > _STATE_LIMIT_NBYTES:
-            raise damaged(stored, f"has {stored.nbytes} bytes")
-        try:
-            said = json.loads(bytes(stored.read().tolist()))
-        except (ValueError, RecursionError) as error:
-            raise damaged(stored, f"is no JSON ({error!s:.80})") from None
-        if not isinstance(said, dict) or said.get("quant_type") != "nf4":
-            raise damaged(stored, "does not describe nf4")
-        self._said = said
-        self.block = self._number("blocksize", _BLOCK_SIZES)
-        self.dtype = _DTYPES.get(str(said.get("dtype")), torch.int8)
-        shape = said.get("shape")
-        if self.dtype == torch.int8 or not isinstance(shape, list) or len(shape) != 2:
-            raise damaged(stored, f"says dtype {said.get('dtype')!r:.20}, shape {shape!r:.40}")
-        if not all(type(size) is int and 0 < size < 1 << 40 for size in shape):
-            raise damaged(stored, f"says shape {shape!r:.40}")
-        self.shape = tuple(shape)
-
-    def nested(self) -> tuple[int, float]:
-        """Return the block size and the offset of an absmax that is stored as codes."""
-        offset: Any = self._said.get("nested_offset")
-        known = isinstance(offset, float) and math.isfinite(offset)
-        if not known or self._said.get("nested_dtype") != "float32":
-            raise damaged(self._stored, f"says nested_offset {offset!r:.40}")
-        return self._number("nested_blocksize", _BLOCK_SIZES), offset
-
-    def _number(self, key: str, allowed: tuple[int, ...]) -> int:
-        found = self._said.get(key)
-        if type(found) is not int or found not in allowed:
-            raise damaged(self._stored, f"says {key} {found!r:.40}")
-        return found
+def _state_of(stored: Stored) -> _State:
+    """Raises CheckpointError for contents that no weight has."""
+    if stored.nbytes > _STATE_LIMIT_NBYTES:
+        raise damaged(stored, f"has {stored.nbytes} bytes")
+    try:
+        return _State.model_validate_json(bytes(stored.read().tolist()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(
+            stored, f"does not describe nf4: {where}: {plain(first['msg'], 80)}"
+        ) from None
 
 
 def pack(

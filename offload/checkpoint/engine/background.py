@@ -63,7 +63,7 @@ class _Cancelled(OffloadError):
     """The save was given up."""
 
 
-def why_not(engine: Trained) -> str:
+def _why_not(engine: Trained) -> str:
     """The reason why a save of this engine cannot go on while it trains; empty if it can."""
     if engine.runtime.ranks is not None:
         return "several ranks write it together"
@@ -197,11 +197,20 @@ class BackgroundSaves:
         self.under_way: BackgroundSave | None = None
         self._said = False
 
-    def say_once(self, text: str) -> None:
-        """Log once that a save cannot go on in the background."""
-        if not self._said:
+    def begin(
+        self, engine: Trained, path: Path, state: Mapping[str, Any] | None,
+        done: Callable[[], None],
+    ) -> bool:  # fmt: skip
+        """Like `save_engine`, but return once the state is fixed, and write it while the engine
+        trains; `done()` is called on another thread when it is complete. Returns False, after
+        logging the reason once, if that is impossible: nothing was begun then."""
+        reason = _why_not(engine)
+        if not reason:
+            BackgroundSave(engine, path, state, self, done)
+        elif not self._said:
             self._said = True
-            _log.warning("%s", text)
+            _log.warning("save_checkpoint(wait=False) waits: %s", reason)
+        return not reason
 
     def wait(self) -> None:
         """Block until it has ended; raises its error, once."""

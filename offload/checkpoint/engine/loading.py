@@ -35,8 +35,20 @@ _log = logging.getLogger("offload")
 
 
 def load_engine(engine: Trained, path: Path) -> dict[str, Any]:
-    """Load a checkpoint; see `offload.checkpoint.load`."""
-    engine.checkpoint_saved()
+    """Load the checkpoint `path`, saved under any placement, budget or chunk size. Returns the
+    `state` that it was saved with.
+
+    Sets parameters, optimizer states, step counts, the param groups' numbers, the loss scale,
+    persistent buffers, random numbers and registered objects; forgets gradients. Training then
+    goes on bit for bit as it would have.
+
+    Everything is read once, and each block is compared with its hash as it comes. Whether the
+    checkpoint is of this engine, and has all files and tensors, is known before: such a
+    CheckpointError leaves the engine as it was. A damaged block, a StorageError, or a module whose
+    `load_state_dict` refuses its buffers or extra state is met half-way and leaves a mixture, so
+    the engine then refuses to train, read or save (StateError) until a load succeeds. `offload
+    checkpoint verify` looks without loading.
+    """
     engine.settle()
     model.check_at_rest(engine, "a checkpoint cannot be loaded")
     runtime, failed = engine.runtime, f"{path} was not loaded"

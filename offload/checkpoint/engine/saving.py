@@ -38,10 +38,23 @@ if TYPE_CHECKING:
     from offload.models.trained import Trained
 
 
-def save_engine(engine: Trained, path: Path, state: Mapping[str, Any] | None = None) -> None:
-    """Save an engine; see `offload.checkpoint.save`. With several ranks an error of writing, or of
-    reading on any rank, is raised on every rank after all parts were sent, so that none hangs."""
-    engine.checkpoint_saved()
+def save_engine(engine: Trained, path: Path, state: Mapping[str, Any] | None) -> None:
+    """Write the engine's state to the folder `path`, replacing an existing checkpoint, with
+    random numbers, the configuration, registered objects, and `state`, which has plain values.
+
+    Waits for pending updates first and changes nothing in the engine. Streams: beyond the engine's
+    budgets it holds one chunk. Whenever the process dies, `path` holds the old checkpoint or the
+    new one, complete. Gradients are not part of a checkpoint.
+
+    Processes may save beside each other. One that loads what another process replaces meanwhile
+    gets a CheckpointError. Files that no checkpoint has are never replaced or removed.
+
+    Raises StateError while gradients wait for a step, inside `engine.gathered`, or after a load
+    that failed half-way; PathError if `path` cannot be written or holds something else;
+    NoSpaceError and StorageError for errors of the disk. The old checkpoint is intact then. With
+    several ranks an error of writing, or of reading on any rank, is raised on every rank after all
+    parts were sent, so that none hangs.
+    """
     check_savable(engine)
     saver = Saver(engine, RunState.of(engine, state))
     refresh(engine.runtime)
