@@ -405,15 +405,12 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 # -------------------------------------------------------------------------------- in files
-def checked_tensors(
-    reader: CheckpointReader, part: Path = Path(),
-) -> dict[str, LazyTensor]:  # fmt: skip
-    """Return the parameters and persistent buffers of a checkpoint, or of a part of it, by all
-    their names, until `reader` is closed. What is read of them is compared with its hash. Raises
-    CheckpointError if a file of them is missing or damaged, and StorageError."""
-    files = [name for name in reader.manifest.files if Path(name).is_relative_to(part)]
+def checked_tensors(reader: CheckpointReader) -> dict[str, LazyTensor]:
+    """Return the parameters and persistent buffers of a checkpoint by all their names, until
+    `reader` is closed. What is read of them is compared with its hash. Raises CheckpointError if a
+    file of them is missing or damaged, and StorageError."""
     found: dict[str, LazyTensor] = {}
-    for names, stored in reader.weights(files):
+    for names, stored in reader.weights():
         tensor = LazyTensor(Stored(reader.path / stored.file, reader.read_into, stored))
         found |= dict.fromkeys(names, tensor)
     return found

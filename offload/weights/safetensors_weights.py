@@ -18,7 +18,7 @@ from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor, LazyWeights, checked_tensors, lazy_tensors
 from offload.weights.materialise import refuse_attributes
 from offload.weights.spread_experts import SpreadExperts
-from offload.weights.tensor_file import check_range, check_shape, checkpoint_at
+from offload.weights.tensor_file import check_range, check_shape, is_checkpoint
 from offload.zero.groups.discovery import managed
 from offload.zero.tensors.local_tensors import is_dtensor
 
@@ -53,10 +53,8 @@ def first_weights(
 
 def _tensors_of(model: nn.Module, path: Path, files: ExitStack) -> dict[str, LazyTensor]:
     """Return tensors, some of them until `files` are closed."""
-    ours = checkpoint_at(path)
-    if ours is not None:
-        folder, part = ours
-        return checked_tensors(files.enter_context(CheckpointReader(folder)), part)
+    if is_checkpoint(path):
+        return checked_tensors(files.enter_context(CheckpointReader(path)))
     transposed = transposed_weights(model)
     if path.is_file():
         return lazy_tensors([path], None, transposed)

@@ -100,28 +100,18 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
     return found
 
 
-def checkpoint_at(path: Path) -> tuple[Path, Path] | None:
-    """Return the checkpoint that `path` is, or is the weights or one file of, and that part of it;
-    None if it is no such thing. Raises CheckpointError for an impossible path."""
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is a checkpoint. Raises CheckpointError for a part of one, which has no
+    hashes of its own, and for an impossible path."""
     try:
-        spellings = dict.fromkeys((Path(os.path.abspath(path)), Path(os.path.realpath(path))))
+        real = Path(os.path.realpath(path))
     except ValueError as error:  # a NUL
         raise CheckpointError(f"no weights at {str(path)!r}: {error}") from None
-    for spelt in spellings:
-        for folder in (spelt, *spelt.parents[:2]):
-            part = spelt.relative_to(folder)
-            if _is_ours(part) and _is_checkpoint(folder):
-                return folder, part
-    return None
-
-
-def _is_ours(part: Path) -> bool:
-    """Return whether a checkpoint has this part; other files in its folder are not its own."""
-    return str(part) in (".", PARAMETERS) or is_data_file(str(part))
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return all(os.path.lexists(folder / name) for name in (MANIFEST, PARAMETERS))
+    for folder in real.parents[:2]:
+        part = str(real.relative_to(folder))
+        if (part == PARAMETERS or is_data_file(part)) and (folder / MANIFEST).is_file():
+            raise CheckpointError(f"{path} is a part of a checkpoint; name its folder, {folder}")
+    return all(os.path.lexists(real / name) for name in (MANIFEST, PARAMETERS))
 
 
 def check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:

@@ -229,32 +229,28 @@ def test_what_is_of_another_save_is_found(originals: tuple[Path, Any], saved: Pa
 
 
 # ------------------------------------------------------------------------- weights=
-PARTS = [".", "parameters"]
-
-
 def weights_in(keys: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
     with offload.initialize(seeded(TinyLM, 3), keys, weights=path) as engine, engine.gathered():
         return {name: t.clone() for name, t in engine.module.state_dict().items()}
 
 
-@pytest.mark.parametrize("part", PARTS)
 def test_weights_of_a_checkpoint_are_all_used_and_compared_with_their_hashes(
-    saved: Path, tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with offload.initialize(seeded(TinyLM, 4), keys_of(tmp_path)) as engine:
         engine.load_checkpoint(saved)
         expected = {name: t.clone() for name, t in engine.module.state_dict().items()}
     caplog.clear()
-    assert_same_bits(weights_in(keys_of(tmp_path), saved / part), expected)
+    assert_same_bits(weights_in(keys_of(tmp_path), saved), expected)
     assert "unused" not in caplog.text
     for name in (file.name for file in (saved / "parameters").iterdir()):
         damage(saved / "parameters" / name)
         with pytest.raises(CheckpointError, match=rf"{name} is damaged: "):
-            weights_in(keys_of(tmp_path), saved / part)
+            weights_in(keys_of(tmp_path), saved)
         with pytest.raises(CheckpointError, match=rf"{name} is damaged: "):
-            offload.dispatch(seeded(TinyLM, 3), keys_of(tmp_path), weights=saved / part)
+            offload.dispatch(seeded(TinyLM, 3), keys_of(tmp_path), weights=saved)
         damage(saved / "parameters" / name)  # back
-    assert_same_bits(weights_in(keys_of(tmp_path), saved / part), expected)
+    assert_same_bits(weights_in(keys_of(tmp_path), saved), expected)
 
 
 def damage(file: Path) -> None:
@@ -279,31 +275,18 @@ def test_weights_need_no_states_and_say_what_is_missing(saved: Path, tmp_path: P
         weights_in(keys_of(tmp_path), saved)
 
 
-def test_one_file_of_a_checkpoint_and_one_beside_are_weights_too(
+def test_a_part_of_a_checkpoint_is_refused_and_a_file_beside_is_not(
     saved: Path, tmp_path: Path
 ) -> None:
-    with CheckpointReader(saved) as reader:
-        record = reader.manifest.parameters[0]
-        file = saved / reader.parameter(record).file
-    name = record.names[0]
-
-    def built() -> torch.nn.Module:
-        holder = model = torch.nn.Module()
-        *path, last = name.split(".")
-        for part in path:
-            holder.add_module(part, torch.nn.Module())
-            holder = holder.get_submodule(part)
-        holder.register_parameter(last, torch.nn.Parameter(torch.zeros(record.shape)))
-        return model
-
-    damage(file)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        offload.initialize(built(), keys_of(tmp_path), weights=file)
+    for part in ("parameters", "parameters/000.safetensors"):
+        with pytest.raises(CheckpointError, match=rf"part of a checkpoint; .*{saved}$"):
+            weights_in(keys_of(tmp_path), saved / part)
     beside = saved / "export" / "model.safetensors"  # it is no part of the checkpoint
     beside.parent.mkdir()
-    save_file({name: torch.ones(record.shape)}, beside)
-    with offload.initialize(built(), keys_of(tmp_path), weights=beside) as engine:
-        assert engine.module.state_dict()[name].eq(1).all()
+    save_file({"weight": torch.ones(3, 3)}, beside)
+    model = torch.nn.Linear(3, 3, bias=False)
+    with offload.initialize(model, keys_of(tmp_path), weights=beside) as engine:
+        assert engine.module.state_dict()["weight"].eq(1).all()
 
 
 def test_weights_whose_file_is_longer_than_its_hashes_are_refused(

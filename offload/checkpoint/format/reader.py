@@ -130,19 +130,14 @@ class CheckpointReader:
         """The location of a tensor of the manifest's `run`."""
         return self._tensor(RUN, info_of(record))
 
-    def weights(
-        self, files: Collection[str] | None = None
-    ) -> Iterator[tuple[list[str], StoredTensor]]:
-        """Every parameter and buffer (of some files), with its names, the file's own first.
-        CheckpointError unless its file exists in full length."""
+    def weights(self) -> Iterator[tuple[list[str], StoredTensor]]:
+        """Every parameter and buffer, with its names, the file's own first. CheckpointError unless
+        its file exists in full length."""
         groups, buffers_file = self.manifest.groups, self.manifest.buffers_file
-        there = {*(group.parameters for group in groups), buffers_file}
-        wanted = there if files is None else there.intersection(files)
-        self.check(contents=False, files=wanted)
+        self.check(contents=False, files={*(group.parameters for group in groups), buffers_file})
         for record in self.manifest.parameters:
-            if groups[record.group].parameters in wanted:
-                yield record.names, self.parameter(record)
-        for buffer in self.manifest.buffers if buffers_file in wanted else ():
+            yield record.names, self.parameter(record)
+        for buffer in self.manifest.buffers:
             yield [buffer.name], self.buffer(buffer)
 
     def check_tensors(self) -> None:
