@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
     BUFFERS,
+    OPTIMIZER,
+    PARAMETERS,
     RUN,
     BufferRecord,
     LossScaleRecord,
@@ -26,13 +29,16 @@ from offload.checkpoint.format.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
+from offload.checkpoint.format.safetensors_file import optimizer_sections
 from offload.checkpoint.format.user_state import packed
-from offload.checkpoint.format.writer import Composer, fields_of, group_record, numbers_of
+from offload.checkpoint.format.writer import CheckpointWriter, fields_of, group_record
 from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
 from offload.deepspeed.saved import LoopState, imported_run, last_tag, write_latest
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
 from offload.display.plain_text import plain
+from offload.kernels.cpu.convert import split_master
+from offload.kernels.floats import Array
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
 from offload.tiers.errors import (
@@ -114,7 +120,7 @@ class _Importer:
         self._kind = kind or _kind_of(found)
         if self._kind not in KINDS:
             raise ConfigError(f"--optimizer {self._kind}: write one of {', '.join(KINDS)}")
-        self._numbers = [numbers_of(self._kind, each) for each in found.numbers]
+        self._numbers = [_numbers_of(self._kind, each) for each in found.numbers]
         if len(self._numbers) != len(found.groups):
             raise CheckpointError(
                 f"{found.folder}: {len(found.groups)} groups of parameters, and the numbers of "
@@ -158,14 +164,14 @@ class _Importer:
     # ---------------------------------------------------------------- writing
     def write(self, folder: Path) -> None:
         """Write every file, the manifest last."""
-        made = Composer(folder, self._manifest, self._format)
+        made = _Composer(folder, self._manifest, self._format)
         self._write_parameters(made)
         made.write_tensors(BUFFERS, self._manifest.buffers, self._found.buffers.values())
         if self._run_tensors:
             made.write_tensors(RUN, self._run.tensors, self._run_tensors)
         made.finish()
 
-    def _write_parameters(self, made: Composer) -> None:
+    def _write_parameters(self, made: _Composer) -> None:
         fields = {field: self._found.tensors(field) for field in self._format.states}
         for param, master in self._found.tensors("master"):
             states = {}
@@ -212,6 +218,72 @@ class _Importer:
             files={},
             run=self._run,
         )  # fmt: skip
+
+
+class _Composer(CheckpointWriter):
+    """Writes a checkpoint without an engine. Every parameter has a group of its own, which loads
+    into any grouping."""
+
+    def __init__(self, folder: Path, manifest: Manifest, kept: RecordFormat) -> None:
+        numel = sum(int(np.prod(record.shape)) for record in manifest.parameters)
+        super().__init__(folder, manifest, 16 * numel)
+        self._kept = kept
+
+    def add_trained(
+        self, record: ParameterRecord, weight: torch.Tensor, states: Mapping[str, torch.Tensor],
+        master: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Add a parameter, its states and, if the format has one, its master (all in fp32), from
+        which a `low` is made, and the weight with it."""
+        numel = weight.numel()
+        arrays = self._kept.arrays(torch.zeros(self._kept.nbytes(numel), dtype=torch.uint8), numel)
+        whole = slice(0, numel)
+        for name in self._kept.states:
+            self._kept.write_state(arrays, name, whole, _flat(states[name]))
+        if master is not None and "low" in arrays:
+            high = np.empty(numel, dtype=np.uint16)
+            split_master(_flat(master), high, arrays["low"])
+            weight = torch.from_numpy(high.view(np.int16)).view(torch.bfloat16)
+        elif master is not None:
+            arrays["master"][:] = _flat(master)
+        self.add_weight(record, weight)
+        self._add_fields(record, arrays)
+
+    def _add_fields(self, record: ParameterRecord, arrays: Mapping[str, Array]) -> None:
+        name = f"{OPTIMIZER}/{record.group:03d}.safetensors"
+        fields = fields_of(self._kept)
+        file = self.open(name, optimizer_sections([record], fields), {"group": record.names[0]})
+        for field in fields:
+            if arrays[field].size:
+                file.append(f"{record.names[0]}.{field}", arrays[field].view(np.uint8).data)
+        self.close(name, file)
+
+    def add_weight(self, record: ParameterRecord, value: torch.Tensor) -> None:
+        """Add a parameter without states."""
+        self.write_tensors(f"{PARAMETERS}/{record.group:03d}.safetensors", [record], [value])
+
+
+def _flat(value: torch.Tensor) -> Array:
+    flat: Array = np.ascontiguousarray(value.detach().float().reshape(-1).numpy())
+    return flat
+
+
+def _numbers_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The param group's numbers that the rule has, and the program's own numbers and texts."""
+    unlike = {"step", "bias_correction", "foreach", "capturable", "differentiable", "fused"}
+    found = {}
+    for key, value in group.items():
+        if key in unlike or key == "decoupled_weight_decay":
+            continue
+        plain = list(value) if isinstance(value, tuple) else value
+        plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
+        if key in KINDS[kind].defaults or isinstance(plain, str | int | float):
+            found[key] = plain
+    return {**{k: _listed(v) for k, v in KINDS[kind].defaults.items()}, **found}
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _kind_of(found: ZeroCheckpoint) -> str:

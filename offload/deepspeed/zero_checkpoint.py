@@ -11,15 +11,17 @@ that they name are not imported.
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from offload.checkpoint.foreign.model_files import own_file
-from offload.checkpoint.format.torch_files import Opaque, load_file
+from offload.checkpoint.format.user_state import refusals
 from offload.tiers.errors import CheckpointError, NoCheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -129,7 +131,7 @@ class ZeroCheckpoint:
     def loss_scale(self) -> float:
         """The loss scale of fp16 when it was saved; if the file lacks it, the initial one."""
         scaler = self._parts[0].get("loss_scaler")
-        state = scaler.state if isinstance(scaler, Opaque) else None
+        state = scaler.state if isinstance(scaler, _Opaque) else None
         return float(state["cur_scale"]) if isinstance(state, dict) else 65536.0
 
     def _state_dict(self, rank: int) -> dict[str, Any]:
@@ -218,16 +220,44 @@ def _is_flat(value: Any) -> bool:
 
 def _number(value: Any, folder: Path) -> int:
     """Return the stage: an enum of DeepSpeed is inert data here, with its number as an argument."""
-    found = value.arguments[0] if isinstance(value, Opaque) and value.arguments else value
+    found = value.arguments[0] if isinstance(value, _Opaque) and value.arguments else value
     if found not in (1, 2, 3):
         raise CheckpointError(f"{folder}: no checkpoint of ZeRO stage 1, 2 or 3")
     return int(found)
 
 
 # ---------------------------------------------------------------- files
+class _Opaque:
+    """An object of a class that is not imported: the `arguments` and the `state` in its pickle."""
+
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *arguments: Any) -> Self:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
 def _load(path: Path) -> dict[str, Any]:
-    """Read a file into a dict, whose tensors are views of the file."""
-    found = load_file(own_file(path.parent, path.name))
+    """Read a file whose tensors stay in it, mapped into memory. Objects of other classes than
+    PyTorch's become `_Opaque`. Raises CheckpointError for a file that is missing, damaged, or holds
+    what `weights_only` refuses."""
+    path = own_file(path.parent, path.name)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise CheckpointError(f"{path} is no regular file; get the folder again")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; get the folder again") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
+    with refusals(str(path)):
+        names = get_unsafe_globals_in_checkpoint(str(path))
+        with safe_globals([(_Opaque, name) for name in names]):
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is no checkpoint of DeepSpeed")
     return found

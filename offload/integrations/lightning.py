@@ -33,8 +33,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint.format.folder import adopt, discard
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.torch_files import refusals
-from offload.checkpoint.format.user_state import state_in
+from offload.checkpoint.format.user_state import refusals, state_in
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
 from offload.config.source import load_source

@@ -8,7 +8,8 @@ numbers, text, containers, tensors and NumPy's arrays of numbers.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from offload.checkpoint.format.manifest import BufferRecord, RunRecord
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import StoredTensor
-from offload.checkpoint.format.torch_files import refusals
+from offload.display.plain_text import plain
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.groups.bits import DTYPE_NAMES, DTYPES
 
@@ -74,6 +75,27 @@ def _loaded(archive: torch.Tensor, device: str) -> Any:
     with safe_globals(_SAFE):
         stream = io.BytesIO(archive.numpy().data)
         return torch.load(stream, map_location=device, weights_only=True)
+
+
+@contextmanager
+def refusals(
+    what: str, problem: str = "cannot be read as tensors and plain values",
+    remedy: str = "save it again with those alone, or load another checkpoint",
+) -> Iterator[None]:  # fmt: skip
+    """A context in which every error is a CheckpointError that names `what` and the remedy."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a forged pickle raises anything
+        raise CheckpointError(f"{what} {problem}: {_reason(error)}; {remedy}") from None
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 2 and lines[0].startswith("Weights only load failed"):
+        lines = lines[-2:]  # before that stands how to run what the file names
+    return plain(lines[0], 200) if lines else type(error).__name__
 
 
 def tensor_records(tensors: Mapping[str, torch.Tensor]) -> list[BufferRecord]:

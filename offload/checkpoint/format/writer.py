@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from offload.checkpoint.format.disk import check_room, make_folder, storage_errors, write_text
@@ -27,11 +25,7 @@ from offload.checkpoint.format.safetensors_file import (
     SafetensorsWriter,
     TensorInfo,
     info_of,
-    optimizer_sections,
 )
-from offload.config.optimizer import KINDS
-from offload.kernels.cpu.convert import split_master
-from offload.kernels.floats import Array
 from offload.zero.step.records import RecordFormat
 
 Sections = Sequence[Sequence[TensorInfo]]
@@ -99,69 +93,3 @@ class CheckpointWriter:
         text = self._manifest.model_copy(update={"files": files}).to_json()
         Manifest.from_json(text.encode(), str(self._folder / MANIFEST))
         write_text(self._folder / MANIFEST, text)
-
-
-class Composer(CheckpointWriter):
-    """Writes a checkpoint without an engine. Every parameter has a group of its own, which loads
-    into any grouping."""
-
-    def __init__(self, folder: Path, manifest: Manifest, kept: RecordFormat) -> None:
-        numel = sum(int(np.prod(record.shape)) for record in manifest.parameters)
-        super().__init__(folder, manifest, 16 * numel)
-        self._kept = kept
-
-    def add_trained(
-        self, record: ParameterRecord, weight: torch.Tensor, states: Mapping[str, torch.Tensor],
-        master: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """Add a parameter, its states and, if the format has one, its master (all in fp32), from
-        which a `low` is made, and the weight with it."""
-        numel = weight.numel()
-        arrays = self._kept.arrays(torch.zeros(self._kept.nbytes(numel), dtype=torch.uint8), numel)
-        whole = slice(0, numel)
-        for name in self._kept.states:
-            self._kept.write_state(arrays, name, whole, _flat(states[name]))
-        if master is not None and "low" in arrays:
-            high = np.empty(numel, dtype=np.uint16)
-            split_master(_flat(master), high, arrays["low"])
-            weight = torch.from_numpy(high.view(np.int16)).view(torch.bfloat16)
-        elif master is not None:
-            arrays["master"][:] = _flat(master)
-        self.add_weight(record, weight)
-        self._add_fields(record, arrays)
-
-    def _add_fields(self, record: ParameterRecord, arrays: Mapping[str, Array]) -> None:
-        name = f"{OPTIMIZER}/{record.group:03d}.safetensors"
-        fields = fields_of(self._kept)
-        file = self.open(name, optimizer_sections([record], fields), {"group": record.names[0]})
-        for field in fields:
-            if arrays[field].size:
-                file.append(f"{record.names[0]}.{field}", arrays[field].view(np.uint8).data)
-        self.close(name, file)
-
-    def add_weight(self, record: ParameterRecord, value: torch.Tensor) -> None:
-        """Add a parameter without states."""
-        self.write_tensors(f"{PARAMETERS}/{record.group:03d}.safetensors", [record], [value])
-
-
-def _flat(value: torch.Tensor) -> Array:
-    flat: Array = np.ascontiguousarray(value.detach().float().reshape(-1).numpy())
-    return flat
-
-
-def numbers_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The param group's numbers that the rule has, and the program's own numbers and texts."""
-    unlike = {"step", "bias_correction", "foreach", "capturable", "differentiable", "fused"}
-    found = {}
-    for key, value in group.items():
-        if key in unlike or key == "decoupled_weight_decay":
-            continue
-        plain = list(value) if isinstance(value, tuple) else value
-        plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
-        if key in KINDS[kind].defaults or isinstance(plain, str | int | float):
-            found[key] = plain
-    return {**{k: _listed(v) for k, v in KINDS[kind].defaults.items()}, **found}
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
