@@ -12,7 +12,7 @@ first goes first (Belady, 1966, for a stack).
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import math
 import threading
 from collections.abc import Callable
@@ -51,9 +51,7 @@ class Backlog:
         self._disk_nbytes = disk_nbytes
         self._unwritten: dict[SavedPiece, None] = {}  # in the order they were filled
         self._unwritten_nbytes = 0
-        self._clean: list[
-            tuple[int, int, SavedPiece]
-        ] = []  # a heap, by number; checked when popped
+        self._clean: list[SavedPiece] = []  # the first saved first
         self._moving: dict[SavedPiece, Transfer[Any]] = {}
         self._lent: list[tuple[Slot, StreamEvent]] = []  # of dead pieces: still viewed, or a copy
         self.disk_full: TierFullError | NoSpaceError | None = None  # the last refusal
@@ -85,23 +83,16 @@ class Backlog:
 
     def _evict(self, below: float) -> bool:
         """Let the clean piece that was saved first give up its slot."""
-        looked_at: list[tuple[int, int, SavedPiece]] = []
-        evicted = False
-        while self._clean and self._clean[0][0] < below and not evicted:
-            entry = heapq.heappop(self._clean)
-            piece = entry[2]
-            if piece.dead or piece.residency is not Residency.CLEAN:
-                continue  # entered again when it is clean again
+        for index, piece in enumerate(self._clean):
+            if piece.number >= below:
+                return False
             assert piece.slot is not None, "clean"
-            if piece.slot.in_use() or not piece.copied.done():
-                looked_at.append(entry)
-                continue
-            piece.slot.free()
-            piece.slot = None
-            evicted = True
-        for entry in looked_at:
-            heapq.heappush(self._clean, entry)
-        return evicted
+            if piece.copied.done() and not piece.slot.in_use():
+                del self._clean[index]
+                piece.slot.free()
+                piece.slot = None
+                return True
+        return False
 
     def _reap(self) -> bool:
         """Free the slots of dead pieces that no tensor views any more."""
@@ -189,7 +180,7 @@ class Backlog:
         """Start reading an absent piece into `slot` (lock held)."""
         assert self.store is not None, "absent"
         assert piece.block is not None, "absent"
-        piece.slot, piece.copied, piece.read_for_next_use = slot, StreamEvent(), True
+        piece.slot, piece.copied = slot, StreamEvent()
         arrival = self.store.read(piece.block, slot.pages(), priority=priority)
         piece.arrival = self._moving[piece] = arrival
         arrival.then(lambda ended: self._arrived(piece, ended))
@@ -217,11 +208,13 @@ class Backlog:
         if piece.dead:
             self.bury(piece)
         elif piece.residency is Residency.CLEAN:
-            heapq.heappush(self._clean, (piece.number, id(piece), piece))
+            bisect.insort(self._clean, piece, key=lambda each: each.number)
 
     def bury(self, piece: SavedPiece) -> None:
         """The piece is not needed: free its slot and block, after what moves it now (lock held)."""
         piece.dead = True
+        if piece in self._clean:
+            self._clean.remove(piece)
         if piece in self._unwritten:
             self._take_off_list(piece)
         if piece in self._moving:

@@ -45,7 +45,6 @@ class SavedPiece:
     block: StoredBlock | None = None
     write: Transfer[Any] | None = None
     arrival: Transfer[None] | None = None
-    read_for_next_use: bool = False  # its bytes were read for the slot's next use
     dead: bool = False
 
     @property

@@ -58,17 +58,14 @@ class ActivationReturns:
 
     def __init__(
         self, backlog: Backlog, links: Links, copies: CopiesInFlight,
-        saved_before: Callable[[int], Iterator[SavedStorage]],
-        count_forwarded: Callable[[int], None], *, in_place: bool,
+        saved_before: Callable[[int], Iterator[SavedStorage]], *, in_place: bool,
     ) -> None:  # fmt: skip
-        """`saved_before` gives the living records with smaller numbers, the latest first;
-        `count_forwarded` is called with bytes that did not have to be read."""
+        """`saved_before` gives the living records with smaller numbers, the latest first."""
         self._backlog = backlog
         self._lock = backlog.lock
         self._links = links
         self._copies = copies
         self._saved_before = saved_before
-        self._count_forwarded = count_forwarded
         self._in_place = in_place
         self._ahead_nbytes = 0
         self._last_fetched = self._looked_to = 0
@@ -105,9 +102,6 @@ class ActivationReturns:
         """A view of the piece's slot, which keeps it there; None if it has none (lock held)."""
         if piece.slot is None:
             return None
-        if not piece.read_for_next_use:
-            self._count_forwarded(piece.nbytes)
-        piece.read_for_next_use = False
         arrivals = () if piece.arrival is None else (piece.arrival,)
         return HostPiece(piece.slot.tensor[: piece.nbytes], arrivals)
 

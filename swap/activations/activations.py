@@ -44,15 +44,6 @@ from offload.tiers.units import format_bytes
 _log = logging.getLogger("offload")
 
 
-@dataclass(slots=True)
-class ActivationStatistics:
-    """Bytes since the start."""
-
-    parked_nbytes: int = 0  # storages taken over
-    stayed_nbytes: int = 0  # ... not taken over for want of room
-    forwarded_nbytes: int = 0  # given back without having been read from the disk
-
-
 @dataclass(frozen=True, slots=True)
 class Parked:
     """A saved tensor that is away."""
@@ -85,7 +76,7 @@ class ActivationTier:
         through; at most `disk_nbytes` are stored at a time. `trim` gives memory that was freed back
         to the system: glibc cannot use the hole of an aligned block for another one of its size.
         """
-        self.statistics = ActivationStatistics()
+        self._taken_nbytes = self._stayed_nbytes = 0  # since the start: taken over; without room
         self._backlog = Backlog(window, store, disk_nbytes, lock)
         self._window = window
         self._links = links
@@ -100,8 +91,7 @@ class ActivationTier:
         self._spared: dict[int, WeakMemory] = {}
         self._copies = CopiesInFlight(lock)
         self._returns = ActivationReturns(
-            self._backlog, links, self._copies, self._saved_before, self._count_forwarded,
-            in_place=in_place,
+            self._backlog, links, self._copies, self._saved_before, in_place=in_place
         )  # fmt: skip
         self._said_full = False
         self._trim = trim
@@ -180,7 +170,7 @@ class ActivationTier:
         with self._lock:
             record.complete = True
             self._of_storage.setdefault(record.on_device.key, []).append(record)
-            self.statistics.parked_nbytes += record.nbytes
+            self._taken_nbytes += record.nbytes
         self._trim_now_and_then(record.nbytes)
         return record, token
 
@@ -206,7 +196,7 @@ class ActivationTier:
 
     def _say_full(self, nbytes: int) -> None:
         with self._lock:
-            self.statistics.stayed_nbytes += nbytes
+            self._stayed_nbytes += nbytes
             said, self._said_full = self._said_full, True
         if said:
             return
@@ -231,8 +221,6 @@ class ActivationTier:
             found = record.on_device.revive() if record.is_for(stream) else None
         if found is None:
             found = self._returns.bring_back(record)
-        elif not record.given_out:
-            self._count_forwarded(record.nbytes)
         with self._lock:
             self._forget_storage(record)
             record.on_device, record.given_out = WeakMemory(found), True
@@ -240,11 +228,6 @@ class ActivationTier:
             self._returns.look_ahead(record.number)
         self._trim_now_and_then(record.nbytes)  # gradients were made and freed meanwhile
         return found
-
-    def _count_forwarded(self, nbytes: int) -> None:
-        if self._backlog.store is not None:
-            with self._lock:
-                self.statistics.forwarded_nbytes += nbytes
 
     def _saved_before(self, number: int) -> Iterator[SavedStorage]:
         """Living records, latest first (lock held)."""
@@ -291,13 +274,9 @@ class ActivationTier:
             return sum(record.nbytes for record in self._records.values())
 
     def bytes_moved(self) -> dict[str, int]:
-        """Bytes since the start: taken over, left on the device for want of room, and given back
-        without having been read from the disk."""
-        return {
-            "activations parked": self.statistics.parked_nbytes,
-            "activations stayed": self.statistics.stayed_nbytes,
-            "activations forwarded": self.statistics.forwarded_nbytes,
-        }
+        """Bytes since the start: taken over, and left on the device for want of room."""
+        taken, stayed = self._taken_nbytes, self._stayed_nbytes
+        return {"activations parked": taken, "activations stayed": stayed}
 
     def settle(self) -> None:
         """Wait for every move under way; raises what went wrong."""

@@ -11,14 +11,12 @@ from offload.swap.device.fences import Fences, OpenReads
 from offload.swap.device.streams import CopyStream, StreamEvent, keeping
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.slot_state import SlotState
+from offload.swap.states.slot_state import CachedState
 from offload.swap.states.state import HostPiece, Snapshot, State, Undoable
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import OldBytes, StateClass
-from offload.tiers.memory_tier import Lease
-from offload.tiers.tier import PAGE_NBYTES, Residency
-from offload.tiers.units import round_up
+from offload.tiers.tier import Residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Links:
             self.to_host.close()
 
 
-class MirroredState(SlotState):
+class MirroredState(CachedState):
     """A home in host memory or a file, mirrored in a slot of device memory while computed with.
 
     The mirror is valid piece by piece: an update on the device changes both, one on the CPU the
@@ -70,15 +68,9 @@ class MirroredState(SlotState):
     ) -> None:  # fmt: skip
         """`pool` is a pool of device memory; `reads` are the reads of all its slots."""
         super().__init__(
-            home.name,
-            home.nbytes,
-            home.piece_nbytes,
-            pool,
-            next_use,
-            home.edge_nbytes,
+            home, home.name, home.nbytes, home.piece_nbytes, pool, next_use, home.edge_nbytes,
             home.stride_nbytes,
-        )
-        self._home = home
+        )  # fmt: skip
         self._links = links
         self._reads = reads
         self._lacking: set[int] = set(range(self.pieces))  # pieces that the slot has not got
@@ -102,9 +94,6 @@ class MirroredState(SlotState):
         self._arrival = StreamEvent()
         self._before_copy = ()
         self._updated.clear()
-
-    def write_back(self) -> None:
-        """Do nothing: a mirror is never dirty, since its changes are written back at once."""
 
     def transit(self) -> Callable[[], None] | None:
         return None if self._arrival.done() else self._arrival.wait
@@ -135,11 +124,7 @@ class MirroredState(SlotState):
         with self._lock:
             if self._slot is not None:
                 return True
-        size = round_up(self.nbytes, PAGE_NBYTES)
-        if next_use is None:
-            lease: Lease | None = self._pool.demand(size, self.name, StateClass.PARAMETERS)
-        else:
-            lease = self._pool.offer(size, self.name, StateClass.PARAMETERS, next_use=next_use)
+        lease = self._lease_slot(next_use, StateClass.PARAMETERS)
         if lease is None:
             return False
         with self._lock:
@@ -306,16 +291,6 @@ class MirroredState(SlotState):
             self._updated.add(piece)
 
     # ---------------------------------------------------------------- both
-    def discard(self) -> None:
-        with self._lock:
-            if self._slot is not None:
-                self.evict()
-        self._home.discard()
-
     def settle(self) -> None:
         self._arrival.wait()
         self._home.settle()
-
-    def close(self) -> None:
-        self.discard()
-        self._home.close()

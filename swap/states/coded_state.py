@@ -26,7 +26,7 @@ import torch
 
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot_pool import MADE_HERE, SlotPool
-from offload.swap.states.slot_state import SlotState
+from offload.swap.states.slot_state import CachedState
 from offload.swap.states.state import Codec, State
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError
@@ -37,7 +37,7 @@ from offload.tiers.units import round_up
 MakeHome = Callable[[int], State]  # makes the home of so many bytes
 
 
-class CodedState(SlotState):
+class CodedState(CachedState):
     """`nbytes` in a slot of `pool` while computed with, as a codec stores them at home."""
 
     has_codes = True
@@ -47,8 +47,8 @@ class CodedState(SlotState):
         next_use: Callable[[], float],
     ) -> None:  # fmt: skip
         """Raises ValueError if the codec cannot store so many bytes."""
-        self._home = make_home(codec.stored_nbytes(nbytes))
-        super().__init__(self._home.name, nbytes, nbytes, pool, next_use)
+        home = make_home(codec.stored_nbytes(nbytes))
+        super().__init__(home, home.name, nbytes, nbytes, pool, next_use)
         self._codec = codec
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
         self._is_reserved = False  # the slot is empty, and taken for values that are needed now
@@ -69,10 +69,7 @@ class CodedState(SlotState):
     def _forget_arrival(self) -> None:
         self._is_blank = self._is_reserved = False
 
-    def write_back(self) -> None:
-        """Do nothing: a slot is never dirty, since what is written to it is stored at once."""
-
-    def transit(self) -> Callable[[], None] | None:
+    def transit(self) -> Callable[[], object] | None:
         return None
 
     # ---------------------------------------------------------------- compute side
@@ -133,8 +130,8 @@ class CodedState(SlotState):
             view = self._blank_slot()
         if view is not None:
             return view
-        size = round_up(self.nbytes, PAGE_NBYTES)
-        lease = self._pool.demand(size, self.name, StateClass.PARAMETERS)
+        lease = self._lease_slot(None, StateClass.PARAMETERS)
+        assert lease is not None, "demanded"
         with self._lock:
             view = self._blank_slot()
             if view is not None:  # another thread has taken or reserved one meanwhile
@@ -184,15 +181,5 @@ class CodedState(SlotState):
     host_piece = mark_piece_dirty = read_piece = write_piece = _refuse
 
     # ---------------------------------------------------------------- both
-    def discard(self) -> None:
-        with self._lock:
-            if self._slot is not None:
-                self.evict()
-        self._home.discard()
-
     def settle(self) -> None:
         self._home.settle()
-
-    def close(self) -> None:
-        self.discard()
-        self._home.close()

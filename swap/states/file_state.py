@@ -22,10 +22,9 @@ from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import HostPiece, Snapshot
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
-from offload.swap.threads.transfer import Failure, Transfer, is_stuck
-from offload.tiers.errors import OffloadError, StateError, TierFullError
+from offload.swap.threads.transfer import Failure, Transfer, all_of, is_stuck
+from offload.tiers.errors import StateError, TierFullError
 from offload.tiers.ledger import OldBytes, StateClass
-from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
@@ -101,13 +100,13 @@ class FileState(SlotState):
             finally:
                 self._being_sent = False
 
-    def transit(self) -> Callable[[], None] | None:
+    def transit(self) -> Callable[[], object] | None:
         with self._lock:
             moving = [*self._arrivals.values(), *self._writes.values()]
             pending = [transfer for transfer in moving if not transfer.done()]
         if not pending:
             return None
-        return lambda: _wait_all(pending)
+        return lambda: all_of(pending).wait()
 
     # ---------------------------------------------------------------- compute side
     def residency(self) -> Residency:
@@ -136,12 +135,8 @@ class FileState(SlotState):
         while (leaving := self._staged_writes(fill)) is not None:
             if next_use is not None:
                 return False
-            _wait_all(leaving)
-        size = round_up(self.nbytes, PAGE_NBYTES)
-        if next_use is None:
-            lease: Lease | None = self._pool.demand(size, self.name, self._class)
-        else:
-            lease = self._pool.offer(size, self.name, self._class, next_use=next_use)
+            all_of(leaving).wait()
+        lease = self._lease_slot(next_use, self._class)
         if lease is None:
             return False
         with self._lock:
@@ -174,7 +169,7 @@ class FileState(SlotState):
                 if slot is not None and all(a.done() and a.failure is None for a in arrivals):
                     self._arrivals.clear()
                     return slot.tensor[: self.nbytes]
-            _wait_all(arrivals)
+            all_of(arrivals).wait()
             # it may be dropped between its arrival and a view of it: bring it again
 
     @defer_signals
@@ -190,7 +185,7 @@ class FileState(SlotState):
                     self._dirty.clear()
                     break
             self._take_slot(None, fill=None)
-        _wait_all(waits)
+        all_of(waits).wait()
         return view
 
     @defer_signals
@@ -211,7 +206,7 @@ class FileState(SlotState):
                 self._pool.may_write_back(self)
                 return
             leaving = list(self._writes.values())
-        _wait_all(leaving)  # a piece has one write on its way at a time
+        all_of(leaving).wait()  # a piece has one write on its way at a time
         self.write_back()
 
     # ---------------------------------------------------------------- update side
@@ -326,7 +321,7 @@ class FileState(SlotState):
             with self._lock:
                 pending = [*self._arrivals.values(), *self._writes.values()]
                 being_sent = self._being_sent
-            _wait_all(pending)
+            all_of(pending).wait()
             if not being_sent:
                 break
             self._store.await_room()
@@ -432,15 +427,3 @@ class FileSnapshot:
         block, self._blocks[piece] = self._blocks[piece], None
         if block is not None:
             self._store.let_go(block)
-
-
-def _wait_all(transfers: list[Transfer[None]]) -> None:
-    """Wait until the last transfer has ended; then raise the first error."""
-    failed: OffloadError | None = None
-    for transfer in transfers:
-        try:
-            transfer.wait()
-        except OffloadError as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed

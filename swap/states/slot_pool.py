@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from offload.tiers.ledger import StateClass
@@ -57,16 +57,9 @@ class CachedPiece(Protocol):
         """Start to write back a dirty copy. Does nothing if it is clean or being written back."""
         ...
 
-    def transit(self) -> Callable[[], None] | None:
+    def transit(self) -> Callable[[], object] | None:
         """Return a function that waits until this copy's moves end; None if it is not moving."""
         ...
-
-
-def furthest_first(pieces: Iterable[CachedPiece]) -> Iterator[CachedPiece]:
-    """Yield the pieces that can be evicted, the one needed last first, the larger of two needed at
-    once first. Whether a piece can be evicted is asked when its turn comes."""
-    ordered = sorted(pieces, key=lambda each: (-each.next_use(), -each.held_nbytes, each.name))
-    return (piece for piece in ordered if piece.can_evict())
 
 
 class SlotPool:
@@ -197,12 +190,8 @@ class SlotPool:
             if wait is not None:
                 wait()
             elif not again and not self.await_progress():
-                return self._last_try(nbytes, owner, state_class)
-
-    def _last_try(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
-        """Try once more: memory may have been released since the last try. Free ranges that are not
-        contiguous are used now, too."""
-        with self.lock:
+                break
+        with self.lock:  # memory may have been released since; free ranges in pieces do now, too
             lease = self._try(nbytes, owner, state_class, before=None)
             return lease or self.tier.lease(nbytes, owner=owner, state_class=state_class)
 
@@ -263,15 +252,18 @@ class SlotPool:
         return None
 
     def _next_to_drop(self) -> CachedPiece | None:
-        """Return the copy needed last of those that can be evicted; None if there is none."""
+        """Return the copy needed last of those that can be evicted, the larger of two needed at
+        once; None if there is none."""
         while self._furthest:
             piece = self._furthest.pop()
             is_held = self._held.get(id(piece)) is piece
             if is_held and piece.can_evict() and piece.next_use() >= self._least_use:
                 return piece
-        found = list(
-            itertools.islice(furthest_first(self._held.values()), 1 + len(self._held) // _PER_LOOK)
+        ordered = sorted(
+            self._held.values(), key=lambda each: (-each.next_use(), -each.held_nbytes, each.name)
         )
+        victims = (each for each in ordered if each.can_evict())
+        found = list(itertools.islice(victims, 1 + len(self._held) // _PER_LOOK))
         self._furthest = found[:0:-1]
         if self._furthest:
             self._least_use = self._furthest[0].next_use()
@@ -286,7 +278,7 @@ class SlotPool:
             return None
         return self.tier.lease(nbytes, owner=owner, state_class=state_class)
 
-    def _send_home(self) -> Callable[[], None] | None:
+    def _send_home(self) -> Callable[[], object] | None:
         """Start to write back the dirty copy needed last. Return a function that waits until a move
         ends, or None if nothing moves."""
         pieces = sorted(self._held.values(), key=lambda piece: -piece.next_use())

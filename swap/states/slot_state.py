@@ -8,7 +8,10 @@ from collections.abc import Callable
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.tiers.errors import StateError
+from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
+from offload.tiers.tier import PAGE_NBYTES
+from offload.tiers.units import round_up
 
 
 class SlotState(State):
@@ -33,6 +36,13 @@ class SlotState(State):
 
     def next_use(self) -> float:
         return self._next_use()
+
+    def _lease_slot(self, next_use: float | None, state_class: StateClass) -> Lease | None:
+        """A lease of memory for a slot, as `prefetch` takes a `next_use`: None without room."""
+        size = round_up(self.nbytes, PAGE_NBYTES)
+        if next_use is None:
+            return self._pool.demand(size, self.name, state_class)
+        return self._pool.offer(size, self.name, state_class, next_use=next_use)
 
     def evict(self) -> None:
         """Give the slot back; StateError if none is held."""
@@ -61,4 +71,30 @@ class SlotState(State):
     def write_back(self) -> None: ...
 
     @abc.abstractmethod
-    def transit(self) -> Callable[[], None] | None: ...
+    def transit(self) -> Callable[[], object] | None: ...
+
+
+class CachedState(SlotState):
+    """A state whose home is another state. Its slot is never dirty: what is written there goes home
+    at once."""
+
+    def __init__(
+        self, home: State, name: str, nbytes: int, piece_nbytes: int, pool: SlotPool,
+        next_use: Callable[[], float], edge_nbytes: int | None = None,
+        stride_nbytes: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, nbytes, piece_nbytes, pool, next_use, edge_nbytes, stride_nbytes)
+        self._home = home
+
+    def write_back(self) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        with self._lock:
+            if self._slot is not None:
+                self.evict()
+        self._home.discard()
+
+    def close(self) -> None:
+        self.discard()
+        self._home.close()

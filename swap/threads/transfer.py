@@ -192,15 +192,14 @@ class Transfer(Generic[T]):
         return True
 
 
-def all_of(transfers: Iterable[Transfer[T]], what: object = None) -> Transfer[list[T]]:
+def all_of(transfers: Iterable[Transfer[T]]) -> Transfer[list[T]]:
     """A transfer of all values, in order. It ends when the last one ends, also after an error,
     so that no buffer is still moving; then the first error in order is raised."""
     sources = list(transfers)
     if not sources:
         return Transfer.completed([], what="nothing")
     lane = next((source.lane for source in sources if source.lane is not None), None)
-    what = what or f"{len(sources)} transfers, {sources[0].what} ..."
-    result: Transfer[list[T]] = Transfer(what, lane)
+    result: Transfer[list[T]] = Transfer(f"{len(sources)} transfers, {sources[0].what} ...", lane)
     lock = threading.Lock()
     missing = len(sources)
 
@@ -214,11 +213,7 @@ def all_of(transfers: Iterable[Transfer[T]], what: object = None) -> Transfer[li
         if not failures:
             result.complete([cast(T, source._value) for source in sources])
             return
-        first, *others = failures
-        for other in others:
-            if other is not first:
-                first.error.add_note(f"and also: {other.error}")
-        result.spread(first)
+        result.spread(failures[0])
 
     for source in sources:
         source.then(one_ended)

@@ -208,7 +208,6 @@ def test_activations_on_nvme_train_to_the_same_bits(
     if placement is HOST and check is not True:
         assert run.moved["nvme write"] > 0
         assert run.moved["nvme read"] > 0
-        assert run.moved["activations forwarded"] > 0
     assert run.calls == (3 if check is False else 6)
 
 

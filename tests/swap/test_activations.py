@@ -125,7 +125,7 @@ def test_views_of_one_storage_travel_once_and_come_back_over_one_storage(make: M
     expected = [chunk.clone() for chunk in base.chunk(3)]
     parked = [bench.park(chunk) for chunk in base.chunk(3)]
     del base
-    assert bench.tier.statistics.parked_nbytes == 6 * PAGE
+    assert bench.tier.bytes_moved()["activations parked"] == 6 * PAGE
     back = [each.tensor() for each in parked]
     assert all(same(b, e) for b, e in zip(back, expected, strict=True))
     assert len({each.untyped_storage().data_ptr() for each in back}) == 1
@@ -163,7 +163,6 @@ def test_without_a_store_the_window_is_their_home(make: Make) -> None:
         assert same(parked[seed].tensor(), noise(4, seed))
     assert bench.links.to_host.moved_nbytes == 8 * 4 * PAGE
     assert bench.links.to_device.moved_nbytes == 8 * 4 * PAGE
-    assert bench.tier.statistics.forwarded_nbytes == 0
     parked.clear()
     bench.assert_nothing_is_left()
 
@@ -181,7 +180,7 @@ def test_a_full_disk_leaves_the_rest_where_it_is_and_says_so_once(
                 kept[seed] = parked
             assert bench.disk_nbytes <= 32 * PAGE
     assert 8 <= len(kept) <= 12  # what disk and window hold
-    assert bench.tier.statistics.stayed_nbytes == (30 - len(kept)) * 4 * PAGE
+    assert bench.tier.bytes_moved()["activations stayed"] == (30 - len(kept)) * 4 * PAGE
     (record,) = caplog.records
     said = record.getMessage()
     assert "16.0 KiB stay in device memory: nvme tier full" in said
