@@ -157,6 +157,15 @@ def test_a_model_computes_from_it(tmp_path: Path, slow: Tier) -> None:
             assert dispatched.report().tiers["slow"].by_class["parameters"] > 0
 
 
+def test_kv_caches_live_in_it(tmp_path: Path, slow: Tier) -> None:
+    cases = pytest.importorskip("tests.outside.test_kv_dispatch")
+    expected = cases.bits(cases.generated(cases.llama()))
+    with cases.dispatched(model := cases.llama(), tmp_path, "slow") as owner:
+        assert cases.bits(cases.generated(model)) == expected
+        owner.check_integrity()
+        assert owner.report().tiers["slow"].peak_by_class["kv"] > 0
+
+
 # ---------------------------------------------------------------- plans
 SMALL: dict[str, Any] = {"train": {"model": {"layers": 2, "hidden": 64, "heads": 2}}}
 

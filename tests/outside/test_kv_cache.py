@@ -198,7 +198,7 @@ def test_a_cache_is_refused_room_only_where_the_free_bytes_do_not_suffice(
         assert made.held() == {"host": 0, "nvme": 0}
     assert refused
     for tier, needed_nbytes, free_nbytes in refused:
-        assert tier == Tier.HOST
+        assert tier == "host"
         assert needed_nbytes > free_nbytes
 
 
