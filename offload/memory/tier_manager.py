@@ -86,28 +86,23 @@ class TieredHomes:
             opened.callback(self._close_memory)
             for tier in TIERS:
                 if not tier.is_file:
-                    self._memory[tier] = self._open_memory(tier, device)
+                    budget = plan.budgets[tier]
+                    memory = open_memory(tier, budget, device)
+                    self._memory[tier] = MemoryTier(tier, budget, memory, self.ledger)
             self.pool = SlotPool(self._memory[Tier.HOST], self.lock)
             self._device = DeviceHomes(plan, self._memory[Tier.DEVICE], device, self.lock)
             opened.callback(self._device.close)
             if plan.opens_files:
-                self.store = self._open_store(nvme)
+                try:
+                    self.store = self._open_store(nvme)
+                except NoSpaceError as error:
+                    raise PathError(f"nvme.paths: {error}") from error
             self.activations = self._open_activations(device)
             self.guard = MemoryGuard(self.pool, read_headroom, sharing=ranks_here())
             self.guard.start()
             opened.pop_all()
 
-    def _open_memory(self, tier: Tier, device: torch.device) -> MemoryTier:
-        budget = self.plan.budgets[tier]
-        return MemoryTier(tier, budget, open_memory(tier, budget, device), self.ledger)
-
     def _open_store(self, nvme: NvmeConfig) -> BlockStore:
-        try:
-            return self._make_store(nvme)
-        except NoSpaceError as error:
-            raise PathError(f"nvme.paths: {error}") from error
-
-    def _make_store(self, nvme: NvmeConfig) -> BlockStore:
         paths = nvme_paths(nvme)
         shares = [1.0]
         if len(paths) > 1:

@@ -257,10 +257,7 @@ class _Search:
     def _open_tiers(self) -> dict[StateClass, tuple[Tier, ...]]:
         """The tiers open to each class that the configuration does not name."""
         config, builder = self._config, self._builder
-        below = [
-            tier for tier in TIERS
-            if tier is Tier.HOST or (builder.budgets[tier] > 0 and not tier.on_device)
-        ]  # fmt: skip
+        there = [tier for tier in TIERS if tier is Tier.HOST or builder.budgets[tier] > 0]
         kernels = builder.gpu and builder.hardware.kernels_missing is None
         # what is left of a GPU is known where the batch is, or where a budget says it
         known = self._run is not None or config.budget.device is not None
@@ -268,13 +265,11 @@ class _Search:
         for state_class in CLASSES:
             if state_class in builder.explicit:
                 continue
-            there = list(below)
-            if state_class is StateClass.GRADIENTS and config.sums_gradients:
-                there = list(without_files(below))  # never an fp32 gradient file
             first = state_class is StateClass.PARAMETERS or (kernels and known)
-            if first and builder.budgets[Tier.DEVICE] > 0:
-                there.insert(0, Tier.DEVICE)
-            tiers[state_class] = tuple(there)
+            open_tiers = tuple(tier for tier in there if first or not tier.on_device)
+            if state_class is StateClass.GRADIENTS and config.sums_gradients:
+                open_tiers = without_files(open_tiers)  # never an fp32 gradient file
+            tiers[state_class] = open_tiers
         return tiers
 
 

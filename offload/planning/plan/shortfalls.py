@@ -14,7 +14,7 @@ from offload.planning.plan.plan import (
     ram_nbytes,
 )
 from offload.tiers.ledger import StateClass
-from offload.tiers.tier import TIERS, Tier
+from offload.tiers.tier import TIERS, Medium, Tier
 from offload.tiers.units import format_bytes, in_one_unit
 
 
@@ -67,10 +67,13 @@ def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
 def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
     room, disk = hardware.host_nbytes, hardware.nvme_free_nbytes
     checks = (
-        (
-            Tier.HOST, plan.budgets[Tier.HOST], room,
-            "budget.host: {} is more than the {} of RAM that this process may use; lower it, or "
-            "write a percentage",
+        *(
+            (
+                tier, plan.budgets[tier], hardware.capacities[tier],
+                f"budget.{tier}: {{}} is more than the {{}} of {tier.title} that this process may "
+                "use; lower it, or write a percentage",
+            )
+            for tier in TIERS if tier.medium is Medium.HOST
         ),
         (
             Tier.HOST, ram_nbytes(plan), room,
@@ -81,13 +84,6 @@ def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
             Tier.NVME, needed_nbytes(plan, Tier.NVME), disk,
             "budget.nvme: the plan needs {} on disk, {} are free under nvme.paths; free space, or "
             "add a path to nvme.paths",
-        ),
-        *(
-            (
-                tier, plan.budgets[tier], tier.capacity_nbytes,
-                f"budget.{tier}: {{}} is more than the {{}} of {tier.title} there are; lower it",
-            )
-            for tier in TIERS if tier.capacity_nbytes
         ),
     )  # fmt: skip
     for tier, needed, there, text in checks:

@@ -80,8 +80,9 @@ class PlannedMemory:
             held[Tier.DEVICE] = self._gpu()
         if plan.opens_files:
             held[Tier.NVME] = self._disk(on_nvme)
-        further = [tier for tier in TIERS if tier.capacity_nbytes and plan.total(tier)]
-        held |= {tier: self._further(tier) for tier in further}
+        for tier in TIERS:
+            if tier.capacity_nbytes and plan.total(tier):
+                held[tier] = {**self._expected(tier), MemoryClass.ACTIVATIONS: self._waiting(tier)}
         # how far moves are behind decides it
         is_bound = on_nvme[MemoryClass.STAGING] + on_nvme[MemoryClass.ACTIVATIONS] > 0 or (
             self._config.optimizer.in_backward is True and on_nvme[MemoryClass.GRADIENTS] > 0
@@ -151,6 +152,11 @@ class PlannedMemory:
         room = self._window + activations.disk_nbytes if activations is not None else 0
         return min(self._facts.saved_nbytes, room)
 
+    def _waiting(self, tier: Tier) -> int:
+        """The bytes of the window that activations fill; 0 if it is not in `tier`."""
+        there = self._plan.activations is not None and self._plan.activations.window_tier is tier
+        return min(self._window, self._parked) if there else 0
+
     @property
     def _activations_on_disk(self) -> int:
         """The bytes of activations that may be on disk; 0 if they fit in half of the window, which
@@ -164,8 +170,7 @@ class PlannedMemory:
         plan, facts, copies = self._plan, self._facts, self._copies
         states = self._states_in_ram()
         steps = dict(states)
-        if plan.activations is not None and plan.activations.window_tier is Tier.HOST:
-            steps[MemoryClass.ACTIVATIONS] += min(self._window, self._parked)
+        steps[MemoryClass.ACTIVATIONS] += self._waiting(Tier.HOST)
         if not plan.gpu:
             steps[MemoryClass.ACTIVATIONS] += self._tensors - facts.cache_nbytes
             steps[MemoryClass.CACHE] += facts.cache_nbytes
@@ -202,13 +207,6 @@ class PlannedMemory:
             return ITEMSIZE[self._config.precision] * max(params, default=0)
         largest = max((group.numel for group in self._model.groups), default=0)
         return 4 * (largest + min(largest, self._plan.chunk_numel))
-
-    def _further(self, tier: Tier) -> ByClass:
-        """The bytes of a tier that is neither of the three."""
-        by_class, activations = self._expected(tier), self._plan.activations
-        if activations is not None and activations.window_tier is tier:
-            by_class[MemoryClass.ACTIVATIONS] += min(self._window, self._parked)
-        return by_class
 
     # ---------------------------------------------------------------- nvme
     def _on_nvme(self) -> ByClass:
