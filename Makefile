@@ -94,7 +94,7 @@ typecheck: $(STAMP)
 
 bench: $(STAMP)
 	mkdir -p $(BENCH_DIR)
-	$(BIN)/python -m benchmarks.peers adam --json $(BENCH_DIR)/adam.json
+	$(BIN)/offload bench adam --json $(BENCH_DIR)/adam.json
 	$(BIN)/offload bench io --json $(BENCH_DIR)/io.json
 	$(BIN)/offload bench copy --json $(BENCH_DIR)/copy.json
 	$(BIN)/python -m benchmarks.peers step --json $(BENCH_DIR)/step.json

@@ -1,7 +1,6 @@
-"""The commands of `offload bench` with others in the same run: the optimizers of PyTorch and
-DeepSpeed, DeepSpeed ZeRO-3, DDP and FSDP2.
+"""The commands of `offload bench` with others in the same run: DeepSpeed ZeRO-3, DDP and FSDP2.
 
-    python -m benchmarks.peers {adam,step,ranks} [options as of `offload bench`]
+    python -m benchmarks.peers {step,ranks} [options as of `offload bench`]
 
 Peers are reached through their public interfaces only, are imported only by the modules named for
 them, and are optional: a row says what to install. --systems of `step` also has deepspeed-cpu
@@ -14,9 +13,6 @@ from typing import Any
 
 import typer
 
-from benchmarks import adam_peers
-from offload.bench.adam import AdamOptions
-from offload.bench.adam import run_adam as run_our_adam
 from offload.bench.contenders import StepOptions, SystemSpec
 from offload.bench.ranks import SYSTEMS as OUR_RANKS
 from offload.bench.ranks import run_ranks as run_our_ranks
@@ -50,12 +46,6 @@ DDP = _torch("ddp", "DDP", 48, "Replicated")
 FSDP2 = _torch("fsdp2", "FSDP2", 24, "FullySharded")
 FSDP2_OFFLOAD = _torch("fsdp2-offload", "FSDP2, CPUOffloadPolicy", 24, "FullySharded", offload=True)
 ZERO3_RANKS = _zero3("deepspeed", "cpu", 60, "cpu")
-
-
-def run_adam(options: AdamOptions, say: Say) -> Record:
-    record = run_our_adam(options, say, adam_peers.systems)
-    adam_peers.compare(record)
-    return record
 
 
 def run_step(options: StepOptions, say: Say) -> Record:
@@ -92,7 +82,7 @@ app = typer.Typer(
 app.registered_commands = [
     command
     for command in bench_app.registered_commands
-    if command.callback is not None and command.callback.__name__ not in ("copy", "io")
+    if command.callback is not None and command.callback.__name__ in ("step", "ranks")
 ]
 
 

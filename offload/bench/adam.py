@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from offload.bench.record import Kind, Record, Row, Target
+from offload.bench.record import Kind, Record, Target
 from offload.bench.rounds import Say, Timed, measure, sharing, timed
 from offload.bench.stream import GROUP, BusLoop
 from offload.bench.table import Column, number
@@ -36,8 +36,6 @@ COLUMNS = (
     Column("G params/s", number("parameters_per_s", 1e9)),
     Column("GB/s", number("bytes_per_s", 1e9, 1)),
 )
-# Systems over the same arrays, and rows of those that cannot run.
-Peers = Callable[[Arrays, Say], tuple[list[Timed], list[Row]]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class AdamOptions:
     threads: int | None = None
 
 
-def run_adam(options: AdamOptions, say: Say, peers: Peers | None = None) -> Record:
+def run_adam(options: AdamOptions, say: Say) -> Record:
     """Run the bench. BudgetError if `numel` parameters do not fit in memory."""
     threads = options.threads or machine.cpu_count()
     streams = [stream for variant in VARIANTS for stream in variant.streams]
@@ -60,9 +58,7 @@ def run_adam(options: AdamOptions, say: Say, peers: Peers | None = None) -> Reco
     arrays = Arrays(numel, streams)
     with sharing(threads) as runner:
         systems = _systems(arrays, runner)
-        others, missing = ([], []) if peers is None else peers(arrays, say)
-        measure(record, [*systems, *others], options.rounds, say)
-    record.rows += missing
+        measure(record, systems, options.rounds, say)
     _compare(record)
     record.notes.append(
         f"{numel / 1e6:.4g} M parameters, {threads} threads; a limit is a loop in "
@@ -88,7 +84,7 @@ def _numel(options: AdamOptions, streams: Sequence[Stream]) -> int:
     return round_up(numel, GROUP * 4)
 
 
-def passing(
+def _passing(
     name: str, kind: Kind, traffic: float, arrays: Arrays, step: Callable[[], object],
     note: str = "",
 ) -> Timed:  # fmt: skip
@@ -106,9 +102,9 @@ def _systems(arrays: Arrays, runner: ParallelRunner) -> list[Timed]:
         held = [arrays[stream] for stream in variant.streams]
         bus = BusLoop(variant.streams, held, runner)
         name = _limit(variant.streams)
-        limits.setdefault(name, passing(name, Kind.LIMIT, bus.traffic, arrays, bus, "C"))
+        limits.setdefault(name, _passing(name, Kind.LIMIT, bus.traffic, arrays, bus, "C"))
         step = stepper(variant, arrays, runner)
-        ours.append(passing(variant.name, Kind.OURS, variant.traffic, arrays, step))
+        ours.append(_passing(variant.name, Kind.OURS, variant.traffic, arrays, step))
     return [*limits.values(), *ours]
 
 

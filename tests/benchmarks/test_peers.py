@@ -20,7 +20,6 @@ TINY_MODEL = [
     "-o", "train.model.mlp=128", "-o", "train.model.vocab=256", "-o", "train.batch=1",
     "-o", "train.sequence=16", "-o", "budget.host=80MiB", "-o", "budget.nvme=256MiB",
 ]  # fmt: skip
-ADAM = ["adam", "--numel", "70000", "--threads", "2"]
 
 
 def run(*arguments: str) -> int:
@@ -51,10 +50,10 @@ def test_a_missing_peer_says_what_to_install(recorded: Any, monkeypatch: Any) ->
         importlib.util, "find_spec",
         lambda name, *more: None if name == "deepspeed" else found(name, *more),
     )  # fmt: skip
-    rows, _, printed = recorded(*ADAM)
-    note = rows["DeepSpeedCPUAdam, fp32"]["note"]
+    rows, _, printed = recorded("step", "--systems", "plain,deepspeed-cpu", *TINY_MODEL)
+    note = rows["DeepSpeed ZeRO-3, cpu"]["note"]
     assert note == "not installed: pip install 'offload[bench]'"
-    assert f"DeepSpeedCPUAdam, fp32: {note}" in printed
+    assert f"DeepSpeed ZeRO-3, cpu: {note}" in printed
 
 
 @pytest.mark.parametrize("bench", ["step", "ranks"])
