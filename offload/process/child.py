@@ -1,26 +1,25 @@
 """A measured process of its own, both ends of it.
 
-    python -m offload.process.child MODULE:FUNCTION OPTIONS.json
+    python -m offload.process.child MODULE:FUNCTION FD
 
-The function is called with the options and a `Parent`. Its answers are JSON objects, one per line,
-written to what was standard output when the process began; commands are lines on standard input.
-Everything that libraries print goes to standard error, which the parent keeps.
+The function is called with the options, the first thing that comes through the pipe of that file
+descriptor, and a `Parent`, whose commands and answers go through it as well. The parent process
+keeps everything that is printed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing.connection import wait
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import offload
 from offload.tiers.errors import OffloadError
@@ -44,7 +43,7 @@ class ChildTimedOut(ChildFailed):
 
 
 class Child:
-    """Starts the process and communicates with it. Its options and its output stay in `folder`."""
+    """Starts the process and communicates with it. Its output stays in `folder`."""
 
     def __init__(
         self, label: str, program: str, options: Mapping[str, Any], folder: Path,
@@ -52,24 +51,23 @@ class Child:
     ) -> None:  # fmt: skip
         """Start `program`, given as MODULE:FUNCTION, and return at once."""
         self.label = label
-        described = folder / "options.json"
-        described.write_text(json.dumps(dict(options)))
         self._log = (folder / "log").open("w+", errors="replace")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "offload.process.child", program, str(described)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            env={**child_environment(), **(environment or {})},
-            start_new_session=True,  # Ctrl-C is for us, and we end the child
-        )  # fmt: skip
-        self._unread = b""
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "offload.process.child", program, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
+                env={**child_environment(), **(environment or {})}, pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for us, and we end the child
+            )  # fmt: skip
+        with suppress(ConnectionError):  # it has ended, as the first answer will say
+            self._pipe.send(dict(options))
 
     def send(self, command: str) -> None:
-        """Send one line. Raises ChildFailed if the process no longer reads."""
-        pipe = _pipe(self._process.stdin)
+        """Send a command. Raises ChildFailed if the process no longer reads."""
         try:
-            pipe.write(f"{command}\n".encode())
-            pipe.flush()
-        except BrokenPipeError as error:
+            self._pipe.send(command)
+        except ConnectionError as error:
             raise self._failed("ended early") from error
 
     def answer(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> dict[str, Any]:
@@ -80,17 +78,14 @@ class Child:
         return found
 
     def next_answer(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next answer, or None at the end of the output. Raises ChildTimedOut if none
-        arrives in time, and ChildFailed if the output is not an answer."""
-        line = self._line(timeout_s)
-        if line is None:
-            return None
+        """Return the next answer, or None if there will be none. Raises ChildTimedOut if none
+        arrives in time."""
         try:
-            found = json.loads(line)
-        except ValueError as error:
-            raise self._failed(f"gave an answer that is no JSON ({error})") from error
-        if not isinstance(found, dict):
-            raise self._failed(f"gave an answer that is a {type(found).__name__}, not an object")
+            if not self._pipe.poll(timeout_s):
+                raise self._timed_out(f"gave no answer in {timeout_s:.0f} s")
+            found: dict[str, Any] = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            return None
         return found
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -106,12 +101,11 @@ class Child:
         self.kill()
 
     def hang_up(self) -> None:
-        """Close its standard input: there are no more commands."""
-        with suppress(BrokenPipeError):  # it died before it read the last line; closed all the same
-            _pipe(self._process.stdin).close()
+        """Close the pipe: there are no more commands, and no answer is wanted any more."""
+        self._pipe.close()
 
     def kill(self) -> None:
-        """End it at once, with all processes it started in its session, and close the pipes.
+        """End it at once, with all processes it started in its session, and close the pipe.
         Calling it again does nothing."""
         if self._log.closed:
             return
@@ -119,28 +113,14 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self.hang_up()
-        _pipe(self._process.stdout).close()
         self._log.close()
-
-    def _line(self, timeout_s: float) -> bytes | None:
-        """Return a line of output. Never blocks longer: half a line may be all that arrives."""
-        pipe, ends = _pipe(self._process.stdout), time.monotonic() + timeout_s
-        while b"\n" not in self._unread:
-            if not wait([pipe.fileno()], max(0.0, ends - time.monotonic())):
-                raise self._timed_out(f"gave no answer in {timeout_s:.0f} s")
-            more = os.read(pipe.fileno(), 1 << 16)
-            if not more:
-                return None
-            self._unread += more
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
 
     def _end(self) -> str:
         """Describe the end of a process without more answers. Its own threads may delay it."""
         try:
             return f"ended early {_ended(self._process.wait(_CLOSE_TIMEOUT_S))}"
         except subprocess.TimeoutExpired:
-            return f"closed its output and did not end in {_CLOSE_TIMEOUT_S:.0f} s"
+            return f"closed its pipe and did not end in {_CLOSE_TIMEOUT_S:.0f} s"
 
     def _failed(self, how: str) -> ChildFailed:
         return ChildFailed(self.label, how, self._said())
@@ -165,11 +145,6 @@ def repository() -> Path:
     return Path(offload.__file__).resolve().parent.parent
 
 
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None, "pipes were asked for"
-    return pipe
-
-
 def _ended(status: int) -> str:
     if status >= 0:
         return f"with status {status}"
@@ -183,16 +158,17 @@ def _ended(status: int) -> str:
 class Parent:
     """The process that started this one."""
 
-    def __init__(self, answers: IO[str]) -> None:
-        self._answers = answers
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
 
     def answer(self, found: Mapping[str, Any]) -> None:
-        self._answers.write(json.dumps(dict(found)) + "\n")
-        self._answers.flush()
+        self._pipe.send(dict(found))
 
-    def commands(self) -> Iterator[str]:
+    def commands(self) -> Iterator[Any]:
         """Yield the parent's commands until it hangs up."""
-        return (line.rstrip("\n") for line in sys.stdin)
+        with suppress(EOFError, ConnectionError):
+            while True:
+                yield self._pipe.recv()
 
 
 def named(program: str) -> Any:
@@ -202,11 +178,11 @@ def named(program: str) -> Any:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not stand between the answers
-    program, options = sys.argv[1:]
+    program, fd = sys.argv[1:]
+    os.set_inheritable(int(fd), False)
+    parent = Parent(Connection(int(fd)))
     try:
-        named(program)(json.loads(Path(options).read_text()), Parent(answers))
+        named(program)(next(parent.commands()), parent)
     except OffloadError as error:  # expected, and shown by the parent: no traceback
         sys.exit(str(error))
 

@@ -37,8 +37,6 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outc
         ("raise RuntimeError('no such kernel')", "RuntimeError: no such kernel"),
         ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
         ("print('nothing to say')", "ended without an answer"),
-        ("parent._answers.write('[1]\\n'); parent._answers.flush()", "an answer that is a list"),
-        ("parent._answers.write('broken\\n'); parent._answers.flush()", "that is no JSON"),
     ],
 )
 def test_a_part_that_fails_is_a_line(program: str, fragment: str, ended: Any) -> None:
