@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from offload.swap.io.block_store import GROWTH_NBYTES
 from offload.swap.states.state import Snapshot, State
 from offload.swap.threads.lanes import be_worker
 from offload.swap.threads.shield import Executor, defer_signals, is_done, result_of
-from offload.tiers.errors import OffloadError, StorageError
+from offload.tiers.errors import OffloadError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
 from offload.zero.step.save_gate import SaveGate
@@ -107,7 +106,7 @@ class BackgroundSave:
             work = self._begin(engine, path, state, unless_begun.enter_context(ExitStack()))
             thread = Executor(1, thread_name_prefix="offload-checkpoint")
             with defer_signals:
-                self._end = _submitted(thread, path, self._run, work)
+                self._end = thread.submit(self._run, work)
                 saves.under_way = self
                 _under_way.add(self)
                 unless_begun.pop_all()
@@ -234,20 +233,6 @@ class BackgroundSaves:
         if self.under_way is not None:
             self.under_way.cancel()
             self.wait()
-
-
-def _submitted(
-    thread: Executor, path: Path, run: Callable[[_Work], None], work: _Work
-) -> Future[None]:  # fmt: skip
-    """Begin a save on a thread. StorageError if none can be started."""
-    try:
-        return thread.submit(run, work)
-    except RuntimeError as error:
-        raise StorageError(
-            f"{path} was not written: no thread can be started; raise the limit of processes "
-            "(`ulimit -u`), of a container's tasks or of memory",
-            path=str(path),
-        ) from error
 
 
 def _snapshots(engine: Trained, held: ExitStack) -> Snapshots:

@@ -26,7 +26,7 @@ from offload.checkpoint.format.writer import fields_of
 from offload.kernels.floats import Array
 from offload.kernels.rules import BLOCK, StateFormat
 from offload.kernels.variants import Master
-from offload.tiers.errors import IntegrityError, StateError, UnsupportedError
+from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
@@ -54,20 +54,6 @@ def check_stepped(engine: Trained) -> None:
             "gradients wait for optimizer.step() and are no part of a checkpoint: what is resumed "
             "from it would differ; save after the step, or drop them with optimizer.zero_grad()"
         )
-
-
-def check_caught_up(engine: Trained) -> None:
-    """Raise IntegrityError unless all rows of each packed parameter were updated equally often: a
-    checkpoint has one number for them."""
-    states = engine.runtime.optimizer_states
-    for packed in engine.runtime.store.packed:
-        if packed.spec.trainable:
-            steps = sorted({int(states[group.index].steps[at]) for group, at in packed.places})
-            if len(steps) > 1:
-                raise IntegrityError(
-                    f"{packed.name}: its experts were updated {steps[0]} to {steps[-1]} times, and "
-                    "should be even by now; no checkpoint was written (a fault of offload's)"
-                )
 
 
 # --------------------------------------------------------------------------- tensors

@@ -23,13 +23,11 @@ from offload.checkpoint.foreign.model_files import (
     GENERATION_CONFIG,
     carried_files,
     carry,
-    check_new,
-    pending_output,
     read_json,
     write_json,
 )
 from offload.checkpoint.foreign.weight_shards import SHARD, Write, new_files, write_shards
-from offload.checkpoint.format.disk import make_folder, storage_errors
+from offload.checkpoint.format.disk import check_new, make_folder, pending_output, storage_errors
 from offload.checkpoint.format.manifest import ModelRecord, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import StoredTensor

@@ -7,23 +7,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.format.disk import (
-    is_folder,
-    is_there,
-    pending_path,
-    rename,
-    storage_errors,
-    sync_folder,
-    sync_tree,
-    write_text,
-)
+from offload.checkpoint.format.disk import storage_errors, write_text
 from offload.process import bounded_json
-from offload.tiers.errors import CheckpointError, ConfigError, PathError
+from offload.tiers.errors import CheckpointError, ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -149,35 +139,3 @@ def carry(files: Iterable[Path], into: Path) -> list[str]:
             shutil.copyfile(path, into / path.name)  # of a link, what it leads to
         names.append(path.name)
     return names
-
-
-# --------------------------------------------------------------------------- new ones
-def check_new(out: Path) -> None:
-    """Raise PathError unless `out` can be made."""
-    with storage_errors("looking at", out):
-        if not is_folder(out.parent):
-            raise PathError(
-                f"{out.parent} is no folder; make it, or name another place for {out.name}"
-            )
-        if is_there(out):
-            raise PathError(f"{out} exists; remove it, or name another file or folder")
-
-
-@contextmanager
-def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """A name for the file or folder that becomes `out` at the end, durably, or is removed.
-    `replaces`: an existing file is replaced."""
-    pending = pending_path(out)
-    try:
-        yield pending
-        if not replaces:
-            check_new(out)  # another process may have made it meanwhile
-        with storage_errors("creating", out):
-            sync_tree(pending)  # before it can have the name
-            rename(pending, out)
-    except BaseException:
-        with suppress(OSError):  # what led here is the error
-            shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
-        raise
-    with storage_errors("creating", out):
-        sync_folder(out.parent)

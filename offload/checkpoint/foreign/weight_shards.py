@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from offload.checkpoint.foreign.model_files import INDEX, SINGLE, pending_output
-from offload.checkpoint.format.disk import check_room, replace_text
+from offload.checkpoint.foreign.model_files import INDEX, SINGLE
+from offload.checkpoint.format.disk import check_room, pending_output, replace_text
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
 from offload.tiers.units import parse_bytes
 from offload.zero.groups.bits import DTYPE_NAMES

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import secrets
+import shutil
 import threading
 import time
 import weakref
@@ -18,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from offload.tiers.errors import CheckpointError, NoSpaceError, StorageError
+from offload.tiers.errors import CheckpointError, NoSpaceError, PathError, StorageError
 from offload.tiers.units import format_bytes, in_one_unit
 
 R = TypeVar("R")
@@ -234,22 +235,39 @@ def write_text(path: Path, text: str) -> None:
         file.sync()
 
 
-def pending_path(path: Path) -> Path:
-    """Return a new name beside `path`, for what is to become it."""
-    return path.with_name(f".{path.name}.tmp-{secrets.token_hex(6)}")
-
-
 def replace_text(path: Path, text: str) -> None:
     """Write a file with a text, durably: a reader finds what was there before, or the text."""
-    pending = pending_path(path)
-    try:
+    with pending_output(path, replaces=True) as pending:
         write_text(pending, text)
-        with storage_errors("writing", path):
-            rename(pending, path)
-            sync_folder(path.parent)
+
+
+def check_new(out: Path) -> None:
+    """Raise PathError unless `out` can be made."""
+    with storage_errors("looking at", out):
+        if not is_folder(out.parent):
+            raise PathError(
+                f"{out.parent} is no folder; make it, or name another place for {out.name}"
+            )
+        if is_there(out):
+            raise PathError(f"{out} exists; remove it, or name another file or folder")
+
+
+@contextmanager
+def pending_output(out: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """A name for the file or folder that becomes `out` at the end, durably, or is removed.
+    `replaces`: an existing file is replaced."""
+    pending = out.with_name(f".{out.name}.tmp-{secrets.token_hex(6)}")
+    try:
+        yield pending
+        if not replaces:
+            check_new(out)  # another process may have made it meanwhile
+        with storage_errors("creating", out):
+            sync_tree(pending)  # before it can have the name
+            rename(pending, out)
+            sync_folder(out.parent)
     except BaseException:
         with suppress(OSError):  # what led here is the error
-            remove_file(pending)
+            shutil.rmtree(pending) if pending.is_dir() else pending.unlink(missing_ok=True)
         raise
 
 
@@ -286,10 +304,6 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(b))
 
 
-def remove_file(path: Path) -> None:
-    make_call("unlink", path, lambda: os.unlink(path))
-
-
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """The entries of a folder."""
 
@@ -310,10 +324,6 @@ def real_path(path: Path) -> Path:
 def is_folder(path: Path) -> bool:
     """Whether `path` is a folder, or a link to one."""
     return make_call("stat", path, os.path.isdir, path)
-
-
-def is_link(path: Path) -> bool:
-    return make_call("stat", path, os.path.islink, path)
 
 
 def is_there(path: Path) -> bool:

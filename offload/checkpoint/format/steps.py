@@ -6,7 +6,7 @@ import logging
 import re
 from pathlib import Path
 
-from offload.checkpoint.format.disk import entries, is_folder, is_link, storage_errors
+from offload.checkpoint.format.disk import entries, is_folder, storage_errors
 from offload.checkpoint.format.folder import discard, recover
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_of
@@ -100,9 +100,7 @@ def _check(path: Path) -> None:
 
 def _discard(path: Path) -> bool:
     try:
-        with storage_errors("looking at", path):
-            is_a_link = is_link(path)
-        return not is_a_link and discard(path)
+        return not path.is_symlink() and discard(path)
     except PathError as error:
         _log.warning("not removed: %s", error)
         return False

@@ -15,9 +15,13 @@ from torch import Tensor, nn
 
 from offload.checkpoint.engine.model import model_record
 from offload.checkpoint.foreign.exporting import write_others
-from offload.checkpoint.foreign.model_files import check_new, pending_output
 from offload.checkpoint.foreign.weight_shards import SHARD, Write, write_shards
-from offload.checkpoint.format.disk import make_folder, storage_errors
+from offload.checkpoint.format.disk import (
+    check_new,
+    make_folder,
+    pending_output,
+    storage_errors,
+)
 from offload.config.paths import StrPath, path_of
 from offload.integrations.transformers.pretrained import open_pretrained
 from offload.process import machine
