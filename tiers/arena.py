@@ -24,10 +24,6 @@ class Arena:
         self.high_water_nbytes = 0  # end of the highest range ever used
 
     @property
-    def free_nbytes(self) -> int:
-        return self.nbytes - self.used_nbytes
-
-    @property
     def largest_free_nbytes(self) -> int:
         return max(self._free_sizes.values(), default=0)
 

@@ -74,16 +74,12 @@ class DeviceHomes:
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
         edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
-        """Return a state for parameters or gradients at home on the device."""
+        """Return a state at home on the device."""
+        kind = DeviceRecordState if state_class is StateClass.OPTIMIZER else DeviceHomeState
         lease = self.pool.demand(nbytes, name, state_class)
-        return DeviceHomeState(
+        return kind(
             name, nbytes, piece_nbytes, lease, self._update_links, edge_nbytes, stride_nbytes
         )
-
-    def record(self, name: str, nbytes: int) -> State:
-        """Return a state for an optimizer record at home on the device."""
-        lease = self.pool.demand(nbytes, name, StateClass.OPTIMIZER)
-        return DeviceRecordState(name, nbytes, nbytes, lease, self._update_links)
 
     # ---------------------------------------------------------------- work
     def work(self) -> DeviceWork:

@@ -167,12 +167,9 @@ class TieredHomes:
     ) -> State:  # fmt: skip
         """Return a state that the model reads."""
         cut = edge_nbytes, stride_nbytes
-        if not self.plan.gpu:  # used where they are
-            return self._state(tier, name, nbytes, piece_nbytes, state_class, next_use, *cut)
-        if tier.on_device:
-            return self._device.at_home(name, nbytes, piece_nbytes, state_class, *cut)
         home = self._state(tier, name, nbytes, piece_nbytes, state_class, next_use, *cut)
-        return self._device.mirrored(home, next_use)
+        is_there = tier.on_device or not self.plan.gpu  # or comes there by itself
+        return home if is_there else self._device.mirrored(home, next_use)
 
     def _coded(
         self, tier: Tier, label: str, nbytes: int, piece: int, layout: Layout, next_use: NextUse
@@ -214,15 +211,11 @@ class TieredHomes:
         label, kind = f"{name} gradients", StateClass.GRADIENTS
         if not size:  # all is frozen
             return MemoryState(label, size, piece, None)
-        if self.plan.gpu and tier.on_device:
-            return self._device.at_home(label, size, piece, kind)
         return self._state(tier, label, size, piece, kind, next_use)
 
     def record(self, index: int, name: str, chunk: int, nbytes: int, next_use: NextUse) -> State:
         tier = self.plan.records[index][chunk]
         label = f"{name} optimizer chunk {chunk}"
-        if self.plan.gpu and tier.on_device:
-            return self._device.record(label, nbytes)
         return self._state(tier, label, nbytes, nbytes, StateClass.OPTIMIZER, next_use)
 
     @property
@@ -233,12 +226,14 @@ class TieredHomes:
         self, tier: Tier, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
         next_use: NextUse, edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
+        cut = edge_nbytes, stride_nbytes
+        if tier.on_device and self.plan.gpu:
+            return self._device.at_home(name, nbytes, piece_nbytes, state_class, *cut)
         if tier.is_file:
             assert self.store is not None, "the plan puts something on nvme"
             return FileState(
-                name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use,
-                edge_nbytes, stride_nbytes,
-            )  # fmt: skip
+                name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use, *cut
+            )
         if tier is Tier.HOST:
             lease = self.pool.demand(nbytes, name, state_class)  # copies make room
         else:
@@ -246,7 +241,7 @@ class TieredHomes:
                 lease = self._memory[tier].lease(nbytes, owner=name, state_class=state_class)
         # other ranks' parts are in a state with strides, too
         spare = None if tier.on_device or stride_nbytes else self.pool
-        return MemoryState(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes, spare)
+        return MemoryState(name, nbytes, piece_nbytes, lease, *cut, spare)
 
     def device_work(self) -> DeviceWork:
         """Return the device's streams and memory for updates and gradients beside the model."""
