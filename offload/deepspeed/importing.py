@@ -21,7 +21,6 @@ from offload.checkpoint.format.manifest import (
     OPTIMIZER,
     PARAMETERS,
     RUN,
-    BufferRecord,
     LossScaleRecord,
     Manifest,
     MasterName,
@@ -30,11 +29,11 @@ from offload.checkpoint.format.manifest import (
     ParamGroupRecord,
 )
 from offload.checkpoint.format.safetensors_file import optimizer_sections
-from offload.checkpoint.format.user_state import packed
+from offload.checkpoint.format.user_state import packed, run_of, tensor_records
 from offload.checkpoint.format.writer import CheckpointWriter, fields_of, group_record
 from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
-from offload.deepspeed.saved import LoopState, imported_run, last_tag, write_latest
+from offload.deepspeed.saved import LoopState, last_tag, write_latest
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
 from offload.display.plain_text import plain
 from offload.kernels.cpu.convert import split_master
@@ -121,11 +120,6 @@ class _Importer:
         if self._kind not in KINDS:
             raise ConfigError(f"--optimizer {self._kind}: write one of {', '.join(KINDS)}")
         self._numbers = [_numbers_of(self._kind, each) for each in found.numbers]
-        if len(self._numbers) != len(found.groups):
-            raise CheckpointError(
-                f"{found.folder}: {len(found.groups)} groups of parameters, and the numbers of "
-                f"{len(self._numbers)}"
-            )
         first = {**KINDS[self._kind].defaults, **self._numbers[0]}
         states = tuple(KINDS[self._kind].scalars.kept_for(first))
         if set(states) != found.state_names:
@@ -135,7 +129,7 @@ class _Importer:
             )
         self._format = RecordFormat(_MASTERS[self._precision], states, StateFormat.FP32)
         self._params = self._listed({**found.shared, **tied})
-        self._run, self._run_tensors = imported_run(_loop_state(found))
+        self._run, self._run_tensors = run_of(_loop_state(found).entry)
         self._manifest = self._new_manifest()
 
     def _listed(self, tied: dict[str, str]) -> dict[str, ParameterRecord]:
@@ -185,12 +179,6 @@ class _Importer:
             value = self._found.frozen_value(param).to(self._found.dtype)
             made.add_weight(self._params[param], value)
 
-    def _buffers(self) -> list[BufferRecord]:
-        return [
-            BufferRecord(name=name, dtype=DTYPE_NAMES[value.dtype], shape=list(value.shape))
-            for name, value in self._found.buffers.items()
-        ]
-
     def _new_manifest(self) -> Manifest:
         about = self._found.about
         scale = self._found.loss_scale if self._precision == "fp16" else None
@@ -213,7 +201,7 @@ class _Importer:
                 for each in self._params.values()
             ],
             parameters=list(self._params.values()),
-            buffers=self._buffers(),
+            buffers=tensor_records(self._found.buffers),
             buffers_file=BUFFERS,
             files={},
             run=self._run,

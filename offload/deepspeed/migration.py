@@ -131,12 +131,6 @@ class Migration:
         return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _is_split(value: Mapping[str, Any]) -> bool:
-    return set(value) <= {"device", "host", "nvme"} and all(
-        isinstance(share, str) and share.endswith("%") for share in value.values()
-    )
-
-
 # ---------------------------------------------------------------- reading
 def read_ds_config(source: StrPath | Mapping[str, Any]) -> dict[str, Any]:
     """Read a JSON file, or a dict. Raise PathError or ConfigError."""
@@ -176,18 +170,14 @@ def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
     own = made.get("offload", {})
     if not isinstance(own, Mapping):
         raise ConfigError(f"offload: expected keys and values, found {own!r}")
-    _lay_over(made.values, own)
+    for name, value in own.items():
+        inner = made.values.get(name)
+        if isinstance(value, Mapping) and isinstance(inner, dict):
+            inner.update(value)
+        else:
+            made.values[name] = value
     made.config  # noqa: B018 - raises ConfigError for numbers that cannot work
     return made
-
-
-def _lay_over(values: dict[str, Any], own: Mapping[str, Any]) -> None:
-    for name, value in own.items():
-        inner = values.get(name)
-        if isinstance(value, Mapping) and isinstance(inner, dict) and not _is_split(value):
-            _lay_over(inner, value)
-        else:
-            values[name] = value
 
 
 def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems: list[str]) -> None:

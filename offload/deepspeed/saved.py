@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from offload.checkpoint.engine.shards import on_all
 from offload.checkpoint.format.disk import make_call, storage_errors
 from offload.checkpoint.format.folder import adopt
-from offload.checkpoint.format.manifest import RunRecord
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.checkpoint.format.user_state import run_of, state_in
+from offload.checkpoint.format.user_state import state_in
 from offload.engine import Engine
 from offload.runs.metrics import write_whole
 from offload.tiers.errors import CheckpointError
@@ -78,11 +75,6 @@ def save_all(
 def write_latest(folder: Path, tag: str) -> None:
     """Write the tag of an existing checkpoint to the file `latest`."""
     write_whole(folder / LATEST, tag)
-
-
-def imported_run(state: LoopState) -> tuple[RunRecord, list[torch.Tensor]]:
-    """Return the `run` record of a checkpoint that is being composed, and its tensors."""
-    return run_of(state.entry)
 
 
 def load_saved(engine: Engine, folder: Path, tag: str | None) -> tuple[Path, LoopState] | None:

@@ -65,15 +65,9 @@ class ZeroCheckpoint:
     def groups(self) -> list[Shapes]:
         """The shapes of trained parameters by param group; stage 3 has several parts of each."""
         parts = iter(self.about["param_shapes"])
-        counts = [len(group["params"]) for group in self._state_dict(0)["param_groups"]]
-        if sum(counts) != len(self.about["param_shapes"]):
-            raise CheckpointError(
-                f"{self.folder}: shapes of {len(self.about['param_shapes'])} groups, and states of "
-                f"{sum(counts)}"
-            )
         return [
-            {name: tuple(shape) for _ in range(count) for name, shape in next(parts).items()}
-            for count in counts
+            {name: tuple(shape) for _ in group["params"] for name, shape in next(parts).items()}
+            for group in self._state_dict(0)["param_groups"]
         ]
 
     @cached_property
@@ -135,13 +129,8 @@ class ZeroCheckpoint:
         return float(state["cur_scale"]) if isinstance(state, dict) else 65536.0
 
     def _state_dict(self, rank: int) -> dict[str, Any]:
-        part = self._parts[rank]
-        found = part["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
-        if not isinstance(found, dict) or "state" not in found:
-            raise CheckpointError(
-                f"{self.folder}: its optimizer states are of an elastic checkpoint, which is not "
-                "read; `zero_to_fp32.py --safe_serialization` makes weights of it"
-            )
+        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        found: dict[str, Any] = self._parts[rank][key]
         return found
 
     def tensors(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -257,7 +246,7 @@ def _load(path: Path) -> dict[str, Any]:
     with refusals(str(path)):
         names = get_unsafe_globals_in_checkpoint(str(path))
         with safe_globals([(_Opaque, name) for name in names]):
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is no checkpoint of DeepSpeed")
+            found: dict[str, Any] = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=True
+            )
     return found
