@@ -32,10 +32,7 @@ class Kept:
 
 
 def check_sizes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError unless it has the param groups' sizes, and no state of anything else."""
-    missing = [key for key in ("param_groups", "state") if key not in state_dict]
-    if missing:
-        raise ValueError(f"loaded state dict has no {' and no '.join(missing)}")
+    """Raise ValueError unless it has the param groups' sizes."""
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError(
@@ -49,10 +46,6 @@ def check_sizes(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, An
                 f"optimizer's group: {len(theirs.get('params', ()))} parameters in group {number}, "
                 f"here {len(mine['params'])}"
             )
-    ids = {each for group in saved for each in group["params"]}
-    unknown = [each for each in state_dict["state"] if each not in ids]
-    if unknown:
-        raise ValueError(f"loaded state dict has a state of {unknown[0]!r}, which is no parameter")
 
 
 def check_kind(type_: str, present: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
@@ -74,9 +67,6 @@ def check_kind(type_: str, present: Mapping[str, Any], numbers: Mapping[str, Any
             f"a param group has decoupled_weight_decay={numbers['decoupled_weight_decay']!r}, "
             f"optimizer.type: {type_} says the opposite"
         )
-    for key, value in numbers.items():
-        if isinstance(mine.get(key), bool) and value not in (True, False):
-            raise ValueError(f"{key} is {value!r:.40}, expected True or False")
 
 
 def check_state(kept: Kept, param: torch.Tensor, state: Any) -> dict[str, Any]:
@@ -117,11 +107,7 @@ def count_of_steps(name: str, value: Any) -> int:
 
 def check_tensor(what: str, kept: Kept, param: torch.Tensor, value: Any) -> None:
     """Raise ValueError unless the value can be one of the states."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(f"{what} is {kind}, and no tensor of floating point numbers")
     shape = tuple(param.shape) if is_dtensor(value) else kept.shape
-    if tuple(value.shape) != shape:
-        raise ValueError(f"{what} has shape {tuple(value.shape)}, expected {shape}")
-    if value.dtype == torch.float64 and (value.isfinite() & value.float().isinf()).any():
-        raise ValueError(f"{what} holds more than float32 can")
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+        found = getattr(value, "shape", type(value).__name__)
+        raise ValueError(f"{what}: expected a tensor of shape {shape}, found {found}")
