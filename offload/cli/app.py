@@ -103,12 +103,8 @@ def generate(
     ] = None,
     option: Overrides = None,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Tokens to generate, at most. Default: 128, less at the context's end.",
-        ),
-    ] = None,
+        int, typer.Option(metavar="N", min=1, help="Tokens to generate, at most.")
+    ] = 128,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Take the likeliest token each time.")
     ] = False,

@@ -17,13 +17,11 @@ from offload.display.words import duration, three_digits
 from offload.integrations.transformers.text_generation import (
     Stream,
     encode,
-    fitting_tokens,
     generate,
     load_tokenizer,
     open_generating,
 )
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
-from offload.tiers.errors import ConfigError
 from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line
 
 
@@ -33,31 +31,26 @@ class Asked:
 
     folder: Path
     prompt: str
-    new_tokens: int | None
+    new_tokens: int
     greedy: bool
     seed: int | None
 
 
 def run_generation(asked: Asked, file: Path | None, overrides: list[str]) -> None:
     """Generate; text goes to standard output, everything else to standard error."""
-    if asked.new_tokens is not None and asked.new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {asked.new_tokens}: at least 1")
     config = OffloadConfig.load(file or {}, overrides)
-    _generate(asked, config)
-
-
-def _generate(asked: Asked, config: OffloadConfig) -> None:
     console, baseline_nbytes = PlainConsole(stderr=True), rss_nbytes()
     model = open_generating(asked.folder)
     tokenizer = load_tokenizer(asked.folder)
     ids = encode(tokenizer, asked.prompt)
-    new_tokens = fitting_tokens(model, ids.numel(), asked.new_tokens)
     torch.manual_seed(config.seed if asked.seed is None else asked.seed)
     _replace_unknown_letters()
     stream = Stream(tokenizer, _write)
     offload.dispatch(model, config)
     with offload.dispatched(model) as dispatched:
-        generate(model, ids, stream, new_tokens, greedy=asked.greedy, device=dispatched.device)
+        generate(
+            model, ids, stream, asked.new_tokens, greedy=asked.greedy, device=dispatched.device
+        )
         _write("\n")
         report, memory = dispatched.report(), MemoryUse(baseline_nbytes, peak_rss_nbytes())
         for line in ("", *_rates(stream, ids.numel())):

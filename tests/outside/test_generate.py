@@ -92,8 +92,7 @@ def test_the_text_is_transformers_own(
 def test_what_cannot_be_meant_is_one_line(folder: Path, placed: list[str], capsys: Any) -> None:
     ok = [str(folder), *placed, "--prompt", "to be"]
     for words, said in (
-        ([*ok, "--max-new-tokens", "0"], "--max-new-tokens 0: at least 1"),
-        ([*ok, "--max-new-tokens", "64"], "more than the 64 that the model was made for"),
+        ([*ok, "--max-new-tokens", "0"], "greater than or equal"),
         ([str(folder), "--prompt", " "], "has no tokens; give it some text"),
         (["nowhere", "--prompt", "x"], "nowhere is not a local folder"),
         ([*ok, *NEW, "-o", "budget.host=1KiB"], "budget.host"),

@@ -18,8 +18,6 @@ from offload.checkpoint.foreign.model_files import CONFIG, read_json
 from offload.integrations.transformers.pretrained import open_pretrained
 from offload.tiers.errors import ConfigError, UnsupportedError
 
-USUAL_NEW_TOKENS = 128
-
 
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a folder. Raise ConfigError if it has none that transformers
@@ -55,25 +53,6 @@ def open_generating(folder: Path) -> Any:
             "the folder of a causal language model"
         )
     return model
-
-
-def fitting_tokens(model: Any, length: int, asked: int | None) -> int:
-    """Return the number of tokens to generate behind a prompt of `length`: the number asked for, by
-    default `USUAL_NEW_TOKENS` or the rest of the context. Raise ConfigError if a sequence would get
-    longer than the model's context."""
-    settings = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        length = 0  # the decoder begins anew
-    context = getattr(settings, "max_position_embeddings", None)
-    left = USUAL_NEW_TOKENS if context is None else context - length
-    new_tokens = min(USUAL_NEW_TOKENS, max(1, left)) if asked is None else asked
-    if context is None or new_tokens <= left:
-        return new_tokens
-    raise ConfigError(
-        f"--max-new-tokens {new_tokens}: behind a prompt of {length:,} tokens that is more than "
-        f"the {context:,} that the model was made for; "
-        + (f"write at most {left:,}" if left > 0 else "shorten the prompt")
-    )
 
 
 class Stream(transformers.TextStreamer):  # type: ignore[misc]
