@@ -3,11 +3,18 @@
     with watch.during("the all-gather of blocks.3", group) as limit:   # a timedelta
         ... the collective ...
 
-Each rank tells the others twice a second that it lives and what it is in (`rank_records`). When a
-collective fails - a connection is closed because a rank was killed, or `timeout_s` has passed
-because it stalls - what the others say is read twice, and a rank that is silent, has left, or is
-not in it is named in the RankError that replaces the backend's error. After that no collective is
-begun any more: each raises at once.
+Each rank tells the others twice a second that it lives and what it is in:
+
+    rank 0  ── beat 41, in the all-gather of blocks.3 ──▶ ┌───────┐
+    rank 1  ── beat 40, in nothing ─────────────────────▶ │ store │ ◀── read when a collective fails
+    rank 2  ── beat 12, left: BudgetError ... ──────────▶ └───────┘
+
+The store is that of the process group, which every rank has reached before. A record is replaced by
+the next one (a `FileStore` alone keeps all of them: some 20 MB per rank and day). While all is well
+no rank reads them. When a collective fails - a connection is closed because a rank was killed, or
+`timeout_s` has passed because it stalls - what the others say is read twice, and a rank that is
+silent, has left, or is not in it is named in the RankError that replaces the backend's error. After
+that no collective is begun any more: each raises at once.
 
 No rank waits longer than `timeout_s`, plus what it takes to ask: a collective that begins while
 another one waits is given what that one has left, so that all of a rank's threads are free at about
@@ -16,24 +23,24 @@ the same time, and closing does not wait a second time.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from offload.swap.device.streams import StreamEvent, mark_here
 from offload.swap.threads.lanes import Lane, WaitFor
 from offload.tiers import accelerator
 from offload.tiers.errors import RankError
-from offload.zero.ranks.rank_records import RankRecord, RankRecords
 
 _log = logging.getLogger("offload")
 
@@ -57,6 +64,47 @@ class Findings:
 
     ranks: tuple[int, ...]
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """One rank's record."""
+
+    beat: int  # counts up while the rank lives
+    doing: Sequence[str] = ()  # the collectives that it is in
+    left: str | None = None  # why, "" if it has simply closed its engine
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> RankRecord:
+        return cls(**json.loads(text))
+
+
+class RankRecords:
+    """The records of all ranks that made the same engine. Calls may block for as long as the
+    process behind the store is stopped, and raise RuntimeError once it is gone."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        """Every rank makes its engines in the same order: their number tells them apart."""
+        self.store = _without_prefix(store)
+        self._rank = rank
+        number = self.store.add(f"offload/engines/{rank}", 1)
+        self._prefix = f"offload/records/{number}"
+        # A client does one thing at a time: one that is stuck must not keep the other from it, nor
+        # the process group.
+        self._publishing, self._reading = _client(self.store), _client(self.store)
+
+    def publish(self, record: RankRecord) -> None:
+        """Publish a record. For one thread."""
+        self._publishing.set(f"{self._prefix}/{self._rank}", record.to_text())
+
+    def read(self, rank: int) -> RankRecord | None:
+        """Return a rank's last record, None if there is none. For one thread."""
+        key = f"{self._prefix}/{rank}"
+        there = self._reading.check([key])
+        return RankRecord.from_text(self._reading.get(key)) if there else None
 
 
 @dataclass(slots=True)
@@ -333,3 +381,17 @@ def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
 
 def _first_line(error: BaseException | None) -> str:
     return str(error).partition("\n")[0] if error is not None else "it has not ended"
+
+
+def _without_prefix(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _client(store: Store) -> Store:
+    if isinstance(store, FileStore):
+        # One that was told the number of ranks removes the file when as many have ended.
+        return FileStore(store.path, -1)  # type: ignore[attr-defined]
+    clone: Store = store.clone()  # type: ignore[attr-defined]
+    return clone
