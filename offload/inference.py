@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath
 from offload.memory.kv_homes import KVHomes
+from offload.planning.plan.plan import kv_room_nbytes
 from offload.process import machine
 from offload.report import TierTraffic
 from offload.swap.threads.lanes import waits_s
@@ -163,8 +164,9 @@ class Dispatched(TieredModel):
         # caches live as long as somebody has them, and keep no model
         self._kv = KVStore(
             KVHomes(self._homes, self.plan, kv), weakref.proxy(store.fetcher), self.device,
-            int8=self.config.kv.dtype == "int8", layers=kv.layers, session=store.one_thread,
-            check_usable=partial(_check_usable, weakref.ref(store)),
+            room_nbytes=kv_room_nbytes(self.plan, kv.computing), page_nbytes=kv.page_nbytes,
+            tokens=kv.planned_tokens, int8=self.config.kv.dtype == "int8", layers=kv.layers,
+            session=store.one_thread, check_usable=partial(_check_usable, weakref.ref(store)),
             trim=machine.trim_memory if self.device.type == "cpu" else None,
         )  # fmt: skip
         store.on_close.append(paged_cache.install(self.module, self._kv))

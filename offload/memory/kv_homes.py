@@ -28,17 +28,6 @@ class KVHomes:
         self._pages: Counter[Tier] = Counter()
         self._tiers: dict[int, tuple[Tier, int]] = {}  # of each page, by the id of its state
 
-    @property
-    def page_nbytes(self) -> int | None:
-        return self._kv.page_nbytes
-
-    @property
-    def kv_tokens(self) -> int:
-        return self._kv.planned_tokens
-
-    def kv_room_nbytes(self) -> int:
-        return self._room[self._kv.computing]
-
     def kv_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
         tier, size = self._tier_of_next(nbytes), round_up(nbytes, PAGE_NBYTES)
         self._take(tier, size, name)

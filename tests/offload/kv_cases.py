@@ -57,9 +57,6 @@ class Homes:
     def free_kv_page(self, state: State) -> None:
         state.close()
 
-    page_nbytes = None
-    kv_tokens = 0
-
     def kv_memory(self, name: str, nbytes: int) -> Lease:
         return self.pool.demand(nbytes, name, StateClass.KV)
 
@@ -67,12 +64,10 @@ class Homes:
         with self.lock:
             lease.free()
 
-    def kv_room_nbytes(self) -> int:
-        return self.host_nbytes
-
     def store(self, *, int8: bool = False, page_tokens: int | None = 3, depth: int = 4) -> KVStore:
         return KVStore(
-            self, Fetcher(depth), torch.device("cpu"), int8=int8, page_tokens=page_tokens
+            self, Fetcher(depth), torch.device("cpu"), room_nbytes=self.host_nbytes, int8=int8,
+            page_tokens=page_tokens,
         )  # fmt: skip
 
     def held(self) -> dict[str, int]:

@@ -58,20 +58,6 @@ class KVHomes(Protocol):
         """Free memory; reads of it that are already queued may finish."""
         ...
 
-    def kv_room_nbytes(self) -> int:
-        """Return the memory that open pages and what attention reads may take."""
-        ...
-
-    @property
-    def page_nbytes(self) -> int | None:
-        """The approximate bytes of a page; None if only the room limits them."""
-        ...
-
-    @property
-    def kv_tokens(self) -> int:
-        """The tokens that are planned for, of all rows of the batch; 0 if unknown."""
-        ...
-
 
 class SeatedPages(Fetchable, Protocol):
     """The pages of one layer of a cache (`KVPages`). Their number in the trace is that of the same
@@ -104,18 +90,24 @@ class KVStore:
     """Owns the pages of all caches of one model. For the thread of the model."""
 
     def __init__(
-        self, homes: KVHomes, fetcher: Fetcher, device: torch.device, *, int8: bool = False,
-        layers: int = 1, session: AbstractContextManager[object] | None = None,
+        self, homes: KVHomes, fetcher: Fetcher, device: torch.device, *, room_nbytes: int,
+        page_nbytes: int | None = None, tokens: int = 0, int8: bool = False, layers: int = 1,
+        session: AbstractContextManager[object] | None = None,
         page_tokens: int | None = None, check_usable: Callable[[], None] = lambda: None,
         trim: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """`layers` is about how many layers caches have; `page_tokens` are in a page, by default as
-        many as make it `KV_PAGE_NBYTES` long and leave room for open ones. `trim` gives memory that
+        """`room_nbytes` is the memory that open pages and what attention reads may take, `tokens`
+        of all rows of the batch are planned for (0: unknown), `layers` is about how many layers
+        caches have. A page has about `page_nbytes` or just `page_tokens`; by default it is
+        `KV_PAGE_NBYTES` long, if that leaves room for open ones. `trim` gives memory that
         was freed back to the system, now and then."""
         self.fetcher = fetcher
         self.device = device
         self.check_usable = check_usable
         self._homes = homes
+        self._room_nbytes = room_nbytes
+        self._page_nbytes = page_nbytes
+        self._planned_tokens = tokens
         self._int8 = int8
         self._layers = layers
         self._page_tokens = page_tokens
@@ -193,8 +185,8 @@ class KVStore:
         of_one = PageFormat(keys, values, batch, 1, self._int8)
         tokens = self._page_tokens
         if tokens is None:
-            most = self._homes.page_nbytes or min(
-                KV_PAGE_NBYTES, self._homes.kv_room_nbytes() // (_OPEN_SHARE * self._layers)
+            most = self._page_nbytes or min(
+                KV_PAGE_NBYTES, self._room_nbytes // (_OPEN_SHARE * self._layers)
             )
             tokens = max(1, most // of_one.token_nbytes)
             if window is not None:
@@ -227,7 +219,7 @@ class KVStore:
         """Allocate a slab of a page for each layer, or of as many as find room, or of one."""
         slabs = -(-self._layers * size // _SLAB_NBYTES)
         cells = -(-self._layers // slabs)
-        room = self._homes.kv_room_nbytes() // (_OPEN_SHARE * size)
+        room = self._room_nbytes // (_OPEN_SHARE * size)
         cells = max(1, min(cells, room - sum(slab.cells for slab in self._slabs.get(size, ()))))
         try:
             lease = self._homes.kv_memory(name, cells * size)
@@ -259,7 +251,7 @@ class KVStore:
         """Return [batch, heads, length, dim], contiguous, content undefined, in memory that has
         room for `room` tokens. That memory is not used again while any view of it is alive."""
         # of the planned size from the beginning on: later there may be no such room in one piece
-        room = max(room, self._homes.kv_tokens // batch)
+        room = max(room, self._planned_tokens // batch)
         token_nbytes = batch * shape.heads * shape.dim * shape.dtype.itemsize
         lease = self._lease_for(what, room * token_nbytes)
         flat = lease.tensor[: length * token_nbytes].view(shape.dtype)
