@@ -313,7 +313,7 @@ class TieredModel(abc.ABC):
         try:
             with self._store.one_thread:
                 self._store.check_usable()
-                _refuse_amid_use(self._store)
+                self._store.refuse_amid_use("close()")
                 self._settle()
                 self._check_room(back, keep)
         except Exception as error:
@@ -492,15 +492,6 @@ def refuse_shared(model: nn.Module) -> None:
             if taken or is_trained_here(param):
                 kind = type(owner) if isinstance(owner, TieredModel) else TieredModel
                 raise StateError(kind._TAKEN % name)
-
-
-def _refuse_amid_use(store: WeightStore) -> None:
-    """Raise StateError if something is being written that is not in the tiers yet."""
-    for name in store.in_use():
-        raise StateError(
-            f"close() while {name} is gathered, inside `with engine.gathered(...)` or amid a "
-            "forward: its parameters cannot be given back; leave the block first"
-        )
 
 
 def _params_of(what: Iterable[Any]) -> list[nn.Parameter]:

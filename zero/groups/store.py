@@ -338,11 +338,15 @@ class WeightStore:
         found = self.group_of(param)
         return None if found is None else found[0].layout.params[found[1]]
 
-    def in_use(self) -> list[str]:
-        """Return the names of groups and packed parameters that a forward or `gathered` still
-        uses."""
+    def refuse_amid_use(self, doing: str) -> None:
+        """Raise StateError while a forward or `gathered` uses a group or a packed parameter."""
         used = [group.name or "the model" for group in self.groups if group.is_entered]
-        return used + [packed.name for packed in self.packed if packed.is_shown]
+        for name in used + [packed.name for packed in self.packed if packed.is_shown]:
+            raise StateError(
+                f"{doing} while {name} is gathered: inside `with engine.gathered(...)`, or amid a "
+                "forward, what is read there must not change, and what is written there is not in "
+                "the tiers yet; leave the block first"
+            )
 
     def check_usable(self) -> None:
         """Raise StateError if the states are a mixture (a load that failed half-way), or another

@@ -311,7 +311,7 @@ class Runtime:
     def _step(self, hyper_of: HyperOf) -> StepOutcome:
         self.store.check_usable()
         self._check_params()
-        self._refuse_amid_use()
+        self.store.refuse_amid_use("optimizer.step()")
         self.store.adopt_changes()
         self.gradients.collect()
         self.rank_work.finish_pass()
@@ -327,14 +327,6 @@ class Runtime:
         self.store.check_usable()
         with self.store.one_thread:
             self.gradients.drop_cleared()
-
-    def _refuse_amid_use(self) -> None:
-        for name in self.store.in_use():
-            raise StateError(
-                f"optimizer.step() while {name} is gathered: inside `with "
-                "engine.gathered(...)`, or amid a forward, an update would change what is "
-                "being read, and what is written there would undo it; leave the block first"
-            )
 
     def _check_params(self) -> None:
         for packed in self.store.packed:

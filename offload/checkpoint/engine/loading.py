@@ -50,7 +50,7 @@ def load_engine(engine: Trained, path: Path) -> dict[str, Any]:
     checkpoint verify` looks without loading.
     """
     engine.settle()
-    model.check_at_rest(engine, "a checkpoint cannot be loaded")
+    engine.runtime.store.refuse_amid_use("a checkpoint cannot be loaded")
     runtime, failed = engine.runtime, f"{path} was not loaded"
     with ExitStack() as stack:
         with on_all(runtime.ranks, failed):

@@ -38,14 +38,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("offload")
 
 
-def check_at_rest(engine: Trained, doing: str) -> None:
-    """Raise StateError while parameters are in use and might be changed."""
-    for name in engine.runtime.store.in_use():
-        raise StateError(
-            f"{doing} while {name} is in use; leave engine.gathered (or the forward) first"
-        )
-
-
 def check_stepped(engine: Trained) -> None:
     """Raise StateError if a save would lose gradients."""
     engine.runtime.drop_cleared_gradients()

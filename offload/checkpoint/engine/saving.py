@@ -67,7 +67,7 @@ def check_savable(engine: Trained) -> None:
     engine.runtime.store.check_usable()
     model.check_stepped(engine)
     engine.settle()
-    model.check_at_rest(engine, "a checkpoint cannot be saved")
+    engine.runtime.store.refuse_amid_use("a checkpoint cannot be saved")
     states = engine.runtime.optimizer_states
     for packed in engine.runtime.store.packed:
         if packed.spec.trainable:  # a checkpoint has one number of updates for all its rows

@@ -60,7 +60,7 @@ def _parts(engine: Trained, reader: ShardReader) -> Iterator[Part]:
     runtime.store.check_usable()
     engine.values.adopt_changes()
     engine.settle()
-    model.check_at_rest(engine, "weights cannot be saved")
+    engine.runtime.store.refuse_amid_use("weights cannot be saved")
     refresh(runtime)
     itemsize = runtime.own.nbytes
     entries = model.Entries(engine)
