@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from offload.kernels.floats import Float
-from offload.kernels.rules import RULES, Rule, StateFormat, is_signed
+from offload.kernels.rules import RULES, Rule, Scalars, StateFormat, is_signed
 
 NO_GRADIENT = 3  # stands for the format of a gradient of zeros
 _SIGNED = {scalars.rule: tuple(map(is_signed, scalars.states)) for scalars in RULES}
@@ -87,3 +87,19 @@ def master_of(weight: Float, *, low: bool, master: bool) -> Master:
             "rounded stochastically"
         )
     return Master.NONE
+
+
+def names_of_states(
+    scalars: Scalars, states: int, scales: int, state_format: StateFormat
+) -> tuple[str, ...]:
+    """The names of so many states; ValueError if the rule cannot work with them, or if there are
+    not as many arrays of scales as the format needs."""
+    names = scalars.names_of(states)
+    if states > 2 and state_format is not StateFormat.FP32:
+        raise ValueError(f"states: amsgrad needs FP32 states, got {state_format.name}")
+    expected = states if state_format is StateFormat.INT8 else 0
+    if scales != expected:
+        raise ValueError(
+            f"scales: expected {expected} for {states} {state_format.name} states, got {scales}"
+        )
+    return names

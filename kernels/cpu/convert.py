@@ -19,7 +19,7 @@ Beyond the largest finite value both give infinity. Decoding is exact.
 
 from collections.abc import Iterator
 from enum import IntEnum
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from numba.extending import intrinsic
 from offload.kernels.cpu import jit
 from offload.kernels.cpu.lanes import I16, Lanes, Value
 from offload.kernels.cpu.loops import sweep
-from offload.kernels.floats import Array, Float, Runner, check_input, check_output, numel_of, serial
+from offload.kernels.floats import Array, Float, check_input, check_output, numel_of
 
 _FP32 = np.dtype(np.float32)
 _UINT16 = np.dtype(np.uint16)
@@ -45,38 +45,38 @@ class _Conversion(IntEnum):
     JOIN = 3
 
 
-def encode(src: Array, dst: Array, dst_float: Float, run: Runner = serial) -> None:
+def encode(src: Array, dst: Array, dst_float: Float) -> None:
     """Round fp32 `src` to `dst_float` in `dst`; both (numel,), not overlapping."""
     numel = numel_of("src", src)
     check_input("src", src, _FP32, numel)
     check_output("dst", dst, dst_float.storage, numel)
-    run(partial(_kernel(_Conversion.ENCODE << 2 | dst_float), src, dst, dst), numel)
+    _kernel(_Conversion.ENCODE << 2 | dst_float)(src, dst, dst, 0, numel)
 
 
-def decode(src: Array, dst: Array, src_float: Float, run: Runner = serial) -> None:
+def decode(src: Array, dst: Array, src_float: Float) -> None:
     """Widen `src` of format `src_float` to fp32 `dst`; both (numel,), not overlapping."""
     numel = numel_of("src", src)
     check_input("src", src, src_float.storage, numel)
     check_output("dst", dst, _FP32, numel)
-    run(partial(_kernel(_Conversion.DECODE << 2 | src_float), src, dst, dst), numel)
+    _kernel(_Conversion.DECODE << 2 | src_float)(src, dst, dst, 0, numel)
 
 
-def split_master(fp32: Array, high: Array, low: Array, run: Runner = serial) -> None:
+def split_master(fp32: Array, high: Array, low: Array) -> None:
     """Split `fp32` into `high` (bf16 as uint16 bits) and `low` (int16); all (numel,)."""
     numel = numel_of("fp32", fp32)
     check_input("fp32", fp32, _FP32, numel)
     check_output("high", high, _UINT16, numel)
     check_output("low", low, _INT16, numel)
-    run(partial(_kernel(_Conversion.SPLIT << 2), fp32, high, low), numel)
+    _kernel(_Conversion.SPLIT << 2)(fp32, high, low, 0, numel)
 
 
-def join_master(high: Array, low: Array, out: Array, run: Runner = serial) -> None:
+def join_master(high: Array, low: Array, out: Array) -> None:
     """Write to fp32 `out` the master whose halves are `high` (uint16) and `low` (int16)."""
     numel = numel_of("high", high)
     check_input("high", high, _UINT16, numel)
     check_input("low", low, _INT16, numel)
     check_output("out", out, _FP32, numel)
-    run(partial(_kernel(_Conversion.JOIN << 2), high, low, out), numel)
+    _kernel(_Conversion.JOIN << 2)(high, low, out, 0, numel)
 
 
 @cache

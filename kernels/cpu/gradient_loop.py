@@ -32,16 +32,6 @@ class Variant:
     dst: Float
     src: Float
 
-    @staticmethod
-    def from_code(code: int) -> "Variant":
-        """The inverse of `variant_code`."""
-        return Variant(Action(code & 1), Float(code >> 1 & 3), Float(code >> 3 & 3))
-
-
-def variant_code(action: Action, dst: Float, src: Float) -> int:
-    """One integer for a variant, made in every call: hence no object."""
-    return action | dst << 1 | src << 3
-
 
 @dataclass(frozen=True, slots=True)
 class Pointers:
@@ -53,9 +43,9 @@ class Pointers:
 
 
 @cache
-def gradient_loop(code: int) -> jit.Kernel:
+def gradient_loop(action: Action, dst: Float, src: Float) -> jit.Kernel:
     """kernel(dst, src, partials, lo, hi), where lo and hi count blocks."""
-    plan = jit.plan(code, _DIGEST)
+    plan = jit.plan(action | dst << 1 | src << 3, _DIGEST)
 
     def gradient(dst, src, partials, lo, hi):  # type: ignore[no-untyped-def]
         _accumulate(plan, dst, src, partials, dst.size, lo, hi)
@@ -68,7 +58,7 @@ def _accumulate(typing, plan, dst, src, partials, numel, lo, hi):  # type: ignor
     code = jit.variant_of(plan)
     if code is None:
         return None
-    variant = Variant.from_code(code)
+    variant = Variant(Action(code & 1), Float(code >> 1 & 3), Float(code >> 3 & 3))
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         at = Pointers(*jit.pointers(context, builder, signature, args, 1, 4))

@@ -23,7 +23,8 @@ from functools import partial
 
 import numpy as np
 
-from offload.kernels.cpu.gradient_loop import Action, gradient_loop, variant_code
+from offload.kernels.cpu.gradient_loop import Action, gradient_loop
+from offload.kernels.cpu.jit import Kernel
 from offload.kernels.floats import (
     Array,
     Float,
@@ -47,7 +48,7 @@ def copy_gradient(
     numel = numel_of("dst", dst)
     check_output("dst", dst, dst_float.storage, numel)
     check_input("src", src, src_float.storage, numel)
-    _run(variant_code(Action.COPY, dst_float, src_float), dst, src, partials, run)
+    _run(gradient_loop(Action.COPY, dst_float, src_float), dst, src, partials, run)
 
 
 def add_gradient(
@@ -57,10 +58,10 @@ def add_gradient(
     numel = numel_of("dst", dst)
     check_output("dst", dst, _FP32, numel)
     check_input("src", src, src_float.storage, numel)
-    _run(variant_code(Action.ADD, Float.FP32, src_float), dst, src, partials, run)
+    _run(gradient_loop(Action.ADD, Float.FP32, src_float), dst, src, partials, run)
 
 
-def _run(code: int, dst: Array, src: Array, partials: Array, run: Runner) -> None:
+def _run(loop: Kernel, dst: Array, src: Array, partials: Array, run: Runner) -> None:
     blocks = norm_blocks(dst.shape[0])
     check_output("partials", partials, _FP64, blocks)
-    run(partial(gradient_loop(code), dst, src, partials), blocks)
+    run(partial(loop, dst, src, partials), blocks)

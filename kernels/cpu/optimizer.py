@@ -55,7 +55,7 @@ from offload.kernels.floats import (
     serial,
 )
 from offload.kernels.rules import Scalars, StateFormat
-from offload.kernels.variants import Master, master_of, variant_code
+from offload.kernels.variants import Master, master_of, names_of_states, variant_code
 
 __all__ = ["Master", "Missed", "optimizer_step", "scale_blocks"]
 
@@ -184,16 +184,8 @@ def _check_states(
     states: Sequence[Array], scales: Sequence[Array], scalars: Scalars, state_format: StateFormat,
     numel: int,
 ) -> None:  # fmt: skip
-    names = scalars.names_of(len(states))
-    if len(states) > 2 and state_format is not StateFormat.FP32:
-        raise ValueError(f"states: amsgrad needs FP32 states, got {state_format.name}")
+    names = names_of_states(scalars, len(states), len(scales), state_format)
     for name, array in zip(names, states, strict=True):
         check_output(name, array, _STATE_DTYPES[state_format], numel)
-    wanted_scales = len(states) if state_format is StateFormat.INT8 else 0
-    if len(scales) != wanted_scales:
-        raise ValueError(
-            f"scales: expected {wanted_scales} arrays for {state_format.name} states,"
-            f" got {len(scales)}"
-        )
-    for name, array in zip(names, scales, strict=wanted_scales > 0):
+    for name, array in zip(names, scales, strict=bool(scales)):
         check_output(f"scale of {name}", array, _FP32, scale_blocks(numel))

@@ -137,15 +137,11 @@ def _groups(values: Array, weights: WeightFormat) -> int:
     return groups
 
 
+@cache
 def kernel(action: Action, weights: WeightFormat, kind: Float) -> jit.Kernel:
     """kernel(values, words, codes, lo, hi), where lo and hi count groups."""
     size = GROUP_SIZES.index(weights.group_size)
-    return _kernel(action | weights.code << 1 | kind << 3 | size << 5)
-
-
-@cache
-def _kernel(code: int) -> jit.Kernel:
-    plan = jit.plan(code, _DIGEST)
+    plan = jit.plan(action | weights.code << 1 | kind << 3 | size << 5, _DIGEST)
 
     def weight_codes(values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
         _recode(plan, values, words, codes, lo, hi)

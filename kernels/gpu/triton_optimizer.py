@@ -26,7 +26,7 @@ from offload.kernels.gpu.triton_launch import (
     numel_of,
 )
 from offload.kernels.rules import Scalars, StateFormat, is_signed
-from offload.kernels.variants import NO_GRADIENT, Master, master_of
+from offload.kernels.variants import NO_GRADIENT, Master, master_of, names_of_states
 
 _BLOCK = 1024
 # Eight warps leave four elements to a thread: 16-byte accesses of fp32, and one layout for arrays
@@ -160,17 +160,9 @@ def _check_states(
     weight: torch.Tensor, states: Sequence[torch.Tensor], scales: Sequence[torch.Tensor],
     scalars: Scalars, state_format: StateFormat, numel: int,
 ) -> None:  # fmt: skip
-    names = scalars.names_of(len(states))
-    if len(states) > 2 and state_format is not StateFormat.FP32:
-        raise ValueError(f"states: amsgrad needs FP32 states, got {state_format.name}")
+    names = names_of_states(scalars, len(states), len(scales), state_format)
     for name, state in zip(names, states, strict=True):
         check(name, state, states[0].dtype, numel, weight)
-    expected = len(states) if state_format is StateFormat.INT8 else 0
-    if len(scales) != expected:
-        raise ValueError(
-            f"scales: expected {expected} for {len(states)} {state_format.name} states,"
-            f" got {len(scales)}"
-        )
     blocks = -(-numel // CODE_BLOCK)
     for name, scale in zip(names, scales, strict=bool(scales)):
         check(f"scales of {name}", scale, torch.float32, blocks, weight)

@@ -85,9 +85,15 @@ def mark_here(device: torch.device) -> StreamEvent:
     return mark_of(current_stream(device), device)
 
 
-def mark_of(stream: accelerator.Stream | None, device: torch.device) -> StreamEvent:
+def mark_of(
+    stream: accelerator.Stream | None, device: torch.device, lane: Lane | None = None
+) -> StreamEvent:
     """A mark of everything that `stream` was given so far."""
-    return StreamEvent() if stream is None else _mark(stream, device)
+    if stream is None:
+        return StreamEvent()
+    event = accelerator.of(device).event(device)
+    event.record(stream)
+    return StreamEvent(event, stream, device, lane)
 
 
 def current_stream(device: torch.device) -> accelerator.Stream | None:
@@ -100,14 +106,6 @@ def _new_stream(device: torch.device) -> accelerator.Stream | None:
     """A new stream; None where work is done when its call returns."""
     found = accelerator.is_accelerator(device)
     return accelerator.of(device).stream(device) if found else None
-
-
-def _mark(
-    stream: accelerator.Stream, device: torch.device, lane: Lane | None = None
-) -> StreamEvent:
-    event = accelerator.of(device).event(device)
-    event.record(stream)
-    return StreamEvent(event, stream, device, lane)
 
 
 def keeping(*tensors: torch.Tensor) -> Callable[[], object]:
@@ -176,7 +174,7 @@ class CopyStream:
             mark.before(self._stream)
         with accelerator.of(self._device).entered(self._stream):
             _start(destination, source)
-        return _mark(self._stream, self._device, self.lane)
+        return mark_of(self._stream, self._device, self.lane)
 
     def transfer(
         self, mark: StreamEvent, what: object, then: Callable[[], object] | None = None

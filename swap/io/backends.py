@@ -16,7 +16,6 @@ from offload.tiers.errors import ConfigError, OffloadError, StorageError
 from offload.tiers.tier import PAGE_NBYTES
 
 _PROBE_NBYTES = 4 * PAGE_NBYTES
-_PROBE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def _probe(name: str, file: SwapFile) -> BackendReport:
 def _write_and_read(backend: IOBackend, file: SwapFile) -> None:
     sent, received = (memoryview(mmap.mmap(-1, _PROBE_NBYTES)) for _ in range(2))
     sent[:] = os.urandom(_PROBE_NBYTES)
-    backend.submit(Operation.WRITE, file.fd, sent, 0, path=file.path).wait(_PROBE_TIMEOUT_S)
-    backend.submit(Operation.READ, file.fd, received, 0, path=file.path).wait(_PROBE_TIMEOUT_S)
+    backend.submit(Operation.WRITE, file.fd, sent, 0, path=file.path).wait()
+    backend.submit(Operation.READ, file.fd, received, 0, path=file.path).wait()
     if received != sent:
         raise StorageError(f"{file.path}: other bytes were read than written")

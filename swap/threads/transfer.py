@@ -19,12 +19,12 @@ from typing import Generic, TypeVar, cast
 
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.shield import begin_wait, end_wait
-from offload.tiers.errors import StateError, StorageError, StuckError
+from offload.tiers.errors import StateError, StuckError
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-STALL_S = 60.0  # a wait without a timeout that lasts longer is told of in the log, each time
+STALL_S = 60.0  # a wait that lasts longer is told of in the log, each time
 _log = logging.getLogger(__name__)
 
 
@@ -79,18 +79,14 @@ class Transfer(Generic[T]):
         """True once `wait()` would not block. Never blocks."""
         return self._state is _State.DONE
 
-    def wait(self, timeout_s: float | None = None) -> T:
+    def wait(self) -> T:
         """Block until the move has ended, and return its value.
 
-        Raises the error of the move, with its cause, now and at every later wait; raises
-        StorageError when `timeout_s` passes first; the move then goes on and may be waited for
-        again. Called from a callback of this very transfer it returns at once.
+        Raises the error of the move, with its cause, now and at every later wait. Called from a
+        callback of this very transfer it returns at once.
         """
-        if self._state is not _State.DONE and not self._await_done(timeout_s):
-            raise StorageError(
-                f"waited {timeout_s:.3g} s for {self.what} and it has not ended; the device may "
-                "be overloaded or gone (see `dmesg`), or the timeout is too short"
-            )
+        if self._state is not _State.DONE:
+            self._await_done()
         failure = self._failure
         if failure is not None:
             raise failure.again()
@@ -164,32 +160,20 @@ class Transfer(Generic[T]):
         else:
             self._failure.error.add_note(f"and a callback of it failed: {error!r}")
 
-    def _await_done(self, timeout_s: float | None) -> bool:
+    def _await_done(self) -> None:
         gate = threading.Lock()
         gate.acquire()
         with self._lock:
             if self.done() or self._completing_thread == threading.get_ident():
-                return True
+                return
             self._gates.append(gate)
         with nullcontext() if self.lane is None else self.lane.waiting():
             try:
                 begin_wait()
-                if self._passes(gate, timeout_s):
-                    return True
+                while not gate.acquire(timeout=STALL_S):
+                    _log.warning("still waiting for %s; see `dmesg`", self.what)
             finally:
                 end_wait()
-        with self._lock:
-            if self.done():  # it ended just after the timeout
-                return True
-            self._gates.remove(gate)
-        return False
-
-    def _passes(self, gate: threading.Lock, timeout_s: float | None) -> bool:
-        if timeout_s is not None:
-            return gate.acquire(timeout=max(timeout_s, 0.0))
-        while not gate.acquire(timeout=STALL_S):
-            _log.warning("still waiting for %s; see `dmesg`", self.what)
-        return True
 
 
 def all_of(transfers: Iterable[Transfer[T]]) -> Transfer[list[T]]:

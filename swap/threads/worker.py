@@ -27,13 +27,12 @@ def available_cores() -> int:
 class ParallelRunner:
     """Runs a body over a range on several threads: `runner(body, n)` covers `range(n)` once.
 
-    Ranges are contiguous and as equal as whole multiples of `grain` allow. Returns when all are
-    done; raises the first error. Usable from several threads at once.
+    Ranges are contiguous and about equal. Returns when all are done; raises the first error. Usable
+    from several threads at once.
     """
 
-    def __init__(self, threads: int, *, grain: int = 1, min_share: int = _MIN_SHARE) -> None:
+    def __init__(self, threads: int, *, min_share: int = _MIN_SHARE) -> None:
         self.threads = threads
-        self._grain = grain
         self._min_share = min_share
         self._team = _Team(threads - 1)
 
@@ -49,7 +48,6 @@ class ParallelRunner:
             body(0, n)
             return
         step = -(-n // shares)
-        step = -(-step // self._grain) * self._grain
         self._team.share(body, [(start, min(start + step, n)) for start in range(0, n, step)])
 
     def close(self) -> None:
@@ -112,7 +110,11 @@ class _Team:
         if self._closed:
             raise RuntimeError("the runner is closed: its threads have ended")
         while len(self._threads) < self._wanted:
-            self._threads.append(_started(self._ranges))
+            thread = threading.Thread(
+                target=_serve, args=(self._ranges,), name="offload-kernel", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
 
     def close(self) -> None:
         """End the threads, once nothing is shared any more."""
@@ -122,12 +124,6 @@ class _Team:
         _end(self._ranges, len(threads))
         for thread in threads:
             thread.join()
-
-
-def _started(ranges: queue.SimpleQueue[tuple[_Call, int, int] | None]) -> threading.Thread:
-    thread = threading.Thread(target=_serve, args=(ranges,), name="offload-kernel", daemon=True)
-    thread.start()
-    return thread
 
 
 def _serve(ranges: queue.SimpleQueue[tuple[_Call, int, int] | None]) -> None:

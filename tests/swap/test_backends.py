@@ -64,8 +64,8 @@ class BackendConformance:
         self, backend: IOBackend, file: SwapFile, noise: Noise, pages: Pages
     ) -> None:
         sent, received = noise(8 << 20), pages(8 << 20)  # eight pieces each
-        backend.submit(Operation.WRITE, file.fd, sent, PAGE_NBYTES, path="p").wait(TIMEOUT_S)
-        backend.submit(Operation.READ, file.fd, received, PAGE_NBYTES, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, file.fd, sent, PAGE_NBYTES, path="p").wait()
+        backend.submit(Operation.READ, file.fd, received, PAGE_NBYTES, path="p").wait()
         assert received == sent
 
     def test_the_end_of_the_file_is_an_error_that_says_where(
@@ -73,9 +73,7 @@ class BackendConformance:
     ) -> None:
         beyond = file.nbytes - PAGE_NBYTES
         with pytest.raises(StorageError, match=r"file ends 4\.0 KiB too early") as caught:
-            backend.submit(Operation.READ, file.fd, pages(2 * PAGE_NBYTES), beyond, path="p").wait(
-                TIMEOUT_S
-            )
+            backend.submit(Operation.READ, file.fd, pages(2 * PAGE_NBYTES), beyond, path="p").wait()
         assert (caught.value.path, caught.value.offset_bytes) == ("p", beyond)
         assert caught.value.nbytes == 2 * PAGE_NBYTES
 
@@ -86,7 +84,7 @@ class BackendConformance:
         try:
             transfer = backend.submit(Operation.READ, fd, pages(PAGE_NBYTES), 0, path="write-only")
             with pytest.raises(StorageError, match=r"write-only failed: EBADF") as caught:
-                transfer.wait(TIMEOUT_S)
+                transfer.wait()
         finally:
             os.close(fd)
         assert caught.value.errno == errno.EBADF
@@ -109,11 +107,11 @@ class BackendConformance:
             )
 
         with pytest.raises(ChecksumError):
-            submit(**{when: ours}).wait(TIMEOUT_S)
+            submit(**{when: ours}).wait()
         with pytest.raises(StorageError) as caught:
-            submit(**{when: foreign}).wait(TIMEOUT_S)
+            submit(**{when: foreign}).wait()
         assert isinstance(caught.value.__cause__, SystemExit)
-        submit().wait(TIMEOUT_S)
+        submit().wait()
 
     def test_close_finishes_what_is_in_flight(
         self, directory: Path, noise: Noise, pages: Pages, no_leak: None
@@ -147,7 +145,7 @@ class BackendConformance:
             backend.submit(Operation.WRITE, file.fd, source, offset, path="p", priority=priority)
             for source, offset, priority in zip(sent, offsets, priorities, strict=True)
         ]
-        all_of(writes).wait(TIMEOUT_S)
+        all_of(writes).wait()
         received = [pages(source.nbytes) for source in sent]
         order = list(range(len(sizes)))
         seed.shuffle(order)
@@ -155,7 +153,7 @@ class BackendConformance:
             backend.submit(Operation.READ, file.fd, received[i], offsets[i], path="p")
             for i in order
         ]
-        all_of(reads).wait(TIMEOUT_S)
+        all_of(reads).wait()
         assert received == sent
 
     def test_urgent_requests_are_served_first_and_equals_in_order(
@@ -186,7 +184,7 @@ class BackendConformance:
                 submit(backend, "urgent", Priority.URGENT),
             ]
             gate.set()
-            all_of([held, *moves]).wait(TIMEOUT_S)
+            all_of([held, *moves]).wait()
         assert served == ["urgent", "normal 1", "normal 2", "background"]
 
     def test_a_forked_child_is_refused_instead_of_hanging(
@@ -209,8 +207,8 @@ class TestThreadsBuffered(BackendConformance):
         self, backend: IOBackend, file: SwapFile, noise: Noise
     ) -> None:
         sent, received = noise(1 << 20)[3:70003], memoryview(bytearray(70000))
-        backend.submit(Operation.WRITE, file.fd, sent, 17, path="p").wait(TIMEOUT_S)
-        backend.submit(Operation.READ, file.fd, received, 17, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, file.fd, sent, 17, path="p").wait()
+        backend.submit(Operation.READ, file.fd, received, 17, path="p").wait()
         assert received == sent
 
 
@@ -266,8 +264,8 @@ def test_short_reads_and_writes_are_completed(
     sent, received = noise(4 << 20), pages(4 << 20)
     backend = ThreadsBackend(preadv=short_by(0.3, os.preadv), pwritev=short_by(0.6, os.pwritev))
     with backend:
-        backend.submit(Operation.WRITE, disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
-        backend.submit(Operation.READ, disk_file.fd, received, 0, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, disk_file.fd, sent, 0, path="p").wait()
+        backend.submit(Operation.READ, disk_file.fd, received, 0, path="p").wait()
     assert received == sent
 
 
@@ -283,8 +281,8 @@ def test_a_ragged_short_read_goes_on_from_a_page_boundary(
 
     sent, received = noise(1 << 20), pages(1 << 20)
     with ThreadsBackend(preadv=ragged) as backend:
-        backend.submit(Operation.WRITE, disk_file.fd, sent, 0, path="p").wait(TIMEOUT_S)
-        backend.submit(Operation.READ, disk_file.fd, received, 0, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, disk_file.fd, sent, 0, path="p").wait()
+        backend.submit(Operation.READ, disk_file.fd, received, 0, path="p").wait()
     assert received == sent
 
 
@@ -293,7 +291,7 @@ def test_interrupted_and_refused_calls_are_retried(
     disk_file: SwapFile, noise: Noise, number: int
 ) -> None:
     with ThreadsBackend(pwritev=raising([number] * 4, os.pwritev)) as backend:
-        backend.submit(Operation.WRITE, disk_file.fd, noise(1 << 20), 0, path="p").wait(TIMEOUT_S)
+        backend.submit(Operation.WRITE, disk_file.fd, noise(1 << 20), 0, path="p").wait()
 
 
 def test_retries_are_bounded(disk_file: SwapFile, noise: Noise) -> None:
@@ -301,7 +299,7 @@ def test_retries_are_bounded(disk_file: SwapFile, noise: Noise) -> None:
     with ThreadsBackend(pwritev=raising(faults, os.pwritev)) as backend:
         write = backend.submit(Operation.WRITE, disk_file.fd, noise(PAGE_NBYTES), 0, path="p")
         with pytest.raises(StorageError, match="EAGAIN") as caught:
-            write.wait(TIMEOUT_S)
+            write.wait()
     assert caught.value.errno == errno.EAGAIN
 
 
@@ -311,7 +309,7 @@ def test_eio_names_path_offset_operation_and_size(disk_file: SwapFile, pages: Pa
             Operation.READ, disk_file.fd, pages(8192), 4096, path=disk_file.path
         )
         with pytest.raises(StorageError, match=r"read of 8\.0 KiB at offset 4096.*EIO") as caught:
-            transfer.wait(TIMEOUT_S)
+            transfer.wait()
     error = caught.value
     assert (error.path, error.offset_bytes, error.nbytes) == (disk_file.path, 4096, 8192)
     assert error.errno == errno.EIO
@@ -322,7 +320,7 @@ def test_a_full_device_is_a_no_space_error(pages: Pages) -> None:
     with ThreadsBackend() as backend, open("/dev/full", "r+b", buffering=0) as full:
         write = backend.submit(Operation.WRITE, full.fileno(), pages(PAGE_NBYTES), 0, path="p")
         with pytest.raises(NoSpaceError, match=r"budget\.nvme") as caught:
-            write.wait(TIMEOUT_S)
+            write.wait()
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -337,9 +335,7 @@ def test_after_an_error_the_other_pieces_are_skipped_and_none_moves_later(
 
     with ThreadsBackend(workers=1, io_block_nbytes=1 << 20, pwritev=counting) as backend:
         with pytest.raises(StorageError):
-            backend.submit(Operation.WRITE, disk_file.fd, noise(8 << 20), 0, path="p").wait(
-                TIMEOUT_S
-            )
+            backend.submit(Operation.WRITE, disk_file.fd, noise(8 << 20), 0, path="p").wait()
         assert calls == [0]
 
 

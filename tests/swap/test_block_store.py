@@ -30,7 +30,7 @@ OPTIMIZER = StateClass.OPTIMIZER
 
 def put(bench: Any, source: memoryview, **more: Any) -> StoredBlock:
     block = bench.store.write(source, owner="layer.3", state_class=OPTIMIZER, **more)
-    return block.wait(TIMEOUT_S)  # type: ignore[no-any-return]
+    return block.wait()  # type: ignore[no-any-return]
 
 
 def test_a_write_never_touches_what_it_replaces_and_frees_it_afterwards(
@@ -64,7 +64,7 @@ def test_a_failed_write_leaves_the_old_block_valid_and_frees_the_new_extent(
     with pytest.raises(StorageError, match="EIO"):
         put(bench, noise(MIB), replaces=old)
     assert bench.tier.account.used_nbytes == MIB
-    bench.store.read(old, received).wait(TIMEOUT_S)
+    bench.store.read(old, received).wait()
     assert received == sent
     put(bench, noise(MIB), replaces=old)  # trying again is allowed
 
@@ -83,7 +83,7 @@ def test_who_waits_for_room_goes_on_when_a_block_was_replaced(
     found: list[bool] = []
     waiting = threading.Thread(target=lambda: found.append(bench.store.await_room()))
     gate.set()
-    old = first.wait(TIMEOUT_S)
+    old = first.wait()
     gate.clear()
     second = bench.store.write(noise(MIB), owner="a", state_class=OPTIMIZER, replaces=old)
     waiting.start()
@@ -92,7 +92,7 @@ def test_who_waits_for_room_goes_on_when_a_block_was_replaced(
     gate.set()
     waiting.join(TIMEOUT_S)
     assert found == [True]
-    second.wait(TIMEOUT_S)
+    second.wait()
     assert not bench.store.await_room()  # nothing is on its way
 
 
@@ -104,7 +104,7 @@ def test_a_corrupted_block_is_found_and_names_path_offset_bytes_and_owner(
     file = bench.files[0]
     os.pwritev(file.fd, [pages(PAGE_NBYTES)], block.extent.offset_bytes + 64 * 1024)
     with pytest.raises(ChecksumError, match=r"layer\.3: 1\.0 MiB at offset") as caught:
-        bench.store.read(block, pages(MIB)).wait(TIMEOUT_S)
+        bench.store.read(block, pages(MIB)).wait()
     error = caught.value
     assert (error.path, error.offset_bytes) == (file.path, block.extent.offset_bytes)
     assert error.nbytes == MIB
@@ -124,13 +124,13 @@ def test_an_extent_is_kept_while_somebody_reads_it(
     sent, received = noise(MIB), pages(MIB)
     old = put(bench, sent)
     read = bench.store.read(old, received)
-    assert reading.wait(TIMEOUT_S)
+    assert reading.wait()
     new = put(bench, noise(MIB), replaces=old)
     third = put(bench, noise(MIB))
     assert old.extent not in (new.extent, third.extent)
     assert bench.tier.account.used_nbytes == 3 * MIB
     gate.set()
-    read.wait(TIMEOUT_S)
+    read.wait()
     assert received == sent
     assert bench.tier.account.used_nbytes == 2 * MIB
 
@@ -142,7 +142,7 @@ def test_a_full_tier_is_an_error_at_once_and_harms_nothing(
     block = put(bench, noise(MIB))
     with pytest.raises(TierFullError, match=r"budget\.nvme"):
         put(bench, noise(PAGE_NBYTES), replaces=block)
-    bench.store.read(block, pages(MIB)).wait(TIMEOUT_S)
+    bench.store.read(block, pages(MIB)).wait()
     bench.store.free(block)
 
 
@@ -170,10 +170,10 @@ def test_blocks_replaced_at_random_keep_their_contents_and_the_books_balance(
                 replaces=blocks[index],
             )  # fmt: skip
         for index, move in moves.items():
-            blocks[index] = move.wait(TIMEOUT_S)
+            blocks[index] = move.wait()
     for block, content in zip(blocks, contents, strict=True):
         received = pages(content.nbytes)
-        bench.store.read(block, received).wait(TIMEOUT_S)
+        bench.store.read(block, received).wait()
         assert received == content
         bench.store.free(block)
     assert bench.tier.account.used_nbytes == 0
@@ -199,9 +199,9 @@ print("ready", flush=True)
 for value in range(80):
     buffer[:] = bytes([value + 1]) * buffer.nbytes
     try:
-        block = store.write(buffer, owner="x", state_class=StateClass.OPTIMIZER).wait(20)
+        block = store.write(buffer, owner="x", state_class=StateClass.OPTIMIZER).wait()
         buffer[:] = bytes(buffer.nbytes)
-        store.read(block, buffer).wait(20)
+        store.read(block, buffer).wait()
         print("same" if buffer == bytes([value + 1]) * buffer.nbytes else "DIFFERENT")
     except OffloadError as error:
         print(type(error).__name__, error.errno)

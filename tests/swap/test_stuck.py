@@ -144,7 +144,7 @@ def test_what_is_stuck_is_an_error_that_says_what_where_and_how_long(
     operation = "write" if write else "read"
     said = rf"{operation} of 8\.0 KiB at offset 1048576 of /swap \(layer\.3\) has not ended for"
     with pytest.raises(StuckError, match=said) as caught:
-        moved.wait(TIMEOUT_S)
+        moved.wait()
     error = caught.value
     assert (error.path, error.offset_bytes, error.nbytes) == ("/swap", 1 << 20, 2 * PAGE_NBYTES)
     assert error.seconds > 0
@@ -174,12 +174,12 @@ def test_what_waits_behind_it_and_what_comes_later_fails_with_the_same_error(
     errors = []
     for moved in (first, *behind, later):
         with pytest.raises(StuckError) as caught:
-            moved.wait(TIMEOUT_S)
+            moved.wait()
         errors.append(caught.value)
     assert all(error is errors[0] for error in errors)
     assert "requests behind them: 2" in str(errors[0])
     with pytest.raises(StuckError) as together:
-        all_of([first, *behind, later]).wait(TIMEOUT_S)
+        all_of([first, *behind, later]).wait()
     assert not getattr(together.value, "__notes__", [])  # said once
     backend.close()
     assert not begun
@@ -209,11 +209,11 @@ def test_while_anything_ends_nothing_is_given_up(
         look(backend, LOOKS - 1)
         backend.submit(
             Operation.READ, file.fd, pages(PAGE_NBYTES), number << 20, path="/swap"
-        ).wait(TIMEOUT_S)
+        ).wait()
     look(backend, LOOKS - 1)
     assert not slow.done()
     device.release()
-    slow.wait(TIMEOUT_S)
+    slow.wait()
 
 
 def test_a_stuck_path_ends_the_use_of_the_others_too(
@@ -226,7 +226,7 @@ def test_a_stuck_path_ends_the_use_of_the_others_too(
     later = backend.submit(Operation.READ, file.fd, pages(PAGE_NBYTES), 1 << 20, path="/b")
     for moved in (stuck, behind, later):
         with pytest.raises(StuckError, match="/a"):
-            moved.wait(TIMEOUT_S)
+            moved.wait()
 
 
 def test_what_returns_too_late_changes_nothing_any_more(
@@ -239,7 +239,7 @@ def test_what_returns_too_late_changes_nothing_any_more(
     for _ in itertools.takewhile(lambda _: backend.is_lost(file.fd), itertools.count()):
         threading.Event().wait(0.001)
     with pytest.raises(StuckError):
-        moved.wait(TIMEOUT_S)
+        moved.wait()
     assert device.calls == [
         1 << 20
     ]  # nothing goes on with the rest: the file may be another one by then
@@ -262,7 +262,7 @@ def test_who_waits_for_room_in_the_tier_gets_an_answer(
     waiting.join(TIMEOUT_S)
     assert found in ([True], [False])  # the extent came back, before it waited or after
     with pytest.raises(StuckError, match=r"\(a\)"):
-        write.wait(TIMEOUT_S)
+        write.wait()
     fd = bench.files[0].fd
     bench.store.close()
     os.fstat(fd)  # open: a file that is opened now must not get its number

@@ -36,14 +36,6 @@ def test_every_wait_raises_the_error_with_its_cause_and_the_traceback_does_not_g
     assert len(set(depths)) == 1
 
 
-def test_a_timeout_says_what_and_how_long_and_the_transfer_goes_on() -> None:
-    transfer: Transfer[int] = Transfer("read of layer.3")
-    with pytest.raises(StorageError, match=r"waited 0\.01 s for read of layer\.3"):
-        transfer.wait(0.01)
-    transfer.complete(1)
-    assert transfer.wait(0.01) == 1
-
-
 def test_a_wait_that_stalls_is_told_of_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
