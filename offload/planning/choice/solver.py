@@ -26,7 +26,7 @@ from offload.planning.choice.placement_search import corners, filled, without_fi
 from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.builder import PlanBuilder, reserve_nbytes
-from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weights
+from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weight
 from offload.planning.plan.plan import Hardware, Plan, ahead_nbytes, least_window, ram_nbytes
 from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
 from offload.planning.plan.sizes import CLASSES, Placements
@@ -115,8 +115,8 @@ class Candidate:
         )  # fmt: skip
 
     def _weighted(self, lacking: Mapping[Tier, int]) -> int:
-        weights = short_weights(gpu=self.plan.gpu)
-        return sum(weights[tier] * max(0, nbytes) for tier, nbytes in lacking.items())
+        gpu = self.plan.gpu
+        return sum(short_weight(tier, gpu=gpu) * max(0, n) for tier, n in lacking.items())
 
 
 @dataclass(frozen=True)

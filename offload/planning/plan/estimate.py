@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from offload.config import OffloadConfig
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.workload import Generation, Workload
-from offload.tiers.tier import TIERS, Tier
+from offload.tiers.tier import Medium, Tier
 
 
 class MemoryClass(enum.StrEnum):
@@ -87,14 +87,12 @@ _FEW_STEPS = 10_000  # of a drive's whole life: a few runs wear it out
 
 # How bad a missing byte is, by place: what more of it costs, roughly, as a GPU, as RAM and as SSD.
 # Of plans that do not fit, that is the best which is short of what is the easiest to get.
-_SHORT_WEIGHTS = {Tier.DEVICE: 1000, Tier.HOST: 50, Tier.NVME: 1}
+_SHORT_WEIGHTS = {Medium.DEVICE: 1000, Medium.HOST: 50, Medium.FILES: 1}
 
 
-def short_weights(*, gpu: bool) -> Mapping[Tier, int]:
-    """The weight of a missing byte by tier; without a GPU the device's memory is RAM."""
-    ram = _SHORT_WEIGHTS[Tier.HOST]
-    weights = {tier: _SHORT_WEIGHTS.get(tier, ram) for tier in TIERS}
-    return weights if gpu else {**weights, Tier.DEVICE: ram}
+def short_weight(tier: Tier, *, gpu: bool) -> int:
+    """The weight of a missing byte; without a GPU the device's memory is RAM."""
+    return _SHORT_WEIGHTS[tier.medium if gpu or tier.is_file else Medium.HOST]
 
 
 @dataclass(frozen=True)
