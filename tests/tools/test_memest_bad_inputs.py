@@ -15,19 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.errors import CheckpointError, ConfigError, PathError
 from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json
 from offload.tools.memest.source.read_model import read_model, read_stated
-from offload.tools.memest.source.safetensors_header import read_header
 from offload.tools.memest.source.stated_sizes import StatedSizes
 from offload.tools.memest.source.transformers_models import build_on_meta
-from tests.tools.model_files import BITS, TINY_LLAMA, entries_of, write_config, write_safetensors
+from tests.tools.model_files import TINY_LLAMA, entries_of, write_config, write_safetensors
 
 
 def reason(source: str | Path) -> str:
     """The message of the ConfigError that reading raises; one line."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
         read_model(str(source))
     message = str(caught.value)
     assert message
@@ -41,7 +40,7 @@ def read_or_refuse(path: Path) -> None:
     refusal = ""
     try:
         assert read_model(str(path)).shape.numel > 0
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         refusal = str(error)
     assert "\n" not in refusal
 
@@ -92,10 +91,10 @@ def test_a_wrong_value_is_named(changes: dict[str, Any], expected: str, tmp_path
         (b"\xff\xfe\x00\x01", "no UTF-8"),
         (b"[" * 200_000, "nested too deep"),
         (b'{"model_type": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b'{"weight_map": {}}', "no index of safetensors files"),
-        (b'{"weight_map": {"a": "../../secret.safetensors"}}', "no file beside the index"),
-        (b'{"weight_map": {"a": 3}}', "no file beside the index"),
-        (b'{"weight_map": []}', "no index of safetensors files"),
+        (b'{"weight_map": {}}', "it has no weight_map"),
+        (b'{"weight_map": {"a": "../../secret.safetensors"}}', "outside of its folder"),
+        (b'{"weight_map": {"a": 3}}', "it has no weight_map"),
+        (b'{"weight_map": []}', "it has no weight_map"),
     ],
 )
 def test_what_is_no_configuration_is_refused(data: bytes, expected: str, tmp_path: Path) -> None:
@@ -250,17 +249,13 @@ def damaged(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        (damaged(dtype="BF17"), "unknown variant `BF17`, expected one of `BOOL`"),
-        (damaged(shape=[4, -4]), "integer `-4`, expected usize"),
-        (damaged(shape=[2**62, 2**62]), "overflow computing buffer size"),
-        (damaged(shape=[4, 5]), "invalid shape, data type, or offset"),
-        (damaged(data_offsets=[8, 40]), "invalid offset for tensor `a`"),
+        (damaged(dtype="BF17"), "a has dtype BF17, which is not known here"),
+        (damaged(shape=[4, -4]), "a has shape (4, -4)"),
         ({}, "holds no trainable weights: it is empty"),
-        (b"{", "EOF while parsing"),
-        (b"\x80\x80\x80\x80", "invalid UTF-8"),
+        (b"{", "has a damaged header"),
         (
             {"i": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}},
-            "no trainable weights: 2 of I64",
+            "no trainable weights: torch.int64",
         ),
     ],
 )  # fmt: skip
@@ -296,36 +291,10 @@ _JSON = st.recursive(
     ),
     max_leaves=12,
 )
-_ENTRY = st.fixed_dictionaries(
-    {},
-    optional={
-        "dtype": st.sampled_from(sorted(BITS)) | _JSON,
-        "shape": st.lists(st.integers(-2, 5), max_size=3) | _JSON,
-        "data_offsets": st.lists(st.integers(-4, 200), min_size=2, max_size=2) | _JSON,
-    },
-)
 
 
 def fuzz(long: bool) -> settings:
     return settings(max_examples=150 if long else 40, deadline=None)
-
-
-def test_any_header_is_read_or_refused(tmp_path: Path, long: bool) -> None:
-    @fuzz(long)
-    @given(
-        entries=st.dictionaries(st.text(max_size=6), _ENTRY | _JSON, max_size=4),
-        data=st.integers(0, 256),
-    )
-    def check(entries: Any, data: int) -> None:
-        path = write_safetensors(tmp_path / "m.safetensors", entries, data)
-        try:
-            tensors = read_header(path)
-        except ConfigError:
-            return
-        kept = [t for name, t in tensors.items() if name != "__metadata__"]
-        assert sum(t.numel * BITS[t.dtype] // 8 for t in kept) == data
-
-    check()
 
 
 def test_any_bytes_are_read_or_refused(tmp_path: Path, long: bool) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,12 +21,6 @@ from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json, refuse_code, status_of
 from offload.tools.memest.source.model_source import ModelSource, SourceKind, key_of
-from offload.tools.memest.source.safetensors_header import (
-    HeaderTensor,
-    read_files,
-    read_header,
-    read_index,
-)
 from offload.tools.memest.source.stated_sizes import (
     StatedSizes,
     built_in_cache,
@@ -43,7 +37,6 @@ from offload.tools.memest.source.transformers_models import (
 )
 from offload.zero.groups.model_shape import ModelShape
 
-_INDEX = "model.safetensors.index.json"
 _FILE_SUFFIXES = (".json", ".safetensors", ".yaml", ".yml")
 _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -75,7 +68,7 @@ def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
     if suffix == ".json" or start.lstrip()[:1] == b"{":
         return _read_json_file(path, blocks)
     if suffix == ".safetensors" or start[8:9] == b"{":
-        return _from_tensors(read_header(path), path, blocks)
+        return _from_weights([path], path, blocks)
     raise ConfigError(
         f"{path}: is no description of a model; name a config.json, a safetensors file or index, "
         "an offload YAML (.yaml), a folder with one of them, or module:function"
@@ -107,13 +100,11 @@ def _names_in(folder: Path) -> set[str]:
 
 def _weights_in(folder: Path, blocks: Sequence[str]) -> ModelSource | None:
     """Return the model of a folder's safetensors files; None if it has none."""
-    names = _names_in(folder)
-    if _INDEX in names:
-        return _read_json_file(folder / _INDEX, blocks)
-    files = sorted(name for name in names if name.endswith(".safetensors"))
-    if not files:
-        return None
-    return _from_tensors(read_files([folder / name for name in files]), folder, blocks)
+    from offload.checkpoint.foreign.model_files import weight_files
+
+    others = (path for path in sorted(folder.glob("*.safetensors")) if path.is_file())
+    files = weight_files(folder) or list(others)
+    return _from_weights(files, folder, blocks) if files else None
 
 
 def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
@@ -201,7 +192,9 @@ def _built_in(
 def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
     values = read_json(path)
     if isinstance(values, dict) and "weight_map" in values:
-        return _from_tensors(read_index(values, path), path, blocks)
+        from offload.checkpoint.foreign.model_files import weight_files
+
+        return _from_weights(weight_files(path.parent, (path.name,)), path, blocks)
     return _read_configuration(values, path, blocks)
 
 
@@ -234,26 +227,25 @@ def _read_configuration(values: Any, path: Path, blocks: Sequence[str]) -> Model
     )
 
 
-def _from_tensors(
-    tensors: Mapping[str, HeaderTensor], path: Path, blocks: Sequence[str]
-) -> ModelSource:
-    from offload.tools.memest.source.weight_names import model_of_names
+def _from_weights(files: Sequence[Path], path: Path, blocks: Sequence[str]) -> ModelSource:
+    """Return the model of safetensors files, whose headers alone are read. Raise CheckpointError
+    for a file that is none, or damaged."""
+    from offload.tools.memest.source.weight_names import is_trainable, model_of_names
+    from offload.weights.tensor_file import stored_tensors
     from offload.zero.groups.discovery import discover
 
+    tensors = stored_tensors(files)
     named = model_of_names(tensors)
     shape = discover(named.model).shape()
     if shape.numel == 0:
-        counts: Counter[str] = Counter()
-        for tensor in tensors.values():
-            counts[tensor.dtype] += tensor.numel
-        formats = ", ".join(f"{numel:,} of {dtype}" for dtype, numel in counts.most_common())
+        formats = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
         raise ConfigError(f"{path}: holds no trainable weights: {formats or 'it is empty'}")
     notes = ["groups are told from the names of the weights"]
     if blocks:
         notes.append(f"groups.blocks ({', '.join(blocks)}) needs the model's classes: left aside")
     if named.buffers:
         notes.append(f"{len(named.buffers)} buffers are not counted, {named.buffers[0]} is one")
-    fixed = sum(t.numel for t in tensors.values() if not t.trainable)
+    fixed = sum(math.prod(t.shape) for t in tensors.values() if not is_trainable(t))
     if fixed:
         notes.append(f"{fixed:,} elements are quantised or integers and not trained")
     return ModelSource(

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from offload.tools.memest.source.safetensors_header import HeaderTensor
+from offload.weights.tensor_file import Stored
 
 # buffers that older versions of transformers and other libraries store
 _BUFFERS = (
@@ -38,7 +38,7 @@ class NamedWeights:
     buffers: tuple[str, ...]  # names taken for buffers
 
 
-def model_of_names(tensors: Mapping[str, HeaderTensor]) -> NamedWeights:
+def model_of_names(tensors: Mapping[str, Stored]) -> NamedWeights:
     """Return modules by dotted names, in the order in which a model would have them."""
     root = nn.Module()
     buffers = []
@@ -55,13 +55,19 @@ def model_of_names(tensors: Mapping[str, HeaderTensor]) -> NamedWeights:
     return NamedWeights(_with_lists(root), tuple(buffers))
 
 
-def _param(tensor: HeaderTensor) -> nn.Parameter:
-    dtype = torch.float32 if tensor.trainable else torch.uint8
+def is_trainable(tensor: Stored) -> bool:
+    """Whether a tensor is real floating point of at least 16 bits; others are quantised, an index
+    or complex."""
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+
+
+def _param(tensor: Stored) -> nn.Parameter:
+    dtype = torch.float32 if is_trainable(tensor) else torch.uint8
     values = torch.empty(tensor.shape, dtype=dtype, device=torch.device("meta"))
-    return nn.Parameter(values, requires_grad=tensor.trainable)
+    return nn.Parameter(values, requires_grad=is_trainable(tensor))
 
 
-def _is_buffer(name: str, tensor: HeaderTensor) -> bool:
+def _is_buffer(name: str, tensor: Stored) -> bool:
     causal_mask = name.endswith((".attn.bias", ".attention.bias")) and len(tensor.shape) == 4
     return causal_mask or f".{name}".endswith(_BUFFERS)
 
