@@ -105,7 +105,8 @@ class StateDictHooks:
         own code."""
         model = self._model()
         assert model is not None, "whoever calls this has it"
-        here = [p for p in model.parameters() if self._is_here(p)]
+        found = [(p, self._store.group_of(p)) for p in model.parameters()]
+        here = [p for p, at in found if at and at[0].residing is GroupState.GATHERED]
         self._leaves_parameters = True
         try:
             # copied onto itself, one would count as written
@@ -113,10 +114,6 @@ class StateDictHooks:
                 yield
         finally:
             self._leaves_parameters = False
-
-    def _is_here(self, param: nn.Parameter) -> bool:
-        found = self._store.group_of(param)
-        return found is not None and found[0].residing is GroupState.GATHERED
 
     def _before_load(
         self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any

@@ -22,7 +22,6 @@ from offload.zero.experts.packed import PackedParam
 from offload.zero.gradients.gradient_handles import (
     CLEARED,
     GradientHandles,
-    GradientSource,
     there,
 )
 from offload.zero.tensors.paged import Operation, PagedTensor
@@ -108,7 +107,9 @@ class PackedGradients:
                 if gradient is None:
                     if handle is not None:
                         self._part(packed)
-                    _clear_rows(packed)  # also those of a backward that was interrupted
+                    for row in packed.rows:  # also those of a backward that was interrupted
+                        if row.grad is not None:
+                            row.grad = None
 
     def _part(self, packed: PackedParam) -> None:
         """Separate a handle from `.grad`, which was set to None."""
@@ -147,7 +148,8 @@ class PackedGradients:
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Return the result of an operation on the whole gradient, from the rows' answers."""
-        rows = self._sources_of(source.packed)
+        found = [self._rows.source_of(row) for row in source.packed.rows]
+        rows = [each for each in found if each is not None]  # those that have a gradient
         if operation is aten.add_.Tensor or not rows:
             return source if operation is aten.zero_.default else NotImplemented
         if operation in _NORMS:
@@ -158,11 +160,6 @@ class PackedGradients:
         answers = [row.answer(operation, args, kwargs) for row in rows]
         # rules of rows answer all alike, for they look at the arguments alone
         return NotImplemented if answers[0] is NotImplemented else source
-
-    def _sources_of(self, packed: PackedParam) -> list[GradientSource]:
-        """Return the sources of those rows that have a gradient."""
-        found = [self._rows.source_of(row) for row in packed.rows]
-        return [source for source in found if source is not None]
 
 
 def _whole(
@@ -186,12 +183,6 @@ def _refusal(packed: PackedParam, what: str) -> str:
         f"{packed.name}.grad {what}, and the gradients of its experts are tensors of their own; "
         "multiply it by a number, zero it or clear it, and clip by its norm"
     )
-
-
-def _clear_rows(packed: PackedParam) -> None:
-    for row in packed.rows:
-        if row.grad is not None:
-            row.grad = None
 
 
 _NORMS = (aten.linalg_vector_norm.default, aten.norm.Scalar)

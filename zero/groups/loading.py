@@ -6,7 +6,7 @@ only while ranges with some of them are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,9 +47,11 @@ def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
     weights = part.trained_in(host)
     window = _Window(group.layout.params, values)
     for elements, record in zip(state.chunks, state.records, strict=True):
-        full = window.assemble(_shifted(elements, part.trainable.start))
+        first = part.trainable.start
+        full = window.assemble(range(elements.start + first, elements.stop + first))
         arrays = state.record_format.arrays(record.blank(), len(elements))
-        _clear(arrays)
+        for array in arrays.values():
+            array[:] = 0
         _store(full, weights[elements.start : elements.stop], own, arrays)
         del arrays
         record.mark_dirty()
@@ -59,24 +61,10 @@ def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
 
 
 def _fill(into: Array, elements: range, own: Float, window: _Window) -> None:
-    for piece in _pieces(elements):
-        start = piece.start - elements.start
-        weights = into[start : start + len(piece)]
-        encode(window.assemble(piece), weights, own)
-
-
-def _pieces(elements: range) -> Iterator[range]:
-    for start in elements[::_PIECE_NUMEL]:
-        yield range(start, min(start + _PIECE_NUMEL, elements.stop))
-
-
-def _shifted(elements: range, by: int) -> range:
-    return range(elements.start + by, elements.stop + by)
-
-
-def _clear(arrays: dict[str, Array]) -> None:
-    for array in arrays.values():
-        array[:] = 0
+    for first in elements[::_PIECE_NUMEL]:
+        piece = range(first, min(first + _PIECE_NUMEL, elements.stop))
+        start = first - elements.start
+        encode(window.assemble(piece), into[start : start + len(piece)], own)
 
 
 class _Window:

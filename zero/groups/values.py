@@ -23,7 +23,6 @@ from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import StateError
 from offload.zero.groups.bits import array_of, flat_array
 from offload.zero.groups.group import ParamGroup
-from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.records import RecordFormat
@@ -81,7 +80,11 @@ class ParameterValues(WeightValues):
         `master` sets the weight as well."""
         group, index = self._find(param)
         spec, value = group.layout.params[index], spread_as(param, value)
-        self._check_shape(spec, field, value)
+        if tuple(value.shape) != tuple(spec.shape):
+            raise StateError(
+                f"{field} of {spec.name} has shape {tuple(value.shape)}, expected "
+                f"{tuple(spec.shape)}"
+            )
         flat = flat_array(value.detach().to("cpu", torch.float32).contiguous())
         host = self._host_weights(group)
         for chunk in self._chunks(group, index, host, write=True):
@@ -93,13 +96,6 @@ class ParameterValues(WeightValues):
         if field == "master":
             group.state.mark_host_dirty()
         del host  # not before: a copy without views may be dropped
-
-    def _check_shape(self, spec: ParamSpec, field: str, value: torch.Tensor) -> None:
-        if tuple(value.shape) != tuple(spec.shape):
-            raise StateError(
-                f"{field} of {spec.name} has shape {tuple(value.shape)}, expected "
-                f"{tuple(spec.shape)}"
-            )
 
     def _host_weights(self, group: ParamGroup) -> torch.Tensor:
         group.wait_for_update()

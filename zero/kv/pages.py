@@ -128,7 +128,9 @@ class KVPages:
         with self._in_use():
             whole: Sequence[torch.Tensor]
             if not past and not self._format.int8:
-                whole = self._contiguous(keys, values)
+                kind = self._format
+                pairs = (keys, kind.keys), (values, kind.values)
+                whole = [each.to(shape.dtype).contiguous() for each, shape in pairs]
             else:
                 whole = self._room_for(past + count)
                 self._read(*(each[:, :, :past] for each in whole))
@@ -178,9 +180,9 @@ class KVPages:
             self._dropped = 0
         full, rest = divmod(self._dropped + left, self._format.tokens)
         if full < len(self._pages):
-            reopened = self._pages[full] if rest else None
-            if reopened is not None:
-                self._reopen(*reopened, rest)
+            if rest:  # the open page begins with the first tokens of a full one
+                (page, rows), into = self._pages[full], self._open_page()
+                page.format.copy(page.state.tensor(), slice(rest), rows, self._format, into)
             self._forget(self._pages[full:])
             del self._pages[full:]
             self._number()
@@ -240,7 +242,9 @@ class KVPages:
         try:
             self._forget(pages)
         finally:
-            self._close_open()
+            if self._open is not None:
+                opened, self._open = self._open, None
+                self._store.close_page(opened)
             self._store.left(self)
 
     def _give_up(self) -> None:
@@ -291,11 +295,6 @@ class KVPages:
             self.batch,
             self._window,
         )
-
-    def _contiguous(self, *states: torch.Tensor) -> list[torch.Tensor]:
-        shapes = (self._format.keys, self._format.values)
-        pairs = zip(states, shapes, strict=True)
-        return [each.to(shape.dtype).contiguous() for each, shape in pairs]
 
     # ---------------------------------------------------------------- reading
     def _room_for(
@@ -410,16 +409,6 @@ class KVPages:
         if self._open is None:
             self._open = self._store.open_page(f"{self.name}, the open page", self._format.nbytes)
         return self._open.tensor[: self._format.nbytes]
-
-    def _reopen(self, page: _Page, rows: Rows, count: int) -> None:
-        """Let the open page begin with the first tokens of a full one."""
-        into = self._open_page()
-        page.format.copy(page.state.tensor(), slice(count), rows, self._format, into)
-
-    def _close_open(self) -> None:
-        if self._open is not None:
-            opened, self._open = self._open, None
-            self._store.close_page(opened)
 
     # ---------------------------------------------------------------- books
     def _number(self) -> None:

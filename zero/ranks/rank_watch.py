@@ -74,13 +74,6 @@ class RankRecord:
     doing: Sequence[str] = ()  # the collectives that it is in
     left: str | None = None  # why, "" if it has simply closed its engine
 
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str | bytes) -> RankRecord:
-        return cls(**json.loads(text))
-
 
 class RankRecords:
     """The records of all ranks that made the same engine. Calls may block for as long as the
@@ -88,7 +81,9 @@ class RankRecords:
 
     def __init__(self, store: Store, rank: int) -> None:
         """Every rank makes its engines in the same order: their number tells them apart."""
-        self.store = _without_prefix(store)
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        self.store = store
         self._rank = rank
         number = self.store.add(f"offload/engines/{rank}", 1)
         self._prefix = f"offload/records/{number}"
@@ -98,13 +93,13 @@ class RankRecords:
 
     def publish(self, record: RankRecord) -> None:
         """Publish a record. For one thread."""
-        self._publishing.set(f"{self._prefix}/{self._rank}", record.to_text())
+        self._publishing.set(f"{self._prefix}/{self._rank}", json.dumps(asdict(record)))
 
     def read(self, rank: int) -> RankRecord | None:
         """Return a rank's last record, None if there is none. For one thread."""
         key = f"{self._prefix}/{rank}"
         there = self._reading.check([key])
-        return RankRecord.from_text(self._reading.get(key)) if there else None
+        return RankRecord(**json.loads(self._reading.get(key))) if there else None
 
 
 @dataclass(slots=True)
@@ -350,7 +345,7 @@ def _find_missing(
             silent[rank] = "has never come to offload.initialize, or was killed there"
         elif record.left is not None:
             left[rank] = f"has left: {record.left}" if record.left else "has closed its engine"
-        elif _is_silent(before.get(rank), record):
+        elif (first := before.get(rank)) is not None and record.beat <= first.beat:
             silent[rank] = f"is silent, and was in {_place_of(record)}: {_GONE}"
         elif rank in mine.members and mine.what not in record.doing:
             late[rank] = f"lives and has not come to it, but is in {_place_of(record)}"
@@ -360,10 +355,6 @@ def _find_missing(
             texts = [f"rank {rank} {text}" for rank, text in found.items()]
             return Findings(tuple(found), "; ".join(texts) + remedy)
     return Findings((), "no rank is missing")
-
-
-def _is_silent(before: RankRecord | None, after: RankRecord) -> bool:
-    return before is not None and after.beat <= before.beat
 
 
 def _place_of(record: RankRecord) -> str:
@@ -381,12 +372,6 @@ def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
 
 def _first_line(error: BaseException | None) -> str:
     return str(error).partition("\n")[0] if error is not None else "it has not ended"
-
-
-def _without_prefix(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def _client(store: Store) -> Store:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -120,17 +120,13 @@ class SharedWork(RankWork):
     def use(self, group: ParamGroup, *, backward: bool) -> None:
         if backward:
             self.reductions.reduce_skipped_groups(group.index)
-        upcoming = self._trace.rest() if backward else self._trace.upcoming()
-        groups = (self._groups[index] for index in upcoming if index < len(self._groups))
-        self._gather(group, groups)
-
-    def _gather(self, group: ParamGroup, upcoming: Iterator[ParamGroup]) -> None:
-        """Gather `group`, and after it the groups that are needed next."""
         if not isinstance(group.state, GatheredState):
             return
         if not group.state.is_gathered:
             self._gatherer.gather(group.state)
-        following = next(upcoming, None)
+        upcoming = self._trace.rest() if backward else self._trace.upcoming()
+        groups = (self._groups[index] for index in upcoming if index < len(self._groups))
+        following = next(groups, None)  # is needed next
         if following is not None and isinstance(following.state, GatheredState):
             self._gatherer.expect(following.state, group.state)
         self._gatherer.used(group.state)

@@ -159,7 +159,7 @@ class Ranks:
         """Inside, all ranks are in the same small collective: gives the first few `numbers` of
         each. A rank that is in another one would get what was sent for that, or, of another size,
         the end of its process (gloo's)."""
-        with self._during(what):
+        with self.watch.during(what, self.control):
             asked = "\n".join([what, *self.notes])
             few = [*numbers[:_FEW], *[0] * (_FEW - len(numbers))]
             question = [crc32(asked.encode()), len(numbers), *few]
@@ -246,9 +246,6 @@ class Ranks:
         with self._together("the all-gather of what went wrong"):
             texts = enumerate(self._texts(text))
         return next(f"rank {rank}: {words}" for rank, words in texts if words)
-
-    def _during(self, what: str) -> AbstractContextManager[timedelta]:
-        return self.watch.during(what, self.control)
 
     def _between(self, source: int, to: int) -> AbstractContextManager[timedelta]:
         source, to = (dist.get_global_rank(self.control, each) for each in (source, to))

@@ -77,7 +77,9 @@ class DeviceUpdate:
                 part.home.used_device_piece(part.piece, stepped)
         what = f"the step of {chunk.weight.home.name} on the device"
         if not chunk.weight.home.at_home_on_device:
-            left = self._copy_back(chunk.weight, stepped)
+            target = chunk.weight.wait()[: chunk.weight.nbytes]
+            source = chunk.weight.device_bytes()
+            left = self._work.links.to_host.copy(target, source, after=(stepped,))
             ended = self._work.links.to_host.transfer(left, what)
         else:
             left = stepped
@@ -98,10 +100,6 @@ class DeviceUpdate:
             mark = self._work.links.to_device.copy(part.copied, source, after=before)
             offset = round_up(end, ALIGN_NBYTES)
         return mark
-
-    def _copy_back(self, weight: ChunkBytes, stepped: StreamEvent) -> StreamEvent:
-        target = weight.wait()[: weight.nbytes]
-        return self._work.links.to_host.copy(target, weight.device_bytes(), after=(stepped,))
 
     def _run(self, chunk: Chunk) -> None:
         numel, kept = len(chunk.elements), chunk.record_format

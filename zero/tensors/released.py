@@ -27,7 +27,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -199,7 +199,10 @@ class ReleasedParameters:
             return args[0]  # the operations below are asked for more, and would read it
         if _needs_no_values(function, name, args, kwargs):
             if name in _HOOKS and self._packed_of(args[0]) is not None:
-                self._refuse_hook(args[0], name)
+                raise UnsupportedError(
+                    f"{self._name_of(args[0])}.{name}(): its gradient comes in rows, one per "
+                    "expert that had tokens; read or change param.grad after backward"
+                )
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         return self._use_values(function, name, args, kwargs)
@@ -207,7 +210,11 @@ class ReleasedParameters:
     def _use_below(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation that reads parameters below Python, or needs no values."""
         if operation is SHARE_DATA and args[0] is not args[1] and type(args[1]) in self._released:
-            self._refuse_sharing(args[1])
+            raise UnsupportedError(
+                f"tensor.data = {self._name_of(args[1])}: its values have no memory of their own, "
+                "they may be in any tier; use .detach().clone(), or `with "
+                "engine.gathered(parameter):`"
+            )
         name = name_of(operation)
         if _needs_no_values(operation, name, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass(), exchanging():
@@ -245,13 +252,6 @@ class ReleasedParameters:
                 yield from self._among(value)
             elif type(value) in self._released:
                 yield value
-
-    def _refuse_sharing(self, param: nn.Parameter) -> NoReturn:
-        """Refuse `other.data = param`."""
-        raise UnsupportedError(
-            f"tensor.data = {self._name_of(param)}: its values have no memory of their own, they "
-            "may be in any tier; use .detach().clone(), or `with engine.gathered(parameter):`"
-        )
 
     def _group_of(self, param: nn.Parameter) -> ParamGroup:
         found = self._find(param)
@@ -324,12 +324,6 @@ class ReleasedParameters:
             return value if found is None else torch.stack(list(found.rows))
 
         return function(*_mapped(args, whole), **_mapped(kwargs, whole))
-
-    def _refuse_hook(self, param: nn.Parameter, name: str) -> NoReturn:
-        raise UnsupportedError(
-            f"{self._name_of(param)}.{name}(): its gradient comes in rows, one per expert that had "
-            "tokens; read or change param.grad after backward"
-        )
 
     # ---------------------------------------------------------------- in and out of graphs
     def _in_graph(
