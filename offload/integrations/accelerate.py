@@ -21,19 +21,25 @@ from offload.engine import Engine
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, UnsupportedError
 
-_STATES = "offload"  # a checkpoint of the engine in the folder of `save_state`; offload_1, ...
+_STATES = "offload"  # a checkpoint of the engine in the folder of `save_state`
 
 
 class OffloadAccelerator(Accelerator):  # type: ignore[misc]
-    """accelerate's Accelerator, which accepts the optimizers of engines as well.
+    """accelerate's Accelerator, which accepts the optimizer of an engine as well.
 
-    Its processes have to be those of `torchrun`, where each engine finds the others itself. Raises
-    ConfigError for `mixed_precision` beside an engine's 16-bit precision, UnsupportedError for
-    DeepSpeed and FSDP plugins beside an engine.
+    Its processes have to be those of `torchrun`, where an engine finds the others itself. Raises
+    ConfigError for `mixed_precision` beside an engine's 16-bit precision, UnsupportedError for a
+    second engine, and for DeepSpeed and FSDP plugins beside an engine.
     """
 
     _models: list[nn.Module]
     _optimizers: list[Any]
+    _engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine whose optimizer was prepared; None without one, or when it is closed."""
+        return None if self._engine is None or self._engine.is_closed else self._engine
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects as Accelerator does; a model that trains through an engine comes with its
@@ -42,10 +48,15 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
             if isinstance(each, OffloadOptimizer):
                 assert isinstance(each.engine, Engine)
                 self._check(each.engine)
-        self._preparing = [each for each in args if isinstance(each, OffloadOptimizer)]
+                self._engine = each.engine
         return super().prepare(*args, device_placement=device_placement)
 
     def _check(self, engine: Engine) -> None:
+        if self.engine not in (None, engine):
+            raise UnsupportedError(
+                "an accelerator has one engine, and this is the second one; make an "
+                "OffloadAccelerator for each"
+            )
         plugins = {"deepspeed_plugin": "DeepSpeed", "fsdp_plugin": "FSDP"}
         for plugin, name in plugins.items():
             if getattr(self.state, plugin, None) is not None:
@@ -63,7 +74,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        if any(engine.module is model for engine in self.engines):
+        if self.engine is not None and self.engine.module is model:
             # neither moved nor wrapped for DDP: the engine does both
             device_placement, evaluation_mode = False, True
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
@@ -77,39 +88,19 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare_optimizer(optimizer, device_placement)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        scaling = [e for e in self.engines if e.runtime.loss_scale is not None]
-        if len(self.engines) == 1:
-            self.engines[0].note_pass(loss.detach() / self.gradient_accumulation_steps)
-        if not scaling:
+        if self.engine is None:
             super().backward(loss, **kwargs)
             return
-        if len(self.engines) > 1:
-            raise UnsupportedError(
-                "precision: fp16 and several engines: whose loss it is cannot be told; call "
-                "engine.backward(loss / accelerator.gradient_accumulation_steps)"
-            )
-        with scaling[0].runtime.scaled_backward() as scale:
-            super().backward(loss * scale, **kwargs)
+        self.engine.note_pass(loss.detach() / self.gradient_accumulation_steps)
+        with self.engine.runtime.scaled_backward() as scale:
+            super().backward(loss if scale == 1.0 else loss * scale, **kwargs)
 
     # ---------------------------------------------------------------- states
-    @property
-    def engines(self) -> list[Engine]:
-        """The open engines of the optimizers that were prepared, in their order."""
-        found = [each.engine for each in self._optimizers_of_engines()]
-        return [engine for engine in dict.fromkeys(found) if not engine.is_closed]
-
-    def _optimizers_of_engines(self) -> list[OffloadOptimizer]:
-        prepared = [getattr(each, "optimizer", each) for each in self._optimizers]
-        found = [each for each in prepared if isinstance(each, OffloadOptimizer)]
-        more = [each for each in getattr(self, "_preparing", ()) if each not in found]
-        return [*found, *more]
-
     @contextmanager
-    def _without_engines(self) -> Iterator[None]:
-        """Hide the models and optimizers of engines from accelerate's saving and loading."""
+    def _without(self, engine: Engine) -> Iterator[None]:
+        """Hide the engine's model and optimizer from accelerate's saving and loading."""
         models, optimizers = self._models, self._optimizers
-        ours = {id(engine.module) for engine in self.engines}
-        self._models = [each for each in models if id(self.unwrap_model(each)) not in ours]
+        self._models = [each for each in models if self.unwrap_model(each) is not engine.module]
         self._optimizers = [
             each for each in optimizers
             if not isinstance(getattr(each, "optimizer", each), OffloadOptimizer)
@@ -122,7 +113,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(
         self, output_dir: StrPath | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """Save as Accelerator does. States of engines are streamed into folders inside.
+        """Save as Accelerator does. The states of an engine are streamed into a folder inside.
 
         Raise StateError while gradients wait for a step: save where `sync_gradients` is true.
         """
@@ -130,14 +121,15 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
 
         if output_dir is not None:
             output_dir = path_text(output_dir, "output_dir")
-        for engine in self.engines:  # before anything is written
-            check_stepped(engine)
-        with self._without_engines():
+        engine = self.engine
+        if engine is None:
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+        check_stepped(engine)  # before anything is written
+        with self._without(engine):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        for number, engine in enumerate(self.engines):
-            # accelerate saves prepared and registered objects
-            saved = self._schedulers or self._custom_objects
-            engine.save_checkpoint(Path(folder) / _name(number), state={} if saved else None)
+        # accelerate saves prepared and registered objects
+        saved = self._schedulers or self._custom_objects
+        engine.save_checkpoint(Path(folder) / _STATES, state={} if saved else None)
         return folder
 
     def load_state(
@@ -150,20 +142,15 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         def found(models: list[nn.Module], folder: str) -> None:
             folders.append(Path(folder))
 
-        engines = self.engines
+        engine = self.engine
         given = None if input_dir is None else path_of(input_dir, "input_dir").expanduser()
-        if not engines or (given is not None and not (given / _name(0)).is_dir()):
+        if engine is None or (given is not None and not (given / _STATES).is_dir()):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
         handle = self.register_load_state_pre_hook(found)
         try:
-            with self._without_engines():
+            with self._without(engine):
                 super().load_state(input_dir, load_kwargs, **kwargs)
         finally:
             handle.remove()
-        for number, engine in enumerate(engines):
-            engine.load_checkpoint(folders[0] / _name(number))
-
-
-def _name(number: int) -> str:
-    return _STATES if number == 0 else f"{_STATES}_{number}"
+        engine.load_checkpoint(folders[0] / _STATES)

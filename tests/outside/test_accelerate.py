@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import offload
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError, StateError, UnsupportedError
 from tests.offload.engine_cases import assert_same_bits, assert_scheduler_is_saved
 from tests.outside.trainer_cases import (
     ACCUMULATE,
@@ -142,6 +142,20 @@ def test_saving_between_the_passes_of_a_step_is_refused(tmp_path: Path) -> None:
         run = Run(integration.OffloadAccelerator, model, engine.optimizer).go(0, 1)
         with pytest.raises(StateError, match="gradients wait"):
             run.accelerator.save_state(str(tmp_path / "saved"))
+
+
+def test_a_second_engine_is_refused(tmp_path: Path) -> None:
+    accelerator = integration.OffloadAccelerator(cpu=True)
+    with (
+        offload.initialize(tiny_llama(), settings(tmp_path, PLACEMENTS["nvme"])) as first,
+        offload.initialize(tiny_llama(), settings(tmp_path, PLACEMENTS["nvme"])) as second,
+    ):
+        accelerator.prepare(first.module, first.optimizer)
+        with pytest.raises(UnsupportedError, match="this is the second one"):
+            accelerator.prepare(second.module, second.optimizer)
+        first.close()
+        accelerator.prepare(second.module, second.optimizer)
+        assert accelerator.engine is second
 
 
 def test_two_precisions_are_refused(tmp_path: Path) -> None:
