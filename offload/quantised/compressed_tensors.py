@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from offload.quantised.matrix import Grouped, Matrix, packed, piece_rows, unpacked
-from offload.quantised.parts import FLOATS, Parts, damaged, group_of, groups_in, names, number
+from offload.quantised.parts import FLOATS, Parts, damaged, groups_in, names, number
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored
 
@@ -195,10 +195,7 @@ def _matrix(module: str, scheme: _Scheme, parts: Parts) -> _Packed:
         )
     groups = groups_in(columns, scheme.group_size, name)
     scale = parts.take(f"{name}_scale", FLOATS, (rows, groups), name)
-    order = parts.take_if(f"{name}_g_idx", (torch.int32, torch.int64), (columns,), name)
-    group = None
-    if order is not None and not bool(order.read().eq(-1).all()):
-        group = group_of(order, groups)
+    group = parts.groups_of_columns(f"{name}_g_idx", columns, groups, name)
     return _Packed(
         scale.dtype, (rows, columns), words, scale, _zeros(scheme, scale, rows, parts, name),
         group, scheme.bits,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from offload.quantised.matrix import Matrix, piece_rows, unpacked
-from offload.quantised.parts import FLOATS, Parts, group_of, groups_in, names, number
+from offload.quantised.parts import FLOATS, Parts, groups_in, names, number
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored
 
@@ -105,13 +105,13 @@ def _gptq_matrix(
     scales = parts.take(f"{module}.scales", FLOATS, (groups, rows), name)
     groups_in(rows, per_word, f"{module}.qzeros")
     qzeros = parts.take(f"{module}.qzeros", _INTS, (groups, rows // per_word), name)
-    order = parts.take_if(f"{module}.g_idx", (torch.int32, torch.int64), (columns,), name)
-    if order is None and has_order:
+    group = parts.groups_of_columns(f"{module}.g_idx", columns, groups, name)
+    if group is None and has_order:
         raise CheckpointError(
             f"{module}.g_idx is not there, and quantization_config in config.json has desc_act: "
             "the order of its columns is not known; get the folder again"
         )
-    group = _consecutive(columns, groups) if order is None else group_of(order, groups)
+    group = _consecutive(columns, groups) if group is None else group
     return _Columns(scales.dtype, (rows, columns), qweight, qzeros, scales, group, bits, added)
 
 

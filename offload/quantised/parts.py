@@ -47,11 +47,21 @@ class Parts:
             raise damaged(found, f"has shape {found.shape}, and ({sizes}) was expected")
         return found
 
-    def take_if(
-        self, name: str, dtypes: Iterable[torch.dtype], shape: tuple[int | None, ...], of: str
-    ) -> Stored | None:
-        """Take out a tensor as `take` does; return None if it is not there."""
-        return self.take(name, dtypes, shape, of) if name in self.left else None
+    def groups_of_columns(
+        self, name: str, columns: int, groups: int, of: str
+    ) -> torch.Tensor | None:
+        """Take out the group of each column; return None if no tensor says it: they are
+        consecutive. Raise CheckpointError for a group that does not exist."""
+        if name not in self.left:
+            return None
+        part = self.take(name, (torch.int32, torch.int64), (columns,), of)
+        found = part.read().long()
+        if bool(found.eq(-1).all()):
+            return None
+        lowest, highest = int(found.min()), int(found.max())
+        if lowest < 0 or highest >= groups:
+            raise damaged(part, f"names groups {lowest} to {highest}, and there are {groups}")
+        return found
 
     def weight_name(self, module: str) -> str:
         """Return the name of a module's weight. Raise CheckpointError if the module has it
@@ -90,17 +100,6 @@ def groups_in(columns: int, group_size: int, name: str) -> int:
             f"and quantization_config in config.json do not belong together; {_GET}"
         )
     return columns // size
-
-
-def group_of(part: Stored, groups: int) -> torch.Tensor:
-    """Return the group of each column, as a tensor says it. Raise CheckpointError for a group that
-    does not exist."""
-    found = part.read().long()
-    if found.numel() and not (int(found.min()) >= 0 and int(found.max()) < groups):
-        raise damaged(
-            part, f"names groups {int(found.min())} to {int(found.max())}, and there are {groups}"
-        )
-    return found
 
 
 def names(settings: Mapping[str, Any], key: str) -> list[str]:

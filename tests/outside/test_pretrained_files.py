@@ -145,10 +145,10 @@ def first_is(key: str, value: Any) -> Callable[[Path], None]:
 
 
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "..": (by_two_dots, r"index\.json names '\.\./elsewhere.*outside of its folder"),
+    "..": (by_two_dots, r"\.\./elsewhere.*outside of its folder"),
     "absolute": (by_an_absolute_path, "outside of its folder"),
-    "link": (by_a_link, r"shard\.safetensors is a link to .*/elsewhere.* outside of its folder"),
-    "link of the only file": (as_the_only_file, "is a link to .* outside of its folder"),
+    "link": (by_a_link, r"shard\.safetensors leads to .*/elsewhere.* outside of its folder"),
+    "link of the only file": (as_the_only_file, "leads to .* outside of its folder"),
     "missing": (lambda f: index(f, "x.safetensors"), r"'x\.safetensors'.* get the whole folder"),
     "pipe": (a_pipe, "no such file"),
     "NUL": (lambda f: index(f, "a\0b"), r"a\\x00b"),
@@ -240,5 +240,5 @@ def test_files_of_the_folder_are_read_wherever_they_are(
 def test_an_export_carries_no_file_from_elsewhere(folder: Path) -> None:
     (folder.parent / "secret").write_text("key")
     (folder / "tokenizer.json").symlink_to(folder.parent / "secret")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to .*secret"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json leads to .*secret"):
         carried_files(folder)

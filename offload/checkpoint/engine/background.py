@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -77,17 +76,6 @@ def _states(engine: Trained) -> Iterator[State]:
         yield from (state for state in (each.group.state, *each.records) if state.nbytes)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The input of the thread that writes a checkpoint."""
-
-    saver: Saver
-    folder: PendingFolder
-    numbers: dict[int, int]  # of saved groups, by the index of each of their groups
-    gate: SaveGate
-    held: ExitStack
-
-
 class BackgroundSave:
     """A save, from when its state is fixed. A program does not end before it is complete."""
 
@@ -103,10 +91,11 @@ class BackgroundSave:
         self._pid = os.getpid()
         self._began_s = time.perf_counter()
         with ExitStack() as unless_begun:
-            work = self._begin(engine, path, state, unless_begun.enter_context(ExitStack()))
+            held = unless_begun.enter_context(ExitStack())
+            saver, folder, gate = self._begin(engine, path, state, held)
             thread = Executor(1, thread_name_prefix="offload-checkpoint")
             with defer_signals:
-                self._end = thread.submit(self._run, work)
+                self._end = thread.submit(self._run, saver, folder, gate, held)
                 saves.under_way = self
                 _under_way.add(self)
                 unless_begun.pop_all()
@@ -115,7 +104,7 @@ class BackgroundSave:
     # ---------------------------------------------------------------- on the model's thread
     def _begin(
         self, engine: Trained, path: Path, state: Mapping[str, Any] | None, held: ExitStack
-    ) -> _Work:
+    ) -> tuple[Saver, PendingFolder, SaveGate]:
         check_savable(engine)
         run = RunState.of(engine, state)
         snapshots = _snapshots(engine, held)
@@ -133,9 +122,8 @@ class BackgroundSave:
         held.callback(gate.open)
         room = min(lent, _room_on_disk(engine, folder.path, saver.nbytes()))
         gate.close(_held(engine, saver, snapshots, fixed), room)
-        numbers = {g.index: n for n, saved in enumerate(saver.saved) for g in saved.groups}
         saver.came = self._check
-        return _Work(saver, folder, numbers, gate, held)
+        return saver, folder, gate
 
     @property
     def has_ended(self) -> bool:
@@ -157,31 +145,32 @@ class BackgroundSave:
         return self._pid == os.getpid()
 
     # ---------------------------------------------------------------- on its thread
-    def _run(self, work: _Work) -> None:
+    def _run(self, saver: Saver, folder: PendingFolder, gate: SaveGate, held: ExitStack) -> None:
         be_worker()
         try:
-            with work.held:
-                self._write(work)
-                work.folder.commit()
+            with held:
+                self._write(saver, gate)
+                folder.commit()
             self._done()
             seconds = time.perf_counter() - self._began_s
             _log.info(
                 "%s: %s saved beside training in %.3g s", self.path,
-                format_bytes(work.saver.nbytes()), seconds,
+                format_bytes(saver.nbytes()), seconds,
             )  # fmt: skip
         except _Cancelled:
             _log.warning("%s was not saved: it was given up", self.path)
 
-    def _write(self, work: _Work) -> None:
-        left = dict.fromkeys(range(len(work.saver.saved)))
+    def _write(self, saver: Saver, gate: SaveGate) -> None:
+        numbers = {g.index: n for n, saved in enumerate(saver.saved) for g in saved.groups}
+        left = dict.fromkeys(range(len(saver.saved)))
         while left:
-            wanted = work.gate.next_wanted()
-            number = next(iter(left)) if wanted is None else work.numbers[wanted]
-            work.saver.write_groups([number])
+            wanted = gate.next_wanted()
+            number = next(iter(left)) if wanted is None else numbers[wanted]
+            saver.write_groups([number])
             del left[number]
-            for group in work.saver.saved[number].groups:
-                work.gate.passed(group.index)
-        work.saver.finish()
+            for group in saver.saved[number].groups:
+                gate.passed(group.index)
+        saver.finish()
         self._check(0)
 
     def _check(self, nbytes: int) -> None:

@@ -39,8 +39,6 @@ def _check_numbers_format(engine: Trained, manifest: Manifest, path: Path) -> No
         # rounding differs between the two, so a conversion could change weights by a bit
         ("optimizer.master", mine.master, saved.master),
         ("optimizer.type", mine.type, saved.type),
-        ("optimizer.states", _states(engine, mine, saved), saved.states),
-        ("optimizer.amsgrad", _amsgrad(mine), _amsgrad(saved)),
     ]
     for key, here, there in pairs:
         if here != there:
@@ -51,7 +49,7 @@ def _check_numbers_format(engine: Trained, manifest: Manifest, path: Path) -> No
     if mine.fields != saved.fields:
         raise CheckpointError(
             f"{path} has the optimizer states {_fields(saved)}, this engine keeps {_fields(mine)}; "
-            f"make the optimizer as it was saved, or {_WEIGHTS}"
+            f"set optimizer.states and amsgrad as when it was saved, or {_WEIGHTS}"
         )
     if (manifest.loss_scale is None) != (engine.runtime.loss_scale is None):
         has = "no loss scale" if manifest.loss_scale is None else "a loss scale"
@@ -60,16 +58,6 @@ def _check_numbers_format(engine: Trained, manifest: Manifest, path: Path) -> No
 
 def _fields(record: OptimizerRecord) -> str:
     return ", ".join(f"{name} ({dtype})" for name, dtype in record.fields.items()) or "(none)"
-
-
-def _states(engine: Trained, mine: OptimizerRecord, saved: OptimizerRecord) -> str:
-    """The saved format if the engine accepts it, else that of the configuration, which may not be
-    the one that the engine saves (`saved_format`)."""
-    return saved.states if mine.states == saved.states else engine.config.optimizer.states
-
-
-def _amsgrad(record: OptimizerRecord) -> str:
-    return str("max_exp_avg_sq" in record.fields).lower()
 
 
 def _match_parameters(

@@ -254,24 +254,18 @@ class Restoring:
         return value_of(self._reader, record)
 
     def _prepare_random(self, saved: Mapping[str, BufferRecord]) -> None:
-        path = self._reader.path
-        if str(self._rank) not in saved:
-            _log.warning(
-                "%s has random numbers of %d ranks: those of rank %d go on as they are",
-                path, len(saved), self._rank,
-            )  # fmt: skip
-            return
-        own = dict(self._value(saved[str(self._rank)]))
+        own = saved.get(str(self._rank))
+        states = {} if own is None else dict(self._value(own))
         mine = named_generators(self._engine.module, self._engine.device)
-        self._tell_left(own, mine, "state of the generators", "there are no such generators here")
+        self._tell_left(states, mine, "state of the generators", "no such generators are here")
         for name, generator in mine.items():
-            if name in own:
-                self._add(f"the generator {name}", generator, own[name])
-        missing = [name for name in mine if name not in own]
+            if name in states:
+                self._add(f"the generator {name}", generator, states[name])
+        missing = [name for name in mine if name not in states]
         if missing:
             _log.warning(
-                "%s has no state of the generators %s: they go on as they are", path,
-                _listed(missing),
+                "%s has no state of the generators %s of rank %d: they go on as they are",
+                self._reader.path, _listed(missing), self._rank,
             )  # fmt: skip
 
     def _prepare_objects(self, run: RunRecord) -> None:

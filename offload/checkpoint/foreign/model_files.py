@@ -33,7 +33,6 @@ def weight_files(folder: Path, names: Sequence[str] = (SINGLE, INDEX)) -> list[P
     CheckpointError for an index that is damaged, or names what is missing or lies elsewhere.
     """
     for name in names:
-        _check_name(folder, name, folder / CONFIG)
         if not os.path.isfile(folder / name):
             continue
         path = own_file(folder, name)
@@ -48,20 +47,11 @@ def weight_files(folder: Path, names: Sequence[str] = (SINGLE, INDEX)) -> list[P
 
 
 def _named_by(index: Path, name: str) -> Path:
-    _check_name(index.parent, name, index)
     if not os.path.isfile(index.parent / name):  # of a pipe, too: to open it would wait
         raise CheckpointError(
             f"{index} names {name!r}, and there is no such file; get the whole folder"
         )
     return own_file(index.parent, name)
-
-
-def _check_name(folder: Path, name: str, where: Path) -> None:
-    if os.path.isabs(name) or ".." in Path(name).parts:
-        raise CheckpointError(
-            f"{where} names {name!r}, outside of its folder, and nothing else is read; get the "
-            "folder from where you trust it"
-        )
 
 
 def own_file(folder: Path, name: str) -> Path:
@@ -73,8 +63,8 @@ def own_file(folder: Path, name: str) -> Path:
     if real.is_relative_to(home) or real.parent == blobs:
         return path
     raise CheckpointError(
-        f"{path} is a link to {real}, outside of its folder, and nothing else is read; if you "
-        "trust it, put that file in the link's place"
+        f"{path} leads to {real}, outside of its folder, and nothing else is read; if you "
+        "trust it, put that file into the folder"
     )
 
 

@@ -59,19 +59,19 @@ class PendingFolder:
     """
 
     def __init__(self, target: Path) -> None:
-        try:
-            self.target = real_path(target)  # a link keeps pointing at what it points at
-            self.path = pending_name(self.target)
-        except ValueError as error:  # the root folder, or a NUL
-            raise PathError(f"{str(target)!r} cannot be a checkpoint's folder: {error}") from None
-        except OSError as error:
-            raise storage_error(error, "looking at", target) from error
+        self.target = self.path = target
         self._lock: OpenFile | None = None
-        self._is_published = False
+        self._is_pending = False  # a folder at `path`, which has no other name yet
 
     def __enter__(self) -> PendingFolder:
         try:
+            self.target = real_path(self.target)  # a link keeps pointing at what it points at
+            self.path = pending_name(self.target)
             self._make()
+        except ValueError as error:  # the root folder, or a NUL
+            raise PathError(
+                f"{str(self.target)!r} cannot be a checkpoint's folder: {error}"
+            ) from None
         except OSError as error:
             self._give_up()
             if error.errno in _NOT_THE_PATH:
@@ -91,6 +91,7 @@ class PendingFolder:
         check_replaceable(self.target)
         while True:
             make_folder(self.path)
+            self._is_pending = True
             try:
                 self._lock = lock_folder(self.path)
                 if is_there(self.path):
@@ -108,7 +109,7 @@ class PendingFolder:
                 sync_folder(self.path / inner)
             check_replaceable(self.target)  # another process may have put something there
             replaced = _publish(self.path, self.target)
-            self._is_published = True
+            self._is_pending = False
             sync_folder(self.target.parent)
         if replaced is not None:
             remove(replaced)
@@ -125,10 +126,8 @@ class PendingFolder:
     def _give_up(self) -> None:
         """Remove the folder. If it was published, it stays with what it replaced: after a crash the
         old names might be back."""
-        if not self._is_published:
-            with suppress(OSError):  # it stays; what led here is the error
-                if is_there(self.path):
-                    remove(self.path)
+        if self._is_pending:
+            remove(self.path)
         self._unlock()
 
     def _unlock(self) -> None:
