@@ -25,6 +25,7 @@ from offload.swap.device.device_state import Links
 from offload.swap.device.streams import CopyStream, mark_here
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import BlockStore
+from offload.swap.io.io_request import Operation
 from offload.swap.io.measure import measure_bandwidth
 from offload.swap.io.swap_file import SwapFile, check_directory, free_space
 from offload.swap.io.timeout_thread import TimeoutThread
@@ -302,10 +303,10 @@ class TieredHomes:
 
     def bytes_moved(self) -> dict[str, int]:
         """Return the bytes over each link since the start."""
-        io = self.store.backend.statistics() if self.store is not None else None
+        io = self.store.backend.moved_nbytes if self.store is not None else {}
         return {
-            "nvme read": io.read_nbytes if io is not None else 0,
-            "nvme write": io.write_nbytes if io is not None else 0,
+            "nvme read": io.get(Operation.READ, 0),
+            "nvme write": io.get(Operation.WRITE, 0),
             **self._device.moved_nbytes(),
             **(self.activations.bytes_moved() if self.activations is not None else {}),
         }

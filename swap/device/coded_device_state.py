@@ -15,16 +15,15 @@ from collections.abc import Callable
 
 import torch
 
-from offload.swap.device.device_state import Links
+from offload.swap.device.device_state import DeviceSlotState, Links
 from offload.swap.device.fences import OpenReads
-from offload.swap.device.streams import StreamEvent
 from offload.swap.states.coded_state import CodedState, MakeHome
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import Codec
 from offload.tiers.errors import StateError
 
 
-class DeviceCodedState(CodedState):
+class DeviceCodedState(DeviceSlotState, CodedState):
     """`pool` is a pool of device memory, `reads` are its slots'. Values in host memory, for loading
     and reading out, are pageable and outside of any budget: one group at a time."""
 
@@ -37,21 +36,8 @@ class DeviceCodedState(CodedState):
         super().__init__(nbytes, codec, make_home, pool, next_use)
         self._links = links
         self._reads = reads
-        self._before_write: tuple[StreamEvent, ...] = ()  # what works in the slot until then
+        self._before_write = ()
         self._is_new = False  # what is there is no change of what is stored
-
-    # ---------------------------------------------------------------- whom the model reads
-    def still_read(self) -> bool:
-        return self._slot is not None and self._slot.in_use()
-
-    def read_until(self, mark: StreamEvent) -> None:
-        self._before_write = mark.replacing(self._before_write)
-
-    def evict(self) -> None:
-        self._reads.mark_now(self)
-        if self._slot is not None:
-            self._links.fences.retire(self._slot.extent, self._before_write)
-        super().evict()
 
     def _forget_arrival(self) -> None:
         super()._forget_arrival()
@@ -72,11 +58,6 @@ class DeviceCodedState(CodedState):
         with self._lock:
             self._reads.note(self)
         return view
-
-    def note_use(self) -> None:
-        with self._lock:
-            self._reads.mark()
-        super().note_use()
 
     def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Encode the slot on the CPU: users write to it outside of passes."""

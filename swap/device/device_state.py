@@ -55,7 +55,36 @@ class Links:
             self.to_host.close()
 
 
-class MirroredState(CachedState):
+class DeviceSlotState(CachedState):
+    """A state whose slot is device memory: the model's stream reads it, and whatever else works in
+    that memory is remembered by marks."""
+
+    _links: Links
+    _reads: OpenReads
+    _before_write: tuple[StreamEvent, ...]  # what works in the slot until something else is written
+
+    def still_read(self) -> bool:
+        return self._slot is not None and self._slot.in_use()
+
+    def read_until(self, mark: StreamEvent) -> None:
+        self._before_write = mark.replacing(self._before_write)
+
+    def _marks(self) -> Iterable[StreamEvent]:
+        """What still works in the slot."""
+        return self._before_write
+
+    def evict(self) -> None:
+        self._reads.mark_now(self)
+        if self._slot is not None:
+            self._links.fences.retire(self._slot.extent, self._marks())
+        super().evict()
+
+    def note_use(self) -> None:
+        with self._lock:
+            self._reads.mark()
+
+
+class MirroredState(DeviceSlotState):
     """A home in host memory or a file, mirrored in a slot of device memory while computed with.
 
     The mirror is valid piece by piece: an update on the device changes both, one on the CPU the
@@ -75,7 +104,7 @@ class MirroredState(CachedState):
         self._reads = reads
         self._lacking: set[int] = set(range(self.pieces))  # pieces that the slot has not got
         self._arrival = StreamEvent()  # after the last copy of a piece into the slot
-        self._before_copy: tuple[StreamEvent, ...] = ()  # what works in the slot until then
+        self._before_write: tuple[StreamEvent, ...] = ()
         self._updated: set[int] = set()  # changed in the slot, on their way home
         self._home_read: Transfer[None] = Transfer.completed(None)  # by the last copy into the slot
 
@@ -83,27 +112,17 @@ class MirroredState(CachedState):
     def can_evict(self) -> bool:
         return self._slot is not None and self._arrival.done() and not self._slot.in_use()
 
-    def evict(self) -> None:
-        self._reads.mark_now(self)
-        if self._slot is not None:
-            self._links.fences.retire(self._slot.extent, (*self._before_copy, self._arrival))
-        super().evict()
+    def _marks(self) -> Iterable[StreamEvent]:
+        return *self._before_write, self._arrival
 
     def _forget_arrival(self) -> None:
         self._lacking = set(range(self.pieces))
         self._arrival = StreamEvent()
-        self._before_copy = ()
+        self._before_write = ()
         self._updated.clear()
 
     def transit(self) -> Callable[[], None] | None:
         return None if self._arrival.done() else self._arrival.wait
-
-    # ---------------------------------------------------------------- whom the model reads
-    def still_read(self) -> bool:
-        return self._slot is not None and self._slot.in_use()
-
-    def read_until(self, mark: StreamEvent) -> None:
-        self._before_copy = mark.replacing(self._before_copy)
 
     # ---------------------------------------------------------------- compute side
     def _is_whole(self) -> bool:
@@ -129,7 +148,7 @@ class MirroredState(CachedState):
             return False
         with self._lock:
             self._slot = lease
-            self._before_copy = self._links.fences.claim(lease.extent)
+            self._before_write = self._links.fences.claim(lease.extent)
             self._pool.register(self)
         return True
 
@@ -141,7 +160,7 @@ class MirroredState(CachedState):
             if self._slot is None or not self._lacking:
                 return
             self._reads.mark_now(self)
-            before, self._before_copy = self._before_copy, ()
+            before, self._before_write = self._before_write, ()
             for span in self._spans(self._lacking):
                 target = self._slot.tensor[span]
                 self._arrival = self._links.to_device.copy(target, source[span], after=before)
@@ -173,10 +192,6 @@ class MirroredState(CachedState):
 
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled from host memory: use host_blank")
-
-    def note_use(self) -> None:
-        with self._lock:
-            self._reads.mark()
 
     def mark_dirty(self, *, to_edge: bool = False) -> None:
         with self._lock:

@@ -62,7 +62,6 @@ class _LiveBlock:
     block: StoredBlock
     readers: int = 0
     keepers: int = 0
-    being_replaced: bool = False
     doomed: bool = False
 
 
@@ -125,12 +124,8 @@ class BlockStore:
         """
         with self._lock:
             if replaces is not None:
-                self._begin_replacing(replaces)
-            try:
-                extent = self._allocate(source.nbytes, owner, state_class)
-            except BaseException:
-                self._stop_replacing(replaces)
-                raise
+                self._live(replaces)
+            extent = self._allocate(source.nbytes, owner, state_class)
             self._writes += 1
         write = _Write(extent, source, owner, replaces, committed)
         file = self.files[extent.path_index]
@@ -184,13 +179,10 @@ class BlockStore:
     def free(self, block: StoredBlock) -> None:
         """Forget `block`; its extent goes back to the tier, after the reads of it in flight.
 
-        StateError if it is freed already or a write replaces it just now.
+        StateError if it is freed already. No write may be about to replace it.
         """
         with self._lock:
-            record = self._live(block)
-            if record.being_replaced:
-                raise StateError(f"{block.owner}: freed while a write that replaces it is going on")
-            self._doom(record)
+            self._doom(self._live(block))
 
     @defer_signals
     def keep(self, block: StoredBlock) -> None:
@@ -281,23 +273,12 @@ class BlockStore:
         with self._lock:
             self._writes -= 1
             self._free_extent(write.extent)
-            self._stop_replacing(write.replaces)
 
     def _live(self, block: StoredBlock) -> _LiveBlock:
         record = self._records.get(block.version)
         if record is None or record.doomed:
             raise StateError(f"{block.owner}: block {block.version} is used after it was freed")
         return record
-
-    def _begin_replacing(self, block: StoredBlock) -> None:
-        record = self._live(block)
-        if record.being_replaced:
-            raise StateError(f"{block.owner}: two writes at once replace block {block.version}")
-        record.being_replaced = True
-
-    def _stop_replacing(self, block: StoredBlock | None) -> None:
-        if block is not None:
-            self._records[block.version].being_replaced = False
 
     def _doom(self, record: _LiveBlock) -> None:
         record.doomed = True

@@ -12,7 +12,6 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from offload.swap.io.io_request import IOPiece, IORequest, Operation, Priority
@@ -23,19 +22,11 @@ from offload.swap.threads.transfer import STALL_S, Failure, Transfer
 from offload.tiers.errors import OffloadError, StateError
 from offload.tiers.tier import PAGE_NBYTES
 
-__all__ = ["IOBackend", "IOStatistics", "Priority"]
+__all__ = ["IOBackend", "Priority"]
 
 _log = logging.getLogger(__name__)
 
 IO_BLOCK_NBYTES = 16 << 20  # a larger request is split, so that several workers share it
-
-
-@dataclass(slots=True)
-class IOStatistics:
-    """Bytes that requests have moved since the backend was opened."""
-
-    read_nbytes: int = 0
-    write_nbytes: int = 0
 
 
 class IOBackend(ABC):
@@ -63,7 +54,8 @@ class IOBackend(ABC):
         self._sequence = itertools.count()
         self._books = threading.RLock()  # guards everything below
         self._idle = threading.Condition(self._books)
-        self._statistics = IOStatistics()
+        # bytes that requests have moved so far, counted before their waiters wake up
+        self.moved_nbytes = dict.fromkeys(Operation, 0)
         self._closed = False
         self._in_flight: dict[IORequest, Transfer[Any]] = {}  # the oldest first
         self._given_up: Failure | None = None
@@ -113,12 +105,6 @@ class IOBackend(ABC):
             self._note_error(request, error)
             self._finish(request)
         return transfer
-
-    @defer_signals
-    def statistics(self) -> IOStatistics:
-        """A copy of the counts as they are now. A request is counted before its waiters wake up."""
-        with self._books:
-            return replace(self._statistics)
 
     @defer_signals
     def close(self) -> None:
@@ -221,10 +207,8 @@ class IOBackend(ABC):
             self._note_error(request, error)
         with self._books:
             transfer = self._in_flight[request]
-            if request.failure is None and request.operation is Operation.READ:
-                self._statistics.read_nbytes += request.buffer.nbytes
-            elif request.failure is None:
-                self._statistics.write_nbytes += request.buffer.nbytes
+            if request.failure is None:
+                self.moved_nbytes[request.operation] += request.buffer.nbytes
         try:
             if request.failure is None:
                 transfer.complete(value)

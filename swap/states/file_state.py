@@ -32,19 +32,6 @@ from offload.tiers.units import round_up
 class FileState(SlotState):
     """A flat buffer at home in a `BlockStore`. Thread-safe: the pool's lock guards its fields."""
 
-    __slots__ = (
-        "_arrivals",
-        "_being_sent",
-        "_blocks",
-        "_class",
-        "_dirty",
-        "_failure",
-        "_filling",
-        "_old",
-        "_store",
-        "_writes",
-    )  # fmt: skip
-
     can_snapshot = True
 
     def __init__(

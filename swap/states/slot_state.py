@@ -17,8 +17,6 @@ from offload.tiers.units import round_up
 class SlotState(State):
     """A state that may have a copy in a slot of `pool`, whose lock guards its fields."""
 
-    __slots__ = ("_lock", "_next_use", "_pool", "_slot")
-
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, pool: SlotPool,
         next_use: Callable[[], float], edge_nbytes: int | None = None,

@@ -125,11 +125,6 @@ class State(abc.ABC):
     `read_piece` and `mark_piece_dirty` or `write_piece`, and never while the compute side writes.
     """
 
-    __slots__ = (
-        "__weakref__", "_pieces_to_edge", "edge_nbytes", "name", "nbytes", "piece_nbytes",
-        "pieces", "pieces_per_stride", "stride_nbytes",
-    )  # fmt: skip
-
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, edge_nbytes: int | None = None,
         stride_nbytes: int | None = None,
@@ -291,8 +286,6 @@ class State(abc.ABC):
 
 class MemoryState(State):
     """State that is used in the memory that is its home: nothing ever moves."""
-
-    __slots__ = ("_lease", "_memory", "_old", "_old_lock", "_replaced", "_spare")
 
     in_place = True
     can_snapshot = True

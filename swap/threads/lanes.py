@@ -67,10 +67,6 @@ class Lane:
             if not is_worker():
                 self.waited_s += ended - began
 
-    def doing(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context around work of this thread, which a profiler shows under `name`."""
-        return profiled(f"{self.kind} of {name}")
-
 
 def waits_s(lanes: Iterable[Lane]) -> dict[str, float]:
     """Seconds waited so far, for each `WaitFor`."""

@@ -11,6 +11,7 @@ import torch
 from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device.device_state import MirroredState
 from offload.swap.device.streams import StreamEvent
+from offload.swap.io.io_request import Operation
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import State
@@ -166,7 +167,7 @@ def test_what_lies_behind_the_edge_is_written_only_with_all_of_it(
 
         def written() -> int:
             state.settle()  # noqa: B023 - called before the next one
-            return places.store.backend.statistics().write_nbytes  # noqa: B023
+            return places.store.backend.moved_nbytes[Operation.WRITE]  # noqa: B023
 
         expected = content(1, NBYTES)
         fill(state, expected)

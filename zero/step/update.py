@@ -26,7 +26,7 @@ from offload.kernels.floats import Array, Float
 from offload.kernels.rules import StateFormat
 from offload.swap.device.streams import mark_here
 from offload.swap.states.trace import Trace
-from offload.swap.threads.lanes import Lane, WaitFor
+from offload.swap.threads.lanes import Lane, WaitFor, profiled
 from offload.swap.threads.transfer import Transfer, all_of
 from offload.swap.threads.worker import ParallelRunner, Worker
 from offload.tiers.tier import Residency
@@ -276,7 +276,7 @@ class UpdateQueue(PendingUpdates):
 
     def _compute(self, chunk: Chunk) -> None:
         if not chunk.by_device:
-            with self.lane.doing(chunk.update.group.name):
+            with profiled(f"{self.lane.kind} of {chunk.update.group.name}"):
                 self._step_here(chunk)
             self._send_home(chunk)
             return
