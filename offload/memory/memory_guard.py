@@ -112,7 +112,10 @@ class MemoryGuard:
             if spare < 0:
                 self._warn(at)
                 self.give_back()
-                self._trim()
+                # what the C library keeps takes long to give back: once a second at most
+                if time.monotonic() - self._trimmed_at >= _LONG_S:
+                    self._trimmed_at = time.monotonic()
+                    machine.trim_memory()
                 self._given_back += max(0, touched - tier.touched_nbytes)
 
     def _warn(self, at: Headroom) -> None:
@@ -130,12 +133,6 @@ class MemoryGuard:
             at, format_bytes(at.reserve_nbytes), what, format_bytes(tier.touched_nbytes),
             format_bytes(tier.arena.nbytes),
         )  # fmt: skip
-
-    def _trim(self) -> None:
-        """Give back memory that the C library keeps, which takes long: once a second at most."""
-        if time.monotonic() - self._trimmed_at >= _LONG_S:
-            self._trimmed_at = time.monotonic()
-            machine.trim_memory()
 
     def give_back(self) -> None:
         """Give back the RAM of the tier's free ranges. The lock is released between two parts."""

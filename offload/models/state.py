@@ -45,18 +45,15 @@ class StateDictHooks:
         ]
         for module in model.modules():
             if self._own(module):
-                self._install(module)
+                self._installed += [
+                    module.register_state_dict_post_hook(self._on_saved),
+                    module.register_load_state_dict_pre_hook(self._on_load),
+                    module.register_load_state_dict_post_hook(self._on_loaded),
+                ]
 
     def _own(self, module: nn.Module) -> dict[str, nn.Parameter]:
         own = module.named_parameters(recurse=False, remove_duplicate=False)
         return {name: p for name, p in own if self._store.spec_of(p) is not None}
-
-    def _install(self, module: nn.Module) -> None:
-        self._installed += [
-            module.register_state_dict_post_hook(self._on_saved),
-            module.register_load_state_dict_pre_hook(self._on_load),
-            module.register_load_state_dict_post_hook(self._on_loaded),
-        ]
 
     def _saved(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any

@@ -25,7 +25,7 @@ from offload.zero.groups.model_shape import (
     ModelShape,
     UnitShape,
 )
-from offload.zero.groups.storage import Storage
+from offload.zero.groups.storage import Storage, names_experts
 from offload.zero.kv.sizes import CachedLayer
 from offload.zero.tensors.local_tensors import is_dtensor, local_of
 
@@ -227,7 +227,7 @@ class _Rules:
             path = f"{name}.{child_name}" if name else child_name
             if id(child) in repeated:
                 # experts are no blocks: what each is called with are tokens, not the batch
-                is_block = not _names_experts(name.rpartition(".")[2])
+                is_block = not names_experts(name.rpartition(".")[2])
                 yield from self._whole(child, path, repeated=is_block)
             else:
                 yield from self.units(child, path)
@@ -274,7 +274,7 @@ class _Rules:
         if ep_size_of(module) > 1:
             self._check_spread(module)
             return True
-        is_list = _names_experts(name) and self._is_list(module)
+        is_list = names_experts(name) and self._is_list(module)
         return experts and (id(module) in self._packed_tables or is_list)
 
     def _check_spread(self, module: nn.Module) -> None:
@@ -332,10 +332,6 @@ class _Rules:
             for each, row in zip(packed, rows, strict=True):
                 self._rows[id(row)] = tuple(f"{its}[{number}]" for its in each.names)
             yield Unit(f"{name}.{number}", table, table=name, is_packed=True), list(rows)
-
-
-def _names_experts(name: str) -> bool:
-    return name == "experts" or name.endswith("_experts")
 
 
 def _listed(table: nn.Module) -> list[tuple[str, nn.Module]]:

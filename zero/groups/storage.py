@@ -88,12 +88,13 @@ def _is_matrix(param: ParamShape) -> bool:
     if 0 in param.shape:
         return False
     if len(param.shape) == 3:
-        return any(_names_experts(name) for name in param.names)
+        return any(names_experts(part) for name in param.names for part in name.split("."))
     return len(param.shape) == 2
 
 
-def _names_experts(name: str) -> bool:
-    return any(part == "experts" or part.endswith("_experts") for part in name.split("."))
+def names_experts(name: str) -> bool:
+    """Return whether a module with this name, that of its own alone, has experts."""
+    return name == "experts" or name.endswith("_experts")
 
 
 def is_named(name: str, pattern: str) -> bool:

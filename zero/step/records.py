@@ -171,11 +171,8 @@ class RecordFormat:
 
         if self.state_format is not StateFormat.INT8:
             return Stored(arrays[name][span])
-        return Stored(arrays[name][span], arrays[_scale(name)][_blocks(span)])
-
-
-def _blocks(span: slice) -> slice:
-    return slice(span.start // BLOCK, -(-span.stop // BLOCK))
+        scales = self.field_spans(span)[_scale(name)]
+        return Stored(arrays[name][span], arrays[_scale(name)][scales])
 
 
 def _scale(name: str) -> str:

@@ -306,19 +306,16 @@ class Runtime:
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it (see `Stepper`)."""
         with self.store.one_thread:
-            return self._step(hyper_of)
-
-    def _step(self, hyper_of: HyperOf) -> StepOutcome:
-        self.store.check_usable()
-        self._check_params()
-        self.store.refuse_amid_use("optimizer.step()")
-        self.store.adopt_changes()
-        self.gradients.collect()
-        self.rank_work.finish_pass()
-        outcome = self.stepper.step(hyper_of)
-        self.gradients.complete()
-        self.rank_work.refresh_updated()
-        return outcome
+            self.store.check_usable()
+            self._check_params()
+            self.store.refuse_amid_use("optimizer.step()")
+            self.store.adopt_changes()
+            self.gradients.collect()
+            self.rank_work.finish_pass()
+            outcome = self.stepper.step(hyper_of)
+            self.gradients.complete()
+            self.rank_work.refresh_updated()
+            return outcome
 
     @defer_signals
     def drop_cleared_gradients(self) -> None:

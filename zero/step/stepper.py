@@ -181,24 +181,21 @@ class Stepper:
     def _try(self, state: OptimizerState) -> None:
         """Begin the update of one group before its step, if it can be undone."""
         with self.speculative.lock:  # who takes it back finds its update submitted
-            self._try_now(state)
-
-    def _try_now(self, state: OptimizerState) -> None:
-        if not state.parts or not self.speculative.takes(state) or self._missed.lacks(state):
-            return
-        assert self.hyper_source is not None, "set with the optimizer, before any backward"
-        if self._hyper_ahead is None:
-            self._hyper_ahead = self.hyper_source()
-        terms = self._terms(state, self._hyper_ahead, 1.0 / self.loss_scale_of_gradients)
-        if None in terms.hypers or len(terms.having) < len(state.steps):
-            return
-        state.gradients.close()
-        if not self.speculative.begin(state, terms):
-            return
-        update = self._group_update(state, terms, {})
-        with self._lock:
-            self._read_by_update.setdefault(state.group.index, False)
-        self._updates.submit([update], first=True)
+            if not state.parts or not self.speculative.takes(state) or self._missed.lacks(state):
+                return
+            assert self.hyper_source is not None, "set with the optimizer, before any backward"
+            if self._hyper_ahead is None:
+                self._hyper_ahead = self.hyper_source()
+            terms = self._terms(state, self._hyper_ahead, 1.0 / self.loss_scale_of_gradients)
+            if None in terms.hypers or len(terms.having) < len(state.steps):
+                return
+            state.gradients.close()
+            if not self.speculative.begin(state, terms):
+                return
+            update = self._group_update(state, terms, {})
+            with self._lock:
+                self._read_by_update.setdefault(state.group.index, False)
+            self._updates.submit([update], first=True)
 
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it.

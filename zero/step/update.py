@@ -160,23 +160,20 @@ class UpdateQueue(PendingUpdates):
 
     # ---------------------------------------------------------------- on the update thread
     def _work(self) -> bool:
-        with self._device.stream.entered():
-            return self._round()
-
-    def _round(self) -> bool:
         """Keep reads ahead, compute or queue one chunk, or wait for a write. Never waits for the
         device: the end of its work wakes this thread."""
-        self._reclaim(block=False)
-        landed = self._land()
-        while len(self._active) < self._lookahead:
-            chunk = self._next_chunk()
-            if chunk is None:
-                break
-            self._active.append(chunk)
-        if self._active:
-            self._compute(self._active.popleft())
-            return True
-        return landed or self._reclaim(block=True)
+        with self._device.stream.entered():
+            self._reclaim(block=False)
+            landed = self._land()
+            while len(self._active) < self._lookahead:
+                chunk = self._next_chunk()
+                if chunk is None:
+                    break
+                self._active.append(chunk)
+            if self._active:
+                self._compute(self._active.popleft())
+                return True
+            return landed or self._reclaim(block=True)
 
     def _land(self) -> bool:
         """Send home what the device has computed."""
@@ -333,12 +330,9 @@ class UpdateQueue(PendingUpdates):
             part.let_go()
         update.chunks_left -= 1
         if not update.chunks_left:
-            self._finish(update)
-
-    def _finish(self, update: GroupUpdate) -> None:
-        update.done()
-        writes = all_of(update.weight_writes)
-        writes.then(lambda written: self._announce(update, written))
+            update.done()
+            writes_of_all = all_of(update.weight_writes)
+            writes_of_all.then(lambda written: self._announce(update, written))
 
     def _announce(self, update: GroupUpdate, written: Transfer[list[None]]) -> None:
         with self._lock:

@@ -158,7 +158,9 @@ class PagedTensor(torch.Tensor):
                 if operation._can_decompose():
                     return _in_parts(first, operation, args, kwargs)
                 return _view(first, operation, tuple(args[1:]), kwargs)
-        return _on_values(operation, args, kwargs)
+        if operation.namespace == "aten" and operation.__name__.startswith("_foreach_"):
+            return _one_by_one(operation, args, kwargs)
+        return _run(operation, args, kwargs)
 
     # ------------------------------------------------- what does not come to __torch_dispatch__
     @property
@@ -189,7 +191,7 @@ class PagedTensor(torch.Tensor):
 
     def values(self) -> torch.Tensor:
         """Return a copy, as a plain tensor without a graph."""
-        with torch.no_grad(), _reading(self) as values:
+        with torch.no_grad(), _Opened(self, self.source.reading()) as values:
             return values.detach().clone()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -287,14 +289,6 @@ def _view(
     return [made(shape, pick) for pick, shape in enumerate(shapes)]
 
 
-def _reading(paged: PagedTensor) -> AbstractContextManager[torch.Tensor]:
-    return _Opened(paged, paged.source.reading())
-
-
-def _writing(paged: PagedTensor) -> AbstractContextManager[torch.Tensor]:
-    return _Opened(paged, paged.source.writing())
-
-
 class _Opened(AbstractContextManager[torch.Tensor]):
     """The source's values, seen through a PagedTensor's views."""
 
@@ -311,13 +305,6 @@ class _Opened(AbstractContextManager[torch.Tensor]):
 
     def __exit__(self, *error: Any) -> Any:
         return self._values.__exit__(*error)
-
-
-def _on_values(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the values of every PagedTensor among its arguments."""
-    if operation.namespace == "aten" and operation.__name__.startswith("_foreach_"):
-        return _one_by_one(operation, args, kwargs)
-    return _run(operation, args, kwargs)
 
 
 # What a foreach operation does to each tensor, where sources have answers to that.
@@ -344,6 +331,7 @@ def _one_by_one(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the values of every PagedTensor among its arguments."""
     written = {id(arg) for arg in _written(operation, args, kwargs)}
     opened: dict[int, torch.Tensor] = {}
     paged_of: dict[int, PagedTensor] = {}
@@ -355,7 +343,9 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         if torch.Tag.inplace_view in operation.tags:
             arg._refuse(f"{operation}: another shape or memory")
         if id(arg) not in opened:
-            values_of = (_writing if id(arg) in written else _reading)(arg)
+            source = arg.source
+            opens = source.writing() if id(arg) in written else source.reading()
+            values_of = _Opened(arg, opens)
             tensor = values_of.__enter__()
             entered.append(values_of)
             if arg.requires_grad and id(arg) not in written:
