@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoint.engine.weights import stream_weights
 from offload.errors import StateError
+from offload.integrations.transformers.hub_format import stream_weights
 from tests.offload.engine_cases import (
     HOST,
     NVME,

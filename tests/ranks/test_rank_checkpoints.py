@@ -15,9 +15,9 @@ from torch import Tensor
 
 import offload
 from offload.checkpoint.engine.pieces import PieceAccess
-from offload.checkpoint.engine.weights import stream_weights
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter
 from offload.errors import CheckpointError, PathError, StateError, StorageError
+from offload.integrations.transformers.hub_format import stream_weights
 from tests.offload.engine_cases import (
     HOST,
     NVME,

@@ -17,12 +17,11 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from offload.checkpoint.engine.weights import stream_weights
 from offload.checkpoint.foreign.weight_shards import write_shards
 from offload.checkpoint.format.disk import make_folder, storage_errors, sync_files
 from offload.engine import Engine
 from offload.engine_lookup import tiers_of
-from offload.integrations.transformers.hub_format import ModelInHubFormat
+from offload.integrations.transformers.hub_format import ModelInHubFormat, stream_weights
 from offload.tiered_model import TieredModel
 from offload.tiers.errors import PathError
 from offload.weights.lazy_tensors import LazyTensor

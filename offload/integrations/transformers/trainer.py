@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from transformers.trainer_utils import has_length
 
 from offload.checkpoint.engine.model import restore_numbers
-from offload.checkpoint.engine.weights import stream_weights
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config import OffloadConfig
 from offload.engine import Engine
 from offload.engine_lookup import engine_for, tiers_of
 from offload.integrations.adapters import AdapterSave, is_adapted
+from offload.integrations.transformers.hub_format import stream_weights
 from offload.integrations.transformers.pretrained_load import load_weights
 from offload.integrations.transformers.pretrained_save import StreamedSave
 from offload.integrations.transformers.trainer_watch import WatchCallback as WatchCallback
