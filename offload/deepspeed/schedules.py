@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from torch.optim import lr_scheduler
 
 from offload.config.remedies import suggestion
+from offload.deepspeed.keys import Number, read
 from offload.tiers.errors import ConfigError
 
 REQUIRED = object()  # a parameter without a default
@@ -59,9 +61,8 @@ class _Kind:
     parameters: Mapping[str, Any]  # with their defaults
 
 
-_WARMUP = {
-    "warmup_min_lr": 0.0, "warmup_max_lr": OWN, "warmup_num_steps": 1000, "warmup_type": "log",
-}  # fmt: skip
+_STEPS = {"warmup_num_steps": 1000, "warmup_type": "log"}
+_WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": OWN, **_STEPS}
 KINDS = {
     "WarmupLR": _Kind(_warmup, _WARMUP),
     "WarmupDecayLR": _Kind(
@@ -69,12 +70,14 @@ KINDS = {
     ),
     "WarmupCosineLR": _Kind(
         _warmup_cosine,
-        {
-            "total_num_steps": REQUIRED, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000,
-            "cos_min_ratio": 0.0001, "warmup_type": "log",
-        },
+        {"total_num_steps": REQUIRED, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **_STEPS},
     ),
-}  # fmt: skip
+}
+# The types of values that are no numbers, and of numbers with a bound.
+_TYPES = {
+    "warmup_type": Literal["log", "linear"],
+    "warmup_num_steps": Annotated[Number, Field(ge=1)],
+}
 
 
 @dataclass(frozen=True)
@@ -98,10 +101,16 @@ class Schedule:
             if name not in known:
                 hint = suggestion(name, known)
                 raise ConfigError(f"scheduler.params.{name}: unknown key of {kind}{hint}")
-        given = {name: value for name, value in params.items() if value is not None}
-        full = {name: given.get(name, default) for name, default in known.items()}
-        for name, value in full.items():
-            _check(kind, name, value)
+        full = {}
+        for name, default in known.items():
+            value, key = params.get(name), f"scheduler.params.{name}"
+            if value is None and default is REQUIRED:
+                raise ConfigError(f"{key}: missing; {kind} needs it")
+            try:
+                given = None if value is None else read(_TYPES.get(name, Number), value)
+            except ValueError as error:
+                raise ConfigError(f"{key}: {error}, found {value!r}") from None
+            full[name] = default if given is None else given
         return cls(kind, full)
 
     def on(self, optimizer: Any) -> lr_scheduler.LRScheduler:
@@ -137,19 +146,3 @@ class Schedule:
             "from offload.deepspeed.schedules import Schedule\n\n"
             f'scheduler = Schedule.of("{self.type}", {given!r}).on(optimizer)\n'
         )
-
-
-def _check(kind: str, name: str, value: Any) -> None:
-    key = f"scheduler.params.{name}"
-    if value is REQUIRED:
-        raise ConfigError(f"{key}: missing; {kind} needs it")
-    if value is OWN:
-        return
-    if name == "warmup_type":
-        if value not in ("log", "linear"):
-            raise ConfigError(f"{key}: {value!r} is neither log nor linear")
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{key}: expected a number, found {value!r}")
-    if name == "warmup_num_steps" and not value >= 1:
-        raise ConfigError(f"{key}: {value} must be at least 1")

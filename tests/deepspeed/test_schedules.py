@@ -70,11 +70,11 @@ def test_warmup_holds_the_first_two_steps_as_deepspeed_does() -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "words"),
     [
-        ("WarmupLR", {"warmup_num_steps": 0}, "at least 1"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "neither log nor linear"),
-        ("WarmupLR", {"warmup_max_lr": "high"}, "expected a number"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "greater than or equal to 1"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "expected .log. or .linear."),
+        ("WarmupLR", {"warmup_max_lr": "high"}, "expected a valid number"),
         ("WarmupDecayLR", {}, "total_num_steps: missing"),
-        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, "expected a number"),
+        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, "expected a valid number"),
         ("OneCycle", {"cycle_min_lr": 1}, r"torch\.optim\.lr_scheduler in code"),
     ],
 )
