@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,8 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 def tiers_of(model: nn.Module) -> list[TieredModel]:
     """Return the open owners of tiers that hold `model` or parts of it, to train or to compute."""
-    return list(dict.fromkeys(_owners(model)))
-
-
-def _owners(model: nn.Module) -> Iterator[TieredModel]:
-    for module in model.modules():
-        owner = UnitHooks.owner_of(module)
-        if isinstance(owner, TieredModel) and not owner.is_closed:
-            yield owner
+    owners = dict.fromkeys(UnitHooks.owner_of(module) for module in model.modules())
+    return [each for each in owners if isinstance(each, TieredModel) and not each.is_closed]
 
 
 def engine_for(

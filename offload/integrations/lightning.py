@@ -36,15 +36,13 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.user_state import refusals, state_in
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
-from offload.config.source import load_source
 from offload.engine import Engine
 from offload.engine_lookup import engine_for, tiers_of
 from offload.integrations.loaded_weights import load_checkpoint_weights
-from offload.optimizers.client import ClientOptimizer
+from offload.optimizers.client import ClientOptimizer, named_keys
 from offload.tiers.errors import (
     CheckpointError,
     ConfigError,
-    PathError,
     StateError,
     UnsupportedError,
 )
@@ -61,10 +59,7 @@ class _EngineMaker:
 
     def __init__(self, config: Source, weights: StrPath | None) -> None:
         self._loaded = OffloadConfig.load({} if config is None else config)  # errors come now
-        if isinstance(config, OffloadConfig):
-            self.named = config.model_dump(mode="json", exclude_defaults=True)
-        else:
-            self.named = load_source({} if config is None else config).value
+        self.named = named_keys({} if config is None else config)
         self._weights = None if weights is None else path_of(weights, "weights")
         self.engine: Engine | None = None
 
@@ -291,10 +286,6 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
     ) -> None:
         if storage_options is not None:
             raise UnsupportedError("storage_options=: checkpoints are streamed to a local folder")
-        if "://" in str(filepath):
-            raise PathError(
-                f"{filepath}: checkpoints are streamed to a local folder; name one, and copy it"
-            )
         if "optimizer_states" not in checkpoint:
             _log.warning(
                 "%s: weights alone were asked for, and the engine's folder has the optimizer's "

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from offload.config import OffloadConfig
 from offload.config.optimizer import KINDS
+from offload.config.paths import StrPath
+from offload.config.source import load_source
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -150,3 +153,16 @@ def equal_numbers(ours: Any, theirs: Any) -> bool:
         return bool(ours == theirs or float(ours) == float(theirs))
     except (TypeError, ValueError):
         return False
+
+
+def named_keys(source: StrPath | Mapping[str, Any] | OffloadConfig) -> dict[str, Any]:
+    """Return the keys that a configuration names; of one in memory, those not at their default."""
+    if not isinstance(source, OffloadConfig):
+        return dict(load_source(source).value)
+    named = source.model_dump(mode="json", exclude_defaults=True)
+    defaults = KINDS[source.optimizer.type].defaults
+    optimizer = {
+        key: value for key, value in named.get("optimizer", {}).items()
+        if key not in defaults or getattr(source.optimizer, key) != defaults[key]
+    }  # fmt: skip
+    return {**named, "optimizer": optimizer}

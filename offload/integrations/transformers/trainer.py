@@ -44,9 +44,9 @@ from offload.integrations.transformers.training_arguments import (
     changed_arguments,
     client_of,
     groups_only,
-    named_keys,
     settle,
 )
+from offload.optimizers.client import named_keys
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 from offload.zero.gradients.loss_scale import LossScale

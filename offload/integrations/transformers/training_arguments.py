@@ -9,7 +9,6 @@ needs its param groups and numbers before it is made, and no states: those are c
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Generator, Mapping
@@ -23,8 +22,7 @@ from transformers import Trainer, TrainingArguments
 from offload.config import OffloadConfig
 from offload.config.optimizer import KINDS
 from offload.config.paths import StrPath
-from offload.config.source import load_source
-from offload.optimizers.client import CLASSES, ClientOptimizer, equal_numbers
+from offload.optimizers.client import CLASSES, ClientOptimizer, equal_numbers, named_keys
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 Source = StrPath | Mapping[str, Any] | OffloadConfig
@@ -68,19 +66,6 @@ def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> 
     return OffloadConfig.load({**config.to_dict(), **known})
 
 
-def named_keys(source: Source) -> dict[str, Any]:
-    """Return the keys that a configuration names; of one in memory, those not at their default."""
-    if not isinstance(source, OffloadConfig):
-        return dict(load_source(source).value)
-    named = source.model_dump(mode="json", exclude_defaults=True)
-    defaults = KINDS[source.optimizer.type].defaults
-    optimizer = {
-        key: value for key, value in named.get("optimizer", {}).items()
-        if key not in defaults or getattr(source.optimizer, key) != defaults[key]
-    }  # fmt: skip
-    return {**named, "optimizer": optimizer}
-
-
 def arguments_for(config: OffloadConfig) -> dict[str, Any]:
     """Return the optimizer's numbers as the TrainingArguments that say the same."""
     found: dict[str, Any] = {}
@@ -92,11 +77,7 @@ def arguments_for(config: OffloadConfig) -> dict[str, Any]:
 
 def _is_named(args: TrainingArguments, name: str) -> bool:
     """Whether an argument differs from its default."""
-    (field,) = [each for each in dataclasses.fields(args) if each.name == name]
-    default = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    return bool(getattr(args, name) != default)
+    return bool(getattr(args, name) != getattr(type(args), name))
 
 
 def _pick(
