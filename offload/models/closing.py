@@ -133,12 +133,10 @@ class GivenBack:
 
     def _take_group(self, group: ParamGroup) -> int:
         store, copied = self._store, 0
-        for index, (param, spec) in enumerate(zip(group.params, group.layout.params, strict=True)):
+        for param, spec in zip(group.params, group.layout.params, strict=True):
             given = self._given[store.whole.get(id(param), id(param))]
             values: torch.Tensor | None = None
-            if group.is_written(index):  # its master follows when the writer has ended
-                values = param.detach()
-            elif given.dtype is not group.dtype:
+            if given.dtype is not group.dtype:
                 values = self._values.master(param)
             if values is None:
                 values = group.flat()[spec.offset : spec.stop]

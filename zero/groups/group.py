@@ -322,18 +322,6 @@ class ParamGroup:
         written = [index for index, (now, known) in enumerate(pairs) if now != known]
         return sorted({*rebound, *through_data, *written})
 
-    def is_written(self, index: int) -> bool:
-        """Whether a parameter was written to, or its `.data` set, since the last call of `changed`
-        or `note_versions`."""
-        if self.residing is not GroupState.GATHERED:
-            return False
-        param = self.params[index]
-        return (
-            param._version != self._written[index]
-            or (local_of(param).data_ptr(), local_of(param).stride()) != self._shown[index]
-            or (index in self._watched and digest(param) != self._watched[index])
-        )
-
     def watch(self, index: int) -> None:
         """Note that the `.data` of a gathered parameter is taken: autograd does not count what is
         written through it."""

@@ -106,16 +106,14 @@ class PageFormat:
                 states.copy_(self._decode(shape, *(_chosen(each, span, rows) for each in stored)))
 
     def copy(
-        self, page: torch.Tensor, span: slice, rows: torch.Tensor | None, other: PageFormat,
-        into: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Put the tokens `span` of `page` to the same place of another page of the same kind, which
-        may be this one, as they are stored; of `rows` as in `read`."""
-        for (shape, part), (_, to) in zip(self._parts(page), other._parts(into), strict=True):
-            pairs = zip(self._stored(shape, part), other._stored(shape, to), strict=True)
+        self, page: torch.Tensor, span: slice, rows: torch.Tensor | None, into: torch.Tensor
+    ) -> None:
+        """Put the tokens `span` of `page` to the same place of another page, which may be this one,
+        as they are stored; of `rows` as in `read`."""
+        for (shape, part), (_, to) in zip(self._parts(page), self._parts(into), strict=True):
+            pairs = zip(self._stored(shape, part), self._stored(shape, to), strict=True)
             for source, target in pairs:
-                some = _chosen(source, span, rows)
-                target[: len(some), :, span] = some
+                target[:, :, span] = _chosen(source, span, rows)
 
     def rounded(self, states: torch.Tensor, into: torch.Tensor) -> None:
         """Fill `into` with the values that reading `states` would give, once written."""

@@ -35,7 +35,6 @@ Rows = torch.Tensor | None  # rows of a page, in the order of the batch; None: a
 class _Page:
     """A full page. It is given back when no reference to it is left."""
 
-    format: PageFormat
     owners: list[KVPages]
     state: State = field(init=False)
 
@@ -182,7 +181,7 @@ class KVPages:
         if full < len(self._pages):
             if rest:  # the open page begins with the first tokens of a full one
                 (page, rows), into = self._pages[full], self._open_page()
-                page.format.copy(page.state.tensor(), slice(rest), rows, self._format, into)
+                self._format.copy(page.state.tensor(), slice(rest), rows, into)
             self._forget(self._pages[full:])
             del self._pages[full:]
             self._number()
@@ -205,12 +204,12 @@ class KVPages:
         rows = rows.to(self._store.device, torch.long)
         if self._open is not None:
             written = self._open.tensor
-            self._format.copy(written, slice(self._filled), rows, self._format, written)
+            self._format.copy(written, slice(self._filled), rows, written)
         memo: dict[int, Rows] = {}
         for place, (page, before) in enumerate(self._pages):
             if id(before) not in memo:
                 chosen = rows if before is None else before[rows]
-                same = torch.equal(chosen, torch.arange(page.format.batch, device=rows.device))
+                same = torch.equal(chosen, torch.arange(self.batch, device=rows.device))
                 memo[id(before)] = None if same else chosen
             self._pages[place] = page, memo[id(before)]
 
@@ -324,7 +323,8 @@ class KVPages:
 
     def _read(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
         """Fill [batch, heads, length, dim] of each."""
-        begun = skipped = self._dropped
+        tokens, begun = self._format.tokens, self._dropped
+        skipped = begun
         ahead = 0
         for place, (page, rows) in enumerate(self._pages):
             # of a layer that has more pages than there is room for, the next ones take the place of
@@ -332,11 +332,11 @@ class KVPages:
             ahead = self._bring_from(max(ahead, place))
             if ahead == len(self._pages) and place % _PER_LOOK == _PER_LOOK - 1:
                 self._store.fetch_ahead()
-            span = slice(skipped, page.format.tokens)
-            start = place * page.format.tokens + span.start - begun
-            stop = start + page.format.tokens - span.start
+            span = slice(skipped, tokens)
+            start = place * tokens + span.start - begun
+            stop = start + tokens - span.start
             into = [None if each is None else each[:, :, start:stop] for each in (keys, values)]
-            page.format.read(page.state.tensor(), span, rows, *into)
+            self._format.read(page.state.tensor(), span, rows, *into)
             self._reading = place + 1
             skipped = 0
         if self._open is not None and self._filled > skipped:
@@ -388,7 +388,7 @@ class KVPages:
 
     def _add_page(self, fill: Callable[[torch.Tensor], object]) -> None:
         """Add another full page, in the tier that is its home."""
-        page = _Page(self._format, [self])
+        page = _Page([self])
         page.state = self._store.new_page(self.name, self._format.nbytes, page.next_use)
         try:
             if page.state.at_home_on_device:
