@@ -62,7 +62,7 @@ def test_peaks_and_bytes_of_a_pass_are_predicted(name: str, tmp_path: Path) -> N
         per_pass = (dispatched.report().bytes_moved["nvme read"] - before) / PASSES
         peaks = {t: dispatched.report().tiers[t].peak_nbytes for t in ("host", "nvme")}
     meta = build_meta_model(config).requires_grad_(False)
-    shape = discover(meta, config.groups.blocks, experts=config.splits_experts(1)).shape()
+    shape = discover(meta, config.groups.blocks).shape()
     facts = trace_activations(meta, config, workload, trains=False)
     found = PlannedMemory(plan, config, shape, facts, workload, Baseline(0)).estimate()
     assert peaks["nvme"] == found.ledger_peaks[Tier.NVME]

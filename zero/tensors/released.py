@@ -147,26 +147,17 @@ class ReleasedParameters:
                 memo[id(param)] = kind(param.data.clone(), param.requires_grad)
             return memo[id(param)]
 
-        def set_(param: Any, source: Any = None, *rest: Any) -> Any:
-            """Call `set_`, which, like `as_subclass`, does not come to `__torch_function__`."""
-            if rest or not isinstance(source, torch.Tensor):
-                raise UnsupportedError(
-                    f"{self._name_of(param)}.set_(): its values have no memory of their own, they "
-                    "may be in any tier; use .copy_(tensor)"
-                )
-            self._assign(param, source)
+        def set_(param: Any, *given: Any) -> Any:
+            """Call `set_`, which does not come to `__torch_function__`. With anything but a tensor
+            it names a memory, which is refused below Python."""
+            if len(given) != 1 or not isinstance(given[0], torch.Tensor):
+                return kind.set_(param, *given)  # type: ignore[attr-defined]
+            self._assign(param, given[0])
             return param
-
-        def as_subclass(param: Any, _: type) -> Any:
-            raise UnsupportedError(
-                f"{self._name_of(param)}.as_subclass(): its values have no memory of their own, "
-                "they may be in any tier; use .detach().clone().as_subclass(...)"
-            )
 
         body = {
             "__torch_function__": classmethod(torch_function), "__deepcopy__": deepcopy,
-            "set_": set_, "as_subclass": as_subclass,
-            "use_below_python": staticmethod(self._use_below),
+            "set_": set_, "use_below_python": staticmethod(self._use_below),
             "why_closed": staticmethod(lambda: self._closed),
         }  # fmt: skip
         return _subclass(kind, body)

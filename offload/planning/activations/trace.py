@@ -69,7 +69,7 @@ def trace_activations(
     if not trains:
         model.eval()
     try:
-        units = discover(model, config.groups.blocks, experts=config.splits_experts(1)).units
+        units = discover(model, config.groups.blocks).units
         passes = partial(
             _passes, model, units, config, workload, run, device or _device_of(config), trains
         )
