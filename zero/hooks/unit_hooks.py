@@ -109,7 +109,7 @@ class UnitHooks:
             module.register_forward_hook(hooks[1], always_call=True),
         ]
         self._guards.append(
-            _Guard(module, self._calls, self._end, hooks, registered, before.needs_nothing)
+            _Guard(module, self._calls, self._end, *hooks, registered, before.needs_nothing)
         )
 
     def _groups_in(self, module: nn.Module) -> list[ParamGroup]:
@@ -314,6 +314,7 @@ class _Before:
         return self.is_inner and all(group.is_entered for group in self.groups)
 
 
+@dataclass(slots=True, eq=False)
 class _Guard:
     """Around a module's call: ends the calls that began inside, also after an interrupt.
 
@@ -323,40 +324,32 @@ class _Guard:
     its forward: so there are both.
     """
 
-    __slots__ = (
-        "_after", "_before", "_call", "_calls", "_end", "_installed", "_module",
-        "_needs_no_hooks", "_registered",
-    )  # fmt: skip
+    module: nn.Module
+    calls: Sequence[_Call]  # under way
+    end: Callable[[int], None]  # is given how many were under way before this one
+    before: _Hook  # the hooks around the module's forward
+    after: _Hook
+    registered: Sequence[RemovableHandle]  # the same two, with the module
+    needs_no_hooks: Callable[[], bool]  # they have nothing to do in the call that begins
+    installed: Callable[..., Any] | None = field(init=False)  # the compiled call, if there was one
+    call: Callable[..., Any] = field(init=False)
 
-    def __init__(
-        self, module: nn.Module, calls: Sequence[_Call], end: Callable[[int], None],
-        hooks: tuple[_Hook, _Hook], registered: Sequence[RemovableHandle],
-        needs_no_hooks: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        """`end` gets the number of `calls` that were under way before this one. `hooks` are those
-        before and after the module's forward, `registered` with it, with nothing to do in the call
-        that begins where `needs_no_hooks` is true."""
-        self._module = module
-        self._calls = calls
-        self._end = end
-        self._before, self._after = hooks
-        self._registered = registered
-        self._needs_no_hooks = needs_no_hooks
-        self._installed = module._compiled_call_impl
-        self._call: Callable[..., Any] = self._installed or module._call_impl
-        module._compiled_call_impl = self
+    def __post_init__(self) -> None:
+        self.installed = self.module._compiled_call_impl
+        self.call = self.installed or self.module._call_impl
+        self.module._compiled_call_impl = self
 
     @break_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_bare():
-            if self._needs_no_hooks():
-                return self._ending_calls(self._module.forward, args, kwargs)
+            if self.needs_no_hooks():
+                return self._ending_calls(self.module.forward, args, kwargs)
             return self._ending_calls(self._between_hooks, (args, kwargs), {})
-        return self._ending_calls(self._call, args, kwargs)
+        return self._ending_calls(self.call, args, kwargs)
 
     @break_graph
     def _ending_calls(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        outer = len(self._calls)
+        outer = len(self.calls)
         try:
             return run(*args, **kwargs)
         except BaseException as error:
@@ -364,10 +357,10 @@ class _Guard:
             raise
         finally:
             try:
-                if len(self._calls) > outer:
-                    self._end(outer)
+                if len(self.calls) > outer:
+                    self.end(outer)
             except KeyboardInterrupt:  # it may have come just before that had begun
-                self._end(outer)
+                self.end(outer)
                 raise
 
     @break_graph
@@ -375,20 +368,20 @@ class _Guard:
         """Call a forward between its hooks as torch does, which takes longer than a small layer."""
         result = None
         try:
-            self._before(self._module, args)
-            result = self._module.forward(*args, **kwargs)
+            self.before(self.module, args)
+            result = self.module.forward(*args, **kwargs)
         except Exception:
-            self._after(self._module, args, result)
+            self.after(self.module, args, result)
             raise
-        self._after(self._module, args, result)
+        self.after(self.module, args, result)
         return result
 
     @break_graph
     def _is_bare(self) -> bool:
         """Return whether a call is its forward between these two hooks, without hooks of others, a
         compiler or a tracer."""
-        module = self._module
-        return self._installed is None and not (
+        module = self.module
+        return self.installed is None and not (
             len(module._forward_pre_hooks) > 1
             or len(module._forward_hooks) > 1
             or module._backward_hooks
@@ -400,13 +393,13 @@ class _Guard:
 
     def remove(self) -> None:
         """Also the hooks that torch has."""
-        for handle in self._registered:
+        for handle in self.registered:
             handle.remove()
-        if self._module._compiled_call_impl is self:
+        if self.module._compiled_call_impl is self:
             # an entry of the module's own: the class has one, too
-            del self._module._compiled_call_impl
-            if self._installed is not None:
-                self._module._compiled_call_impl = self._installed
+            del self.module._compiled_call_impl
+            if self.installed is not None:
+                self.module._compiled_call_impl = self.installed
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
