@@ -61,7 +61,6 @@ class RunFacts:
     speeds: Speeds
     facts_of: Callable[[OffloadConfig], ActivationFacts]  # of a settled configuration
     baseline: Baseline = NO_LIBRARIES  # interpreter, libraries, contexts
-    any_fit: bool = False  # the first placement found that fits is enough, and no times are
 
 
 @dataclass(frozen=True)
@@ -206,18 +205,16 @@ class _Search:
 
     def candidates(self) -> list[Candidate]:
         """The candidates in the order of their rank, timed if it is known how; at least one."""
-        named, any_fit = self._builder.explicit, self._run is not None and self._run.any_fit
+        named = self._builder.explicit
         ranked = self._ranked(corners(named, self._open_tiers))
         for least in (_WORTH, 1):
-            if ranked[0].rank[0] or (least == _WORTH and not any_fit):
+            if least == _WORTH or ranked[0].rank[0]:
                 more = filled(named, self._open_tiers, self._lacking, least)
                 ranked = self._ranked(itertools.chain((c.plan.placements for c in ranked), more))
         far_s = _FAR * ranked[0].links_s
         near = ranked[:2] + [each for each in ranked[2:] if each.links_s <= far_s]
         if self._run is None:
             return near[:2]
-        if any_fit:
-            return near[:1]
         pieces = sum(len(group.records) for group in self._builder.groups)
         count = _CANDIDATES if pieces <= _FEW_PIECES else _CANDIDATES_LARGE
         return [self._timed(each, self._run) for each in near[:count]]

@@ -28,27 +28,26 @@ _LARGE_CHUNK_NUMEL = 1 << 22
 def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
     """Return single changes that fit, the fastest step first."""
 
-    def fits(option: Option) -> bool:
-        """Whether the case fits with the change; False if the configuration refuses it."""
+    def with_change(option: Option) -> Estimate | None:
+        """Return the estimate of the changed case; None if the configuration refuses the change, or
+        the case cannot fit."""
         tried = _changed(case, option)
         try:
-            return (
-                tried is not None
-                and not cannot_fit(tried, estimator.facts(tried, tried.config))
-                and estimator.fits(tried)
-            )
+            if tried is None or cannot_fit(tried, estimator.facts(tried, tried.config)):
+                return None
+            return estimator(tried)
         except (ConfigError, UnsupportedError):  # small chunks of an enormous model
-            return False
+            return None
+
+    def fits(option: Option) -> bool:
+        after = with_change(option)
+        return after is not None and after.fits
 
     found: list[Change] = []
     for knob in knobs(case, now):
-        if len(found) == MOST_SHOWN:
-            break
-        if fits(knob[-1]):
+        if len(found) < MOST_SHOWN and fits(knob[-1]):
             option = _mildest(knob, fits)
-            tried = _changed(case, option)
-            if tried is not None and (after := estimator(tried)).fits:
-                found.append(_change(option, now, after))
+            found.append(_change(option, now, with_change(option)))
     return tuple(sorted(found, key=lambda change: change.step_factor or math.inf))
 
 
@@ -74,8 +73,8 @@ def _is_enormous(case: Case) -> bool:
     return case.source.shape.numel // case.profile.ranks >= _ENORMOUS_NUMEL
 
 
-def _change(option: Option, before: Estimate, after: Estimate) -> Change:
-    if before.step is None or after.step is None:
+def _change(option: Option, before: Estimate, after: Estimate | None) -> Change:
+    if before.step is None or after is None or after.step is None:
         return Change(option.settings, option.text)
     return Change(option.settings, option.text, after.step.seconds / before.step.seconds)
 

@@ -78,14 +78,6 @@ class Estimator:
             )
         return InferenceEstimate(generation, prefill, held, token)
 
-    def fits(self, case: Case) -> bool:
-        """Whether any plan fits. This mostly takes a fraction of the time of an estimate; if the
-        peaks of the first plan within its budgets do not fit, all plans are tried."""
-        planned = self._planned(case, any_fit=True)
-        if planned.shortfalls and planned.best.fits:
-            planned = self._planned(case)
-        return not planned.shortfalls
-
     def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
         """Return the memory and operations of one pass under `config`; `NOTHING` if the model's
         code is not known.
@@ -129,7 +121,7 @@ class Estimator:
             self._passes[key] = source.activations(config, workload, device, trains=False)
         return self._passes[key]
 
-    def _planned(self, case: Case, *, any_fit: bool = False) -> RunPlan:
+    def _planned(self, case: Case) -> RunPlan:
         baseline = known_baseline(case.config.precision, gpu=case.profile.gpu_free_nbytes > 0)
         if case.generation is not None:
             baseline = baseline.with_transformers()
@@ -137,7 +129,7 @@ class Estimator:
             baseline = baseline.that_plans()
         run = RunFacts(
             case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
-            baseline, any_fit,
+            baseline,
         )  # fmt: skip
         return plan_run(case.config, case.shape, case.hardware, run, traced=case.source.has_graph)
 
