@@ -68,15 +68,28 @@ class MetricsFile(JSONLinesLogger):
         write_whole(self.path, "".join(f"{line}\n" for line in kept))
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the figures of every step so far; a line cut short by a crash is left out."""
+        """Return the figures of every step so far; a line that is no step, such as one that was cut
+        short by a crash, is left out."""
         return [row for _, row in self._steps()]
 
     def _steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each whole line with the figures in it."""
+        """Yield each line that is a step, with the figures in it."""
         self.flush()
-        for line in self.path.read_text().splitlines() if self.path.exists() else ():
+        text = self.path.read_text(errors="replace") if self.path.exists() else ""
+        for line in text.splitlines():
             with suppress(ValueError):
-                yield line, json.loads(line)
+                row = json.loads(line)
+                if _is_step(row):
+                    yield line, row
+
+
+def _is_step(row: Any) -> bool:
+    groups = ("tiers", "moved", "waited")
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("step"), int)
+        and all(isinstance(row.get(group, {}), dict) for group in groups)
+    )
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -17,7 +17,7 @@ from offload.display.words import duration, share
 from offload.pages.page import Figure, Page, Section, Table, to_html
 from offload.pages.pictures import Line, Picture, can_draw, line_picture
 from offload.planning.choice.run_check import MEASURED, usual_step_s
-from offload.runs.metrics import write_whole
+from offload.runs.metrics import MetricsFile, write_whole
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tiers.tier import TIERS
 from offload.tiers.units import format_bytes
@@ -77,7 +77,7 @@ class _Run:
             )
         config, text = _config(path)
         measured = _object(folder / MEASURED)
-        return cls(folder, Rows(folder / _METRICS), config, text, measured)
+        return cls(folder, Rows(MetricsFile(folder / _METRICS).read()), config, text, measured)
 
     def at(self, key: str) -> Any:
         """A value of the configuration; None if there is none."""
@@ -85,22 +85,10 @@ class _Run:
 
 
 class Rows:
-    """The steps of one file in ascending order; the later one if a step was taken twice."""
+    """The steps of a run in ascending order; the later one if a step was taken twice."""
 
-    def __init__(self, path: Path) -> None:
-        """Read a file of metrics; no steps if there is no such file."""
-        self.damaged = 0  # lines that are no step
-        by_step: dict[int, Mapping[str, Any]] = {}
-        try:
-            text = path.read_text(errors="replace")
-        except OSError:
-            text = ""
-        for line in text.splitlines():
-            try:
-                row = json.loads(line)
-                by_step[int(row["step"])] = row
-            except (ValueError, TypeError, KeyError):
-                self.damaged += bool(line.strip())
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        by_step = {row["step"]: row for row in rows}
         self._rows = [by_step[step] for step in sorted(by_step)]
         self.steps = np.array(sorted(by_step), np.float64)
         # steps whose loss is null, and not left out
@@ -196,8 +184,6 @@ def _remarks(run: _Run) -> Iterator[str]:
     rows = run.rows
     if not can_draw():
         yield "curves are drawn where matplotlib is installed: pip install offload[report]"
-    if rows.damaged:
-        yield f"{_count(rows.damaged, 'line')} of {_METRICS} could not be read: left out"
     if not len(rows.steps):
         yield "no step has ended yet"
     bad = rows.nonfinite
