@@ -1,7 +1,7 @@
 """Single changes that make a case fit, each tried by planning anew.
 
-A knob (`knobs`) is one thing that can be changed, its options from the mildest to the strongest
-change; a stronger option never helps less. Of each knob the mildest option that fits is named.
+A knob (`knobs`) is one thing that can be changed, from its mildest to its strongest change; a
+stronger one never helps less. Of each knob the mildest change that fits is named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_format
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
-from offload.tools.memest.estimate.knobs import Knob, Option, knobs
+from offload.tools.memest.estimate.knobs import Knob, applied, knobs
 
 MOST_SHOWN = 5
 _ENORMOUS_NUMEL = 20 * 10**9
@@ -28,10 +28,10 @@ _LARGE_CHUNK_NUMEL = 1 << 22
 def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
     """Return single changes that fit, the fastest step first."""
 
-    def with_change(option: Option) -> Estimate | None:
+    def after(change: Change) -> Estimate | None:
         """Return the estimate of the changed case; None if the configuration refuses the change, or
         the case cannot fit."""
-        tried = _changed(case, option)
+        tried = _changed(case, change)
         try:
             if tried is None or cannot_fit(tried, estimator.facts(tried, tried.config)):
                 return None
@@ -39,26 +39,26 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
         except (ConfigError, UnsupportedError):  # small chunks of an enormous model
             return None
 
-    def fits(option: Option) -> bool:
-        after = with_change(option)
-        return after is not None and after.fits
+    def fits(change: Change) -> bool:
+        found = after(change)
+        return found is not None and found.fits
 
     found: list[Change] = []
     for knob in knobs(case, now):
         if len(found) < MOST_SHOWN and fits(knob[-1]):
-            option = _mildest(knob, fits)
-            found.append(_change(option, now, with_change(option)))
+            change = _mildest(knob, fits)
+            found.append(replace(change, step_factor=_factor(now, after(change))))
     return tuple(sorted(found, key=lambda change: change.step_factor or math.inf))
 
 
-def _changed(case: Case, option: Option) -> Case | None:
+def _changed(case: Case, change: Change) -> Case | None:
     """Return the case with the change; None if the configuration refuses it.
 
     A case that leaves recomputation open fits if it fits with full recomputation: its step then is
     sure to fit, if not the fastest. An enormous model that leaves its chunks open gets large ones,
     since chunks are planned one by one.
     """
-    changed = option.apply(case)
+    changed = applied(change, case)
     if changed is None:
         return None
     overrides = []
@@ -73,14 +73,14 @@ def _is_enormous(case: Case) -> bool:
     return case.source.shape.numel // case.profile.ranks >= _ENORMOUS_NUMEL
 
 
-def _change(option: Option, before: Estimate, after: Estimate | None) -> Change:
+def _factor(before: Estimate, after: Estimate | None) -> float | None:
     if before.step is None or after is None or after.step is None:
-        return Change(option.settings, option.text)
-    return Change(option.settings, option.text, after.step.seconds / before.step.seconds)
+        return None
+    return after.step.seconds / before.step.seconds
 
 
-def _mildest(knob: Knob, fits: Callable[[Option], bool]) -> Option:
-    """Return the mildest option that fits, as the last one does."""
+def _mildest(knob: Knob, fits: Callable[[Change], bool]) -> Change:
+    """Return the mildest change that fits, as the last one does."""
     return knob[bisect.bisect_left(range(len(knob) - 1), True, key=lambda at: fits(knob[at]))]
 
 
