@@ -120,7 +120,7 @@ def test_checkpoints_do_not_tell_and_are_loaded_either_way(
 
 # ------------------------------------------------------------------------------ other formats
 def test_exports_have_the_models_names_and_saved_models_the_hubs(made: Any, tmp_path: Path) -> None:
-    from offload.integrations.transformers.pretrained_load import load_weights
+    from offload.integrations.transformers.pretrained import load_weights
     from offload.integrations.transformers.pretrained_save import StreamedSave
 
     split = made(tiny(), split=True, precision="bf16")

@@ -19,7 +19,7 @@ from offload.errors import CheckpointError
 from tests.offload.engine_cases import HOST, assert_same_bits, config
 from tests.outside.trainer_cases import quiet, tiny_llama, values_of
 
-loading = pytest.importorskip("offload.integrations.transformers.pretrained_load")
+loading = pytest.importorskip("offload.integrations.transformers.pretrained")
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

@@ -21,7 +21,7 @@ from tests.outside.trainer_cases import quiet, tiny_llama, transformers, values_
 safetensors = pytest.importorskip("safetensors.torch")
 
 
-loading = importlib.import_module("offload.integrations.transformers.pretrained_load")
+loading = importlib.import_module("offload.integrations.transformers.pretrained")
 saving = importlib.import_module("offload.integrations.transformers.pretrained_save")
 
 

@@ -31,6 +31,7 @@ from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
 from offload.display.plain_text import plain
 from offload.engine import Engine, ParamGroups, initialize
+from offload.integrations.loaded_weights import missing_in, overwrite
 from offload.integrations.transformers.hub_names import not_local
 from offload.quantised.reading import settings_in, settings_of, transposed_weights
 from offload.tiered_model import DTYPES
@@ -189,6 +190,40 @@ def built(
         ) from error
 
 
+def load_weights(engine: Engine, folder: Path) -> None:
+    """Overwrite the model's parameters and persistent buffers with those of `folder`.
+
+    Raise CheckpointError, with nothing changed, unless it has them all, under the model's own
+    names or those of transformers' files.
+    """
+    import transformers
+
+    model = engine.module
+    files = weight_files(folder)
+    if not files:
+        raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}; name another checkpoint")
+    found = lazy_tensors(files)
+    if missing_in(found, model) and isinstance(model, transformers.PreTrainedModel):
+        found = _converted(model, folder, found)
+    overwrite(engine, folder, found)
+
+
+def _converted(model: Any, folder: Path, found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the weights under the model's own names: transformers builds a second such model from
+    them. Weights that are missing take no RAM, as they are not written, and are left out."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        made = built(
+            type(model), copy.deepcopy(model.config), found, folder, dtype="auto",
+            generation_config=getattr(model, "generation_config", None),
+        )  # fmt: skip
+    return {
+        name: tensor for name, tensor in made.state_dict(keep_vars=True).items()
+        if isinstance(tensor, LazyTensor)
+    }  # fmt: skip
+
+
 def _settings(
     transformers: Any, folder: Path, model_class: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any]]:
@@ -198,7 +233,8 @@ def _settings(
         named = text.get("architectures")
         name = str(named[0]) if isinstance(named, list) and named else ""
         model_class = getattr(transformers, name, None) if name else None
-        if not is_model_class(transformers, model_class):
+        is_class = isinstance(model_class, type)  # the object of that name may be anything
+        if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
             raise ConfigError(
                 f"{folder / 'config.json'} names {f'the class {name}' if name else 'no class'}, "
                 f"and transformers {transformers.__version__} has none of that name; pass "
@@ -256,11 +292,6 @@ def _transposed(kind: Any, settings: Any) -> set[str]:
     return names | {name.removeprefix(prefix) for name in names} | {prefix + n for n in names}
 
 
-def is_model_class(transformers: Any, found: Any) -> bool:
-    """Whether the object that a configuration names is a model's class; it may be anything."""
-    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-
-
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(not_local(str(folder)))
@@ -290,11 +321,9 @@ def _files(folder: Path, variant: str | None, named: str | None) -> list[Path]:
 
 def _without(folder: Path, names: list[str]) -> str:
     there = sorted(path.name for path in folder.iterdir() if path.is_file())
-    said = f"{folder} has no {' and no '.join(names)}"
-    if any(name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")) for name in there):
-        return (
-            f"{said} (found {', '.join(there[:6])}): offload opens no pickles and no files of "
-            "other formats; load the folder with transformers once, on a machine that you trust "
-            'with it, and write it again with model.save_pretrained("NEW")'
-        )
-    return f"{said} (found {', '.join(there[:6]) or 'nothing'}); get the whole folder"
+    return (
+        f"{folder} has no {' and no '.join(names)} (found {', '.join(there[:6]) or 'nothing'}): "
+        "offload opens no pickles and no files of other formats; get the whole folder, or load it "
+        "with transformers once, on a machine that you trust with it, and write it again with "
+        'model.save_pretrained("NEW")'
+    )

@@ -34,7 +34,7 @@ from offload.engine import Engine
 from offload.engine_lookup import engine_for, tiers_of
 from offload.integrations.adapters import AdapterSave, is_adapted
 from offload.integrations.transformers.hub_format import stream_weights
-from offload.integrations.transformers.pretrained_load import load_weights
+from offload.integrations.transformers.pretrained import load_weights
 from offload.integrations.transformers.pretrained_save import StreamedSave
 from offload.integrations.transformers.trainer_watch import WatchCallback as WatchCallback
 from offload.integrations.transformers.training_arguments import (
