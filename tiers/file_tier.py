@@ -44,25 +44,21 @@ class FileTier:
         or may be made longer. Raises TierFullError."""
         size = round_up(max(nbytes, 1), PAGE_NBYTES)
         free = self.account.budget_nbytes - self.account.used_nbytes
-        if size > free:
-            raise self._full(nbytes, free, owner)
         lengths = [0] * len(self.arenas) if lengths is None else lengths
         spare = self.spare_nbytes(lengths)
-        for index in sorted(range(len(self.arenas)), key=self._fill):
+        for index in sorted(range(len(self.arenas)), key=self._fill) if size <= free else ():
             offset = self.arenas[index].allocate(size, lengths[index] + spare)
             if offset is not None:
                 self.account.move(state_class, size)
                 self._classes[(index, offset)] = state_class
                 return Extent(self.name, offset, size, index)
-        raise self._full(nbytes, free, owner)
+        raise TierFullError(
+            str(self.name), owner, nbytes, free, self.account.budget_nbytes,
+            "raise budget.nvme or add a path to nvme.paths",
+        )  # fmt: skip
 
     def _fill(self, index: int) -> float:
         return self.arenas[index].used_nbytes / self.shares[index]
-
-    def _full(self, nbytes: int, free: int, owner: str) -> TierFullError:
-        remedy = "raise budget.nvme or add a path to nvme.paths"
-        budget = self.account.budget_nbytes
-        return TierFullError(str(self.name), owner, nbytes, free, budget, remedy)
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. KeyError if it is not allocated."""

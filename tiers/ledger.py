@@ -10,8 +10,8 @@ import enum
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from offload.tiers.arena import Arena
 from offload.tiers.errors import IntegrityError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -49,21 +49,12 @@ class TierAccount:
             self.peak_by_class[state_class] = of_class
 
 
-class Auditable(Protocol):
-    """An arena as the ledger checks it."""
-
-    @property
-    def used_nbytes(self) -> int: ...
-
-    def check(self) -> None: ...
-
-
 class Ledger:
     """The accounts of all tiers. Not thread-safe: callers hold one lock around it."""
 
     def __init__(self) -> None:
         self.accounts: dict[Tier, TierAccount] = {}
-        self._arenas_used: dict[Tier, list[Auditable]] = defaultdict(list)
+        self._arenas_used: dict[Tier, list[Arena]] = defaultdict(list)
 
     def open_account(self, tier: Tier, budget_nbytes: int) -> TierAccount:
         if tier in self.accounts:
@@ -72,7 +63,7 @@ class Ledger:
         self.accounts[tier] = account
         return account
 
-    def audit(self, tier: Tier, arena: Auditable) -> None:
+    def audit(self, tier: Tier, arena: Arena) -> None:
         """Name an arena whose used bytes must add up to the tier's account."""
         self._arenas_used[tier].append(arena)
 
