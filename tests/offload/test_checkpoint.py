@@ -223,7 +223,7 @@ def test_any_safetensors_reader_loads_the_model(tmp_path: Path) -> None:
         found |= load_file(file)
     found["head.weight"] = found["embed.weight"]  # tied: recorded once
     assert_same_bits(found, expected)
-    weights = tmp_path / "saved" / "parameters"
+    weights = tmp_path / "saved"
     with offload.initialize(seeded(TinyLM, 3), keys_of(tmp_path, HOST), weights=weights) as engine:
         assert_same_bits(engine.module.state_dict(), expected)
 

@@ -20,7 +20,6 @@ from torch import nn
 import offload
 from offload.errors import StateError
 from offload.swap.io.io_request import Operation
-from offload.swap.threads.transfer import Transfer
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import (
     HOST,
@@ -180,11 +179,11 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
     engine.settle()  # an update that is under way would keep it
     gone, store, updates = weakref.ref(engine), engine._homes.store, engine.runtime.updates
     assert store is not None
-    collected: Transfer[None] = Transfer("the collection")
+    collected = threading.Event()
 
     def collect() -> None:
         gc.collect()  # what closes the engine may wait neither for this request nor for this update
-        collected.complete(None)
+        collected.set()
 
     gc.disable()
     try:
@@ -195,7 +194,7 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
         else:
             updates._worker._work = lambda: collect() is not None
             updates._worker.wake()
-        collected.wait(30)
+        assert collected.wait(30)
         assert gone() is None
         wait_until_closed(tmp_path)
     finally:
