@@ -46,10 +46,9 @@ def test_a_bad_argument_is_named() -> None:
 
 
 def test_a_groups_codec_uses_it_where_its_bytes_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [ParamShape(("up",), (6, 128), False), ParamShape(("norm",), (100,), False)]
-    layout = lay_out(shapes)
-    int4 = WeightFormat(Code.INT4)
-    coded = lay_out_codes(layout, 2, lambda spec: int4 if spec.shape[1:] else None)
+    stored = ParamShape(("up",), (6, 128), False, WeightFormat(Code.INT4))
+    layout = lay_out([stored, ParamShape(("norm",), (100,), False)])
+    coded = lay_out_codes(layout, 2)
     codec = WeightCodes(coded, Float.BF16)
     values = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).bfloat16()
     given = values.view(torch.uint8)

@@ -10,9 +10,8 @@ once the stored bytes up to its end are there. Padding of the slot is not stored
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from offload.kernels.weight_formats import LINE_NBYTES, Code, WeightFormat
 from offload.tiers.units import round_up
@@ -56,18 +55,15 @@ def refusal(shape: Sequence[int], weights: WeightFormat) -> str | None:
     return None
 
 
-def lay_out_codes(
-    layout: Layout, itemsize: int,
-    weights_of: Callable[[ParamSpec], WeightFormat | None] = attrgetter("stored"),
-) -> CodedLayout:  # fmt: skip
+def lay_out_codes(layout: Layout, itemsize: int) -> CodedLayout:
     """Return the stored buffer of one rank's group, whose elements have `itemsize` bytes in a slot.
 
-    Raises ValueError if a parameter cannot be stored as `weights_of` says (see `refusal`).
+    Raises ValueError if a parameter cannot be stored as its spec says (see `refusal`).
     """
     parts = []
     end = 0
     for spec in layout.params:
-        weights = weights_of(spec)
+        weights = spec.stored
         nbytes = spec.numel * itemsize
         stored = nbytes
         if weights is not None:

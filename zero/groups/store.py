@@ -24,7 +24,7 @@ from offload.tiers.errors import StateError
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.discovery import Discovery, Unit
-from offload.zero.groups.fetching import REPEATS, Fetchable, Fetcher
+from offload.zero.groups.fetching import REPEATS, Fetcher
 from offload.zero.groups.group import GroupState, ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
@@ -274,15 +274,13 @@ class WeightStore:
         # several ranks count their uses
         return not self.ranks.has_others and self._repeats % REPEATS != 0
 
-    def announce(self, chosen: Sequence[Fetchable]) -> None:
-        """Start to fetch, in this order, what a module being called will need next (a router's
-        chosen experts). `UnitHooks` hold a group that is computed with; anything else that was
-        added to the `fetcher` is used through the fetcher and its own state."""
+    def announce(self, chosen: Sequence[ParamGroup]) -> None:
+        """Start to fetch, in this order, the groups that a module being called will need next (a
+        router's chosen experts)."""
         with self.one_thread:
             self.check_usable()
-            for item in chosen:
-                if isinstance(item, ParamGroup):
-                    item.begin_missed()
+            for group in chosen:
+                group.begin_missed()
             self.fetcher.announce(chosen)
 
     def computing(self, unit: Unit) -> AbstractContextManager[None]:
