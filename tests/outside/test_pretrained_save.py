@@ -179,5 +179,5 @@ def test_a_failed_save_leaves_what_was_there(
         monkeypatch.undo()
         after = sorted((p.name, p.read_bytes()) for p in (tmp_path / "saved").iterdir())
         assert after == before
-        with engine.gathered(), pytest.raises(StateError, match="in use"):
+        with engine.gathered(), pytest.raises(StateError, match="is gathered"):
             model.save_pretrained(tmp_path / "other")
