@@ -14,7 +14,7 @@ from offload.planning.activations.facts import generation_facts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.workload import Generation, Workload
 from offload.tiers.errors import UnsupportedError
-from offload.tools.memest.source.cache_shapes import modules_cache
+from offload.tools.memest.source.transformers_models import modules_cache
 from tests.tools.test_memest_cli import run
 
 transformers = pytest.importorskip("transformers")

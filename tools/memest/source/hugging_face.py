@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ _NEEDED = (
     "num_key_value_heads",
 )  # fmt: skip
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,6 @@ class ModelConfiguration:
     values: Mapping[str, Any]
     model_type: str
     architecture: str | None  # the class that is trained, if the file says so
-
-    @property
-    def context(self) -> int | None:
-        """The longest sequence in tokens, if the file states one."""
-        inner = self.values.get("text_config")
-        found = (first_size(each, CONTEXT_KEYS) for each in (self.values, inner)
-                 if isinstance(each, dict))  # fmt: skip
-        return next((size for size in found if size is not None), None)
 
     @property
     def precision(self) -> str | None:
@@ -73,13 +64,6 @@ class ModelConfiguration:
         if self.architecture is None:
             notes.append("no architecture is named: taken as a causal language model")
         return tuple(notes)
-
-
-def first_size(values: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """Return the first size among some keys that can be used."""
-    found = (values.get(name) for name in names)
-    sizes = (v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0)
-    return next(sizes, None)
 
 
 def names_code(key: str) -> bool:

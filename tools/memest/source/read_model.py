@@ -219,7 +219,7 @@ def _read_configuration(values: Any, path: Path, blocks: Sequence[str]) -> Model
         kind=SourceKind.CONFIGURATION,
         shape=found.shape,
         fingerprint=key_of(fingerprint_parts(configuration)),
-        context=configuration.context or found.context,
+        context=found.context,
         notes=configuration.notes,
         build=build,
         precision=configuration.precision,
