@@ -47,7 +47,27 @@ def _install_core_schema(target: Any) -> None:
 
 
 class CoreLoader(yaml.SafeLoader):
-    """SafeLoader with the implicit types of YAML 1.2's core schema."""
+    """SafeLoader with the implicit types of YAML 1.2's core schema, which refuses aliases and depth
+    before a tree is built."""
+
+    def __init__(self, text: str, source: str = "") -> None:
+        super().__init__(text)
+        self._source = source
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        where = f"{self._source}:{event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigError(
+                f"{where}: the alias *{event.anchor} is not supported; repeat the value"
+            )
+        if self._depth > MAX_DEPTH:
+            raise ConfigError(f"{where}: nested deeper than {MAX_DEPTH} levels")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class CoreDumper(yaml.SafeDumper):
@@ -86,13 +106,12 @@ def parse_document(text: str, source: str) -> Document:
     """Parse YAML `text`; `source` names it in errors."""
     lines: dict[KeyPath, int] = {}
     try:
-        _check_events(text, source)
-        node = yaml.compose(text, Loader=CoreLoader)
+        node = CoreLoader(text, source).get_single_node()
         value = None if node is None else _value_of(node, (), source, lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark else source
-        problem = error.problem or error.context or "cannot be parsed"
+        problem = ", ".join(text for text in (error.context, error.problem) if text)
         raise ConfigError(f"{where}: not valid YAML: {problem}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -143,28 +162,6 @@ def _named(path: Path) -> str:
     """Return the text, shortened to a readable length."""
     text = str(path)
     return text if len(text) <= 300 else f"{text[:297]}..."
-
-
-def _check_events(text: str, source: str) -> None:
-    """Refuse aliases, tags, depth and second documents while streaming, before building a tree."""
-    depth = documents = 0
-    for event in yaml.parse(text, Loader=CoreLoader):
-        assert event.start_mark is not None  # only made-up events have none
-        where = f"{source}:{event.start_mark.line + 1}"
-        if isinstance(event, yaml.DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise ConfigError(f"{where}: a second document (`---`); one per file is read")
-        if isinstance(event, yaml.AliasEvent):
-            raise ConfigError(
-                f"{where}: the alias *{event.anchor} is not supported; repeat the value"
-            )
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ConfigError(f"{where}: nested deeper than {MAX_DEPTH} levels")
-        if isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
 
 
 def _value_of(node: yaml.Node, path: KeyPath, source: str, lines: dict[KeyPath, int]) -> Any:

@@ -220,7 +220,7 @@ BAD_YAML = [
     ("a: &x {b: 1}\nc:\n  <<: *x", ["run.yaml:3: the alias *x"]),
     ("seed: !!python/object/apply:os.system [id]", ["run.yaml:1: "]),
     ("seed: !!python/name:os.system x", ["run.yaml:1", "is not supported"]),
-    ("seed: 1\n---\nseed: 2", ["run.yaml:2: a second document"]),
+    ("seed: 1\n---\nseed: 2", ["run.yaml:2: not valid YAML", "found another document"]),
     ("- 1\n- 2", ["run.yaml:1: expected keys and values, found [1, 2]"]),
     ("precision", ["expected keys and values, found 'precision'"]),
     ("budget: {host", ["run.yaml:1: not valid YAML"]),
