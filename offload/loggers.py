@@ -15,7 +15,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +22,9 @@ from typing import Any, Protocol
 import aiofiles
 
 from offload.config.paths import StrPath, path_of
-from offload.swap.threads.shield import Executor, is_done, result_of
+from offload.swap.threads.shield import interrupted_in_waits
+from offload.swap.threads.transfer import Transfer
+from offload.swap.threads.worker import in_thread
 from offload.tiers.errors import ConfigError, PathError
 
 Values = Mapping[str, Any]
@@ -87,8 +88,7 @@ class JSONLinesLogger:
         """Nothing is written before `log`."""
         self.path = path_of(path, "path")
         self._lines: list[str] | None = None  # not written yet
-        self._writing: Future[None] | None = None
-        self._thread: Executor
+        self._writing: Transfer[None] | None = None
 
     def log(self, values: Values, step: int) -> None:
         """Write a line. Values that are not finite become null, since JSON has no NaN; unknown ones
@@ -97,21 +97,21 @@ class JSONLinesLogger:
             _make_parent(self.path)
             # the beginning of a line stays one of its own
             self._lines = [""] if _ends_amid_a_line(self.path) else []
-            self._thread = Executor(1, "offload-lines")
         finite = {name: _finite(value) for name, value in values.items() if value is not None}
         self._lines.append(json.dumps({"step": step, **finite}))
-        if self._writing is None or is_done(self._writing):  # else they wait for the next call
+        if self._writing is None or self._writing.done():  # else they wait for the next call
             self._write()
 
+    @interrupted_in_waits
     def _write(self) -> None:
         """Wait for the lines that are being written, and begin to write those that have come since.
         OSError if they could not be written."""
         written, self._writing = self._writing, None
         if written is not None:
-            result_of(written)
+            written.wait()
         if self._lines:
             text = "".join(f"{line}\n" for line in self._lines)
-            self._writing = self._thread.submit(asyncio.run, _append(self.path, text))
+            self._writing = in_thread("offload-lines", asyncio.run, _append(self.path, text))
             self._lines.clear()
 
     def flush(self) -> None:
@@ -120,14 +120,11 @@ class JSONLinesLogger:
             self._write()
 
     def close(self) -> None:
-        """Flush, and end the thread that writes."""
-        if self._lines is None:
-            return
+        """Flush."""
         try:
             self.flush()
         finally:
             self._lines = None
-            self._thread.shutdown()
 
 
 async def _append(path: Path, text: str) -> None:

@@ -22,9 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from queue import SimpleQueue
 from threading import get_ident
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -206,27 +204,3 @@ def check_whole() -> None:
             f"a second interrupt, {PATIENCE_S:g} s after the first, cut short what has to be "
             "whole, and what became of it is unknown; go on from a checkpoint in a new process"
         )
-
-
-class Executor(ThreadPoolExecutor):
-    """A ThreadPoolExecutor that a Ctrl-C leaves in order. Python's own can keep a lock locked where
-    one comes between two lines of it, and its threads would wait for that lock for ever."""
-
-    submit = defer_signals(ThreadPoolExecutor.submit)
-    shutdown = defer_signals(ThreadPoolExecutor.shutdown)
-
-
-@defer_signals
-def is_done(future: Future[Any]) -> bool:
-    """Return whether a future of an `Executor` has ended."""
-    return future.done()
-
-
-def result_of(future: Future[R]) -> R:
-    """Wait for a future of an `Executor`, and return its result. A Ctrl-C ends the wait."""
-    ended: SimpleQueue[Future[R]] = SimpleQueue()
-    with defer_signals:
-        future.add_done_callback(ended.put)
-    ended.get()  # in C, which leaves nothing half-done
-    with defer_signals:
-        return future.result()

@@ -1,4 +1,4 @@
-"""Threads for arithmetic: a runner that shares one kernel call, a worker that keeps a queue going.
+"""Threads: a runner that shares one kernel call, a worker that keeps a queue going, one for a call.
 
 Kernels release the GIL, so plain threads give true parallelism, and no parallel runtime (OpenMP,
 TBB) has to survive beside PyTorch's own.
@@ -13,8 +13,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from offload.swap.threads.lanes import be_worker
+from offload.swap.threads.shield import defer_signals
+from offload.swap.threads.transfer import Transfer
+
+R = TypeVar("R")
 
 _MIN_SHARE = 1 << 16  # elements; waking a thread costs more than it does for fewer
 
@@ -187,3 +192,22 @@ class Worker:
         self.wake()
         if not self.is_this_thread():
             self._thread.join()
+
+
+@defer_signals
+def in_thread(name: str, function: Callable[..., R], *args: Any) -> Transfer[R]:
+    """Call `function` on a thread of its own, for whose end a program waits; a transfer of its
+    result. RuntimeError if no thread can be had."""
+    ended: Transfer[R] = Transfer(name)
+
+    def run() -> None:
+        be_worker()
+        try:
+            value = function(*args)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            ended.fail(error)
+        else:
+            ended.complete(value)
+
+    threading.Thread(target=run, name=name).start()
+    return ended

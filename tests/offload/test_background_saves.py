@@ -79,10 +79,10 @@ class Held:
         self.begun, self.go = threading.Event(), threading.Event()
         write = BackgroundSave._write
 
-        def held(save: BackgroundSave, work: Any) -> None:
+        def held(save: BackgroundSave, saver: Any, gate: Any) -> None:
             self.begun.set()
             assert self.go.wait(20)
-            write(save, work)
+            write(save, saver, gate)
 
         monkeypatch.setattr(BackgroundSave, "_write", held)
 

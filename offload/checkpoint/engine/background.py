@@ -29,8 +29,8 @@ from offload.checkpoint.format.disk import device_of, free_nbytes, storage_error
 from offload.checkpoint.format.folder import PendingFolder
 from offload.swap.io.block_store import GROWTH_NBYTES
 from offload.swap.states.state import Snapshot, State
-from offload.swap.threads.lanes import be_worker
-from offload.swap.threads.shield import Executor, defer_signals, is_done, result_of
+from offload.swap.threads.shield import defer_signals, interrupted_in_waits
+from offload.swap.threads.worker import in_thread
 from offload.tiers.errors import OffloadError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
@@ -93,13 +93,11 @@ class BackgroundSave:
         with ExitStack() as unless_begun:
             held = unless_begun.enter_context(ExitStack())
             saver, folder, gate = self._begin(engine, path, state, held)
-            thread = Executor(1, thread_name_prefix="offload-checkpoint")
             with defer_signals:
-                self._end = thread.submit(self._run, saver, folder, gate, held)
+                self._end = in_thread("offload-checkpoint", self._run, saver, folder, gate, held)
                 saves.under_way = self
                 _under_way.add(self)
                 unless_begun.pop_all()
-            thread.shutdown(wait=False)  # it ends with the save
 
     # ---------------------------------------------------------------- on the model's thread
     def _begin(
@@ -128,12 +126,13 @@ class BackgroundSave:
     @property
     def has_ended(self) -> bool:
         """Whether `wait` would not block."""
-        return not self._is_mine or is_done(self._end)
+        return not self._is_mine or self._end.done()
 
+    @interrupted_in_waits
     def wait(self) -> None:
         """Block until it has ended; raises its error."""
         if self._is_mine:
-            result_of(self._end)
+            self._end.wait()
 
     def cancel(self) -> None:
         """Let the save end soon, and leave nothing."""
@@ -146,7 +145,6 @@ class BackgroundSave:
 
     # ---------------------------------------------------------------- on its thread
     def _run(self, saver: Saver, folder: PendingFolder, gate: SaveGate, held: ExitStack) -> None:
-        be_worker()
         try:
             with held:
                 self._write(saver, gate)
