@@ -78,7 +78,7 @@ def block(builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, e
     """Emit the work on elements start .. end; the value is their sum of squares, fp64."""
     whole = builder.sub(end, builder.urem(builder.sub(end, start), I64(SUM_LANES)))
     lanes = _vectors(builder, variant, at, start, whole)
-    sums = _Sums(builder, WIDTH)
+    sums = Lanes(builder, WIDTH)
     memory = cgutils.alloca_once(builder, ir.ArrayType(F64, SUM_LANES))
     for place, value in enumerate(lanes):
         sums.store_raw(value, memory, I64(place * WIDTH))
@@ -87,20 +87,11 @@ def block(builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, e
     return sums.sum_of(sums.add(low, high))
 
 
-class _Sums(Lanes):
-    """Lanes that hold sums."""
-
-    def add_square(self, value: Value, total: Value) -> Value:
-        """total + value * value; value is fp32, total fp64."""
-        wide = self.widen(value)
-        return self.fma(wide, wide, total)
-
-
 def _vectors(
     builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value
 ) -> list[Value]:
     """Rounds of SUM_LANES elements; the lanes' sums stay in registers."""
-    vector = _Sums(builder, WIDTH)
+    vector = Lanes(builder, WIDTH)
     places = range(SUM_LANES // WIDTH)
     totals = [cgutils.alloca_once(builder, vector.of(F64)) for _ in places]
     for total in totals:
@@ -118,13 +109,13 @@ def _elements(
     """The last fewer than SUM_LANES elements of an array, each into its lane."""
     with cgutils.for_range_slice(builder, start, end, I64(1), I64) as (index, _):
         lane = builder.sub(index, start)
-        single = _Sums(builder, 1)
+        single = Lanes(builder, 1)
         total = builder.bitcast(builder.gep(memory, [I64(0), lane]), single.of(F64).as_pointer())
         interleave([_step(single, variant, at, index, total)])
 
 
 def _step(
-    vector: _Sums, variant: Variant, at: Pointers, index: Value, total: Value
+    vector: Lanes, variant: Variant, at: Pointers, index: Value, total: Value
 ) -> Iterator[None]:
     """One vector of elements: load, (yield), compute, store, and add the squares to *total."""
     raw = vector.load_raw(STORAGE[variant.src], at.src, index)
@@ -136,5 +127,5 @@ def _step(
     stored = raw if same else vector.encode(variant.dst, value)
     vector.store_raw(stored, at.dst, index)
     value = vector.decode(variant.dst, stored)
-    builder = vector.builder
-    builder.store(vector.add_square(value, builder.load(total)), total)
+    wide, builder = vector.widen(value), vector.builder
+    builder.store(vector.fma(wide, wide, builder.load(total)), total)

@@ -220,13 +220,14 @@ class Lanes:
         width = WIDTH
         while width > 1:
             width //= 2
-            kind = ir.VectorType(I32, width)
-            halves = [
-                self.builder.shuffle_vector(a, a, ir.Constant(kind, list(places)))
-                for places in (range(width), range(width, 2 * width))
-            ]
+            halves = (self.shuffled(a, a, range(at, at + width)) for at in (0, width))
             a = self.builder.fadd(*halves)
         return self.builder.extract_element(a, I32(0))
+
+    def shuffled(self, a: Value, b: Value, places: Sequence[int]) -> Value:
+        """The lanes at `places` of a and, behind its own, of b."""
+        mask = ir.Constant(ir.VectorType(I32, len(places)), list(places))
+        return self.builder.shuffle_vector(a, b, mask)
 
     def widen(self, value: Value) -> Value:
         """fp32 to fp64 (exact)."""

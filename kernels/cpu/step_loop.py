@@ -73,12 +73,6 @@ def replay_loop(code: int) -> jit.Kernel:
     last, missed = jit.plan(code, _DIGEST), jit.plan(without_gradient(code), _DIGEST)
     span = SPAN // BLOCK if Variant.from_code(code).states is StateFormat.INT8 else SPAN
 
-    def replay_alone(arguments, constants, lo, hi):  # type: ignore[no-untyped-def]
-        for start in range(lo, hi, span):
-            stop = min(start + span, hi)
-            for row in range(len(constants)):
-                _step(missed, arguments[row], constants[row], start, stop)
-
     def replay(arguments, constants, lo, hi):  # type: ignore[no-untyped-def]
         for start in range(lo, hi, span):
             stop = min(start + span, hi)
@@ -86,7 +80,7 @@ def replay_loop(code: int) -> jit.Kernel:
                 _step(missed, arguments[row], constants[row], start, stop)
             _step(last, arguments[-1], constants[-1], start, stop)
 
-    return jit.compiled(replay_alone if last == missed else replay)
+    return jit.compiled(replay)
 
 
 @intrinsic(prefer_literal=True)

@@ -199,15 +199,15 @@ class CodeLanes(Lanes):
             return self._taken(table, index)
         half = WIDTH // 2
         parts = [slice(0, half), slice(half, WIDTH)]
-        low, high = (_part(builder, table, range(WIDTH)[part]) for part in parts)
+        low, high = (self.shuffled(table, table, range(WIDTH)[part]) for part in parts)
         found = []
         for part in parts:
-            lanes = _part(builder, index, range(WIDTH)[part])
+            lanes = self.shuffled(index, index, range(WIDTH)[part])
             either = [self._call("llvm.x86.avx2.permd", each, lanes) for each in (high, low)]
             sign = builder.shl(lanes, ir.Constant(lanes.type, [28] * half))  # bit 3
             is_high = builder.icmp_signed("<", sign, ir.Constant(lanes.type, [0] * half))
             found.append(builder.select(is_high, *either))
-        return _joined(builder, *found)
+        return self.shuffled(found[0], found[1], range(WIDTH))
 
     def _call(self, name: str, table: Value, index: Value) -> Value:
         """Emit the CPU's instruction itself: a pattern for it does not survive the compiler."""
@@ -284,17 +284,6 @@ class CodeLanes(Lanes):
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
 
-def _part(builder: ir.IRBuilder, value: Value, places: Sequence[int]) -> Value:
-    mask = ir.Constant(ir.VectorType(I32, len(places)), list(places))
-    return builder.shuffle_vector(value, value, mask)
-
-
-def _joined(builder: ir.IRBuilder, low: Value, high: Value) -> Value:
-    count = low.type.count + high.type.count
-    mask = ir.Constant(ir.VectorType(I32, count), list(range(count)))
-    return builder.shuffle_vector(low, high, mask)
-
-
 # ---------------------------------------------------------------- decoding
 def _decode_group(
     vector: CodeLanes, weights: WeightFormat, kind: Float, at: Pointers, number: Value,
@@ -330,8 +319,8 @@ def _line_decoder(
 
         if kind is Float.FP32:
             return from_bytes
-        return lambda start: _joined(
-            builder, from_bytes(start), from_bytes(builder.add(start, I64(WIDTH)))
+        return lambda start: vector.shuffled(
+            from_bytes(start), from_bytes(builder.add(start, I64(WIDTH))), range(2 * WIDTH)
         )
     table = vector.stored_bits(kind, levels(vector, code, kind, word))
     if kind is Float.FP32:

@@ -114,11 +114,6 @@ class Trace:
         return bool(self._expected.uses)
 
     @property
-    def cursor(self) -> int:
-        """The next expected position in this cycle: what `next_use` counts from."""
-        return self._cursor
-
-    @property
     def uses_left(self) -> float:
         """Uses until the end of this cycle, as far as that is expected."""
         uses = len(self._expected.uses)
