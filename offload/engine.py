@@ -142,13 +142,13 @@ class Engine(TieredModel):
             meshed=mesh is not None or any(is_dtensor(param) for param in model.parameters()),
         )  # fmt: skip
         discovery = self._discover(config)
-        self._find_tensor_parallel(config, data_ranks(mesh))
-        zero = config.zero
-        self._ranks = Ranks.join(
-            zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh,
-            _alike(config, discovery, model, self.spread),
-        )  # fmt: skip
         try:
+            self._find_tensor_parallel(config, data_ranks(mesh))
+            zero = config.zero
+            self._ranks = Ranks.join(
+                zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh,
+                _alike(config, discovery, model, self.spread),
+            )  # fmt: skip
             self._build(config, discovery, parameters, lazy)
         except BaseException:
             self.close("drop")
@@ -499,8 +499,10 @@ class Engine(TieredModel):
 
     def _close(self) -> None:
         self._closed = True
-        if self._ranks is not None:
-            self._ranks.watch.leave_after_error()  # before anything waits for the others
+        meshed = None if self._tensor_parallel is None else self._tensor_parallel.ranks
+        for ranks in (self._ranks, meshed):
+            if ranks is not None:
+                ranks.watch.leave_after_error()  # before anything waits for the others
         if self._activations is not None:
             self._activations.remove()
         super()._close()

@@ -121,8 +121,8 @@ class Dispatched(TieredModel):
         discovery = self._discover(config, frozen=True, only=only)
         if config.placement.kv is not None:
             discovery.cached = _cached_layers(model)
-        self._find_tensor_parallel(config, [machine.rank_here()])
         try:
+            self._find_tensor_parallel(config, [machine.rank_here()])
             self._build(config, discovery, lazy, only)
         except BaseException:
             self.close("drop")
@@ -145,6 +145,8 @@ class Dispatched(TieredModel):
         self._store.closed = self._CLOSED
         self._homes.let_wait(lambda: False)  # no update will give back copies
         self._load(first)
+        if self._tensor_parallel is not None:  # they have agreed on first values, and share no more
+            self._tensor_parallel.ranks.watch.close()
         self.values = WeightValues(self._store)
         self._give_out_values()
         self._attach_experts()

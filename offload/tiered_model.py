@@ -368,7 +368,11 @@ class TieredModel(abc.ABC):
         self._forget_finalizer()
         for refusal in self._refusals:
             refusal.remove()
-        self._close_all()
+        try:
+            self._close_all()
+        finally:
+            if self._tensor_parallel is not None:
+                self._tensor_parallel.ranks.watch.close()
 
     @abc.abstractmethod
     def _close_all(self) -> None:

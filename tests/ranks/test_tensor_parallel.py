@@ -115,9 +115,7 @@ def test_all_ranks_skip_a_step_in_which_one_overflows(small: list[tuple[Any, ...
 
 def test_a_rank_that_steps_alone_is_told(tmp_path: Path) -> None:
     told, _ = run_ranks(2, tmp_path, parallel_models.left_alone, str(tmp_path))
-    assert re.match(
-        r"RankError: rank 0: the all-gather of gradient norms among the ranks 0, 1", told
-    )
+    assert re.match(r"RankError: rank 0: .* among ranks 0, 1 failed .*: rank 1 has", told)
 
 
 @pytest.mark.slow

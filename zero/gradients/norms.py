@@ -116,7 +116,7 @@ class GradientNorms:
                 if self._spread:
                     self._count_experts(squares, rows, sharding, loss_scale)
             if self._tensor_parallel is not None:
-                squares = _added_up(self._tensor_parallel.exchange_sums(squares))
+                squares = _added_up(self._tensor_parallel.ranks.exchange_sums(squares))
             self._norms = _norms_of(squares, loss_scale)
         return self._norms
 

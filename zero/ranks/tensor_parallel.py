@@ -12,23 +12,18 @@ ranks get the same number, so all clip, skip and scale alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from offload.swap.threads.lanes import Lane, WaitFor
-from offload.tiers.errors import ConfigError, RankError, UnsupportedError
-from offload.zero.ranks.collectives import Group, all_gather_flat
-from offload.zero.ranks.ranks import control_device
+from offload.tiers.errors import ConfigError, UnsupportedError
+from offload.zero.ranks.ranks import Ranks
 from offload.zero.tensors.local_tensors import is_dtensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -36,9 +31,7 @@ if TYPE_CHECKING:
 class TensorParallel:
     """This rank among those that have parts of the same parameters."""
 
-    group: Group  # not the model's group, whose collectives would interleave
-    device: torch.device
-    lane: Lane = field(default_factory=lambda: Lane(WaitFor.RANKS))
+    ranks: Ranks  # with process groups of their own: the model's collectives would interleave
 
     @classmethod
     def find(
@@ -51,19 +44,20 @@ class TensorParallel:
         Raises UnsupportedError for DTensors that cannot be trained, ConfigError if `data_ranks` and
         the mesh have more than this rank in common.
         """
-        found: tuple[int, ...] | None = None
+        mesh: DeviceMesh | None = None
+        found: tuple[int, ...] = ()
         for name, param in params:
             if not is_dtensor(param):
                 continue
             _check(name, param)
             ranks = tuple(int(rank) for rank in param.device_mesh.mesh.flatten())
-            if found is not None and ranks != found:
+            if mesh is not None and ranks != found:
                 raise UnsupportedError(
                     f"{name} is a DTensor on the ranks {_listed(ranks)}, others of this model are "
                     f"on {_listed(found)}; parallelise all of a model on one mesh dimension"
                 )
-            found = ranks
-        if found is None:
+            mesh, found = param.device_mesh, ranks
+        if mesh is None:
             return None
         if len(set(found) & set(data_ranks)) > 1:
             raise ConfigError(
@@ -72,51 +66,18 @@ class TensorParallel:
                 'mesh=mesh["dp"]), with the data-parallel dimension of the mesh that '
                 "parallelize_module got the other one of"
             )
-        group = dist.new_group(
-            list(found), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
-        )
-        assert group is not None, "a DTensor with a part here is on this rank"
-        return cls(group, device)
+        return cls(Ranks.meet(0, None, device, timeout_s, mesh))
 
     def counted_elsewhere(self, params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
         """Return the indices of those that are whole on every rank and counted by the first one."""
-        if self.group.rank() == 0:
+        if self.ranks.rank == 0:
             return frozenset()
         return frozenset(index for index, param in enumerate(params) if not _is_sharded(param))
-
-    def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
-        """Return the numbers of each rank, one row each: summed over ranks, they stand for the
-        whole model."""
-        sums = torch.tensor(mine, dtype=torch.float64, device=control_device(self.device))
-        rows = sums.new_empty(self.group.size() * len(mine))
-        with self._together("the all-gather of gradient norms"):
-            all_gather_flat(rows, sums, self.group)
-        return rows.cpu().numpy().reshape(-1, len(mine))
 
     def agree_on(self, param: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
         """Return initial values of a parameter's local part; if it is whole everywhere, the first
         rank's."""
-        if _is_sharded(param):
-            return values
-        moved = values.detach().to(control_device(self.device), copy=True).contiguous()
-        with self._together("the broadcast of initial values"):
-            dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=0)
-        return moved.to(values.device)
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Inside, RankError is raised if another rank does not come."""
-        try:
-            with self.lane.waiting():
-                yield
-        except RuntimeError as error:
-            ranks = tuple(dist.get_process_group_ranks(self.group))
-            raise RankError(
-                f"rank {dist.get_rank()}: {what} among the ranks {_listed(ranks)} of the model's "
-                f"mesh failed: {error}; one of them has failed, or steps and uses of param.grad "
-                "are not alike on all of them",
-                ranks=ranks,
-            ) from error
+        return values if _is_sharded(param) else self.ranks.from_first(values)
 
 
 def _is_sharded(param: torch.nn.Parameter) -> bool:

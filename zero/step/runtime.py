@@ -340,7 +340,7 @@ class Runtime:
     # ---------------------------------------------------------------- the whole
     def lanes(self) -> list[Lane]:
         """Return the lanes that the model's thread waits for, beside its states."""
-        meshed = [] if self.tensor_parallel is None else [self.tensor_parallel.lane]
+        meshed = [] if self.tensor_parallel is None else [self.tensor_parallel.ranks.watch.lane]
         return [self.updates.lane, *self.rank_work.lanes(), *meshed]
 
     @interrupted_in_waits
@@ -357,7 +357,10 @@ class Runtime:
     def ending(self) -> Callable[[], None]:
         """Return a function that ends all threads. It keeps no model, unless an update is pending:
         for an engine that is dropped together with its model."""
-        return partial(_end, weakref.ref(self.store), self.updates, self.rank_work.ending())
+        ends = [self.updates.close, self.rank_work.ending()]
+        if self.tensor_parallel is not None:
+            ends.append(self.tensor_parallel.ranks.watch.close)
+        return partial(_end, weakref.ref(self.store), ends)
 
     def close(self, why: str | None = None) -> None:
         """Stop the update thread, remove the hooks, release all parameters (see
@@ -373,11 +376,10 @@ class Runtime:
         self.gradients.clear("the engine is closed")
 
 
-def _end(store: weakref.ref[WeightStore], updates: UpdateQueue, ranks: Callable[[], None]) -> None:
+def _end(store: weakref.ref[WeightStore], ends: Sequence[Callable[[], None]]) -> None:
     alive = store()
     if alive is not None:  # at interpreter exit: later finalisers find it closed
         alive.refuse_use()
-    try:
-        updates.close()
-    finally:
-        ranks()
+    with ExitStack() as last_first:  # each one also where another fails
+        for end in reversed(ends):
+            last_first.callback(end)
