@@ -18,7 +18,7 @@ from offload.config import OffloadConfig
 from offload.errors import BudgetError, ConfigError, ModifiedError, UnsupportedError
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
-from offload.planning.step.traffic import find_copies
+from offload.planning.step.memory import find_copies
 from offload.tiers.tier import Tier
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import ParamShape

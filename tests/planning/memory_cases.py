@@ -65,12 +65,6 @@ class Case:
         return discover(build_meta_model(config), config.groups.blocks).shape()
 
 
-@dataclass(frozen=True)
-class Predicted:
-    memory: MemoryEstimate
-    host_slack_nbytes: int  # of gradients whose update within backward is late
-
-
 def draw(size: str, seed: int, folder: Path) -> Case:
     """A case of `size` that a plan can be made for; the same for the same seed."""
     for attempt in range(100):
@@ -136,7 +130,7 @@ def _budgets(case: Case, host: str, *, tight_nvme: bool) -> dict[str, int]:
     return {str(tier): nbytes for tier, nbytes in budgets.items()}
 
 
-def predict(case: Case, baseline: Baseline, *, activations: bool) -> Predicted:
+def predict(case: Case, baseline: Baseline, *, activations: bool) -> MemoryEstimate:
     """Peaks of a case; without `activations` those of the ledger alone are right."""
     config, shape = case.loaded(), case.shape()
     plan = lay_out_plan(config, shape, _PLENTY)
@@ -145,13 +139,7 @@ def predict(case: Case, baseline: Baseline, *, activations: bool) -> Predicted:
     facts = ActivationFacts(0, 0, 0, _NOTHING, _NOTHING)
     if activations or plan.activations is not None:
         facts = trace_activations(build_meta_model(config), config, workload)
-    memory = PlannedMemory(plan, config, shape, facts, workload, baseline).estimate()
-    late = 0
-    if case.own_loop:
-        pairs = zip(plan.groups, plan.gradients, strict=True)
-        late = sum(sorted(group.gradients for group, home in pairs if home is Tier.NVME)[-3:])
-    left = plan.budgets[Tier.HOST] - memory.ledger_peaks[Tier.HOST]
-    return Predicted(memory, max(0, min(late, left)))
+    return PlannedMemory(plan, config, shape, facts, workload, baseline).estimate()
 
 
 def measure(cases: list[Case]) -> list[dict[str, Any]]:

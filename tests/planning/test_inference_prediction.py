@@ -66,6 +66,7 @@ def test_peaks_and_bytes_of_a_pass_are_predicted(name: str, tmp_path: Path) -> N
     facts = trace_activations(meta, config, workload, trains=False)
     found = PlannedMemory(plan, config, shape, facts, workload, Baseline(0)).estimate()
     assert peaks["nvme"] == found.ledger_peaks[Tier.NVME]
-    assert peaks["host"] == pytest.approx(found.ledger_peaks[Tier.HOST], rel=0.03)
+    assert peaks["host"] <= found.ledger_peaks[Tier.HOST]
+    assert peaks["host"] == found.ledger_peaks[Tier.HOST] or Tier.HOST in found.bounds
     predicted = step_traffic(plan, config, shape, None, workload).total.read
     assert predicted == pytest.approx(per_pass, rel=0.03)

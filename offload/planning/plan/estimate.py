@@ -48,8 +48,8 @@ class MemoryEstimate:
     places: Mapping[Tier, PlaceEstimate]
     ledger_peaks: Mapping[Tier, int]  # what the ledger of each tier will have reached
     checkpoint_nbytes: int  # on disk, of one saved checkpoint
-    # Of these the ledger's peak depends on the moment (how far writes are behind), and what is
-    # predicted is the most.
+    # Of these the ledger's peak depends on the moment (how far moves are behind), and what is
+    # predicted is the most that it can be; of the others it is exact.
     bounds: frozenset[Tier] = frozenset()
 
 

@@ -2,11 +2,17 @@
 its files.
 
     ledger    device   what the plan expects there, and mirrors (GPU)
-              host     what the plan expects there, and copies of what lives on nvme (`traffic`)
+              host     what the plan expects there, and copies of what lives on nvme, as the
+                       runtime's own scheduler keeps them (`planned_run`)
               nvme     at most: homes there, new versions beside the old ones, activations
     RAM       the part of the host tier that is ever touched, and of the device tier on a CPU
               + tensors of one forward and backward (`ActivationFacts`)
               + interpreter, libraries and kernels (`Baseline`)
+
+The ledger's peaks are exact, but for those that depend on when moves end (`MemoryEstimate.bounds`):
+of these the most is predicted that can come. That is the budget where copies found no room, since
+the order of sizes then decides what fits; and where updates in backward use up gradients whose home
+is nvme, all of these at once.
 
 All arenas are touched to their peaks by the end of the second step and pages are not given back, so
 that from then on every peak of the activations coincides with all of the states. The only other
@@ -16,6 +22,7 @@ candidate is the loading of the largest group, whose first values are there in f
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -29,7 +36,8 @@ from offload.planning.plan.plan import (
     tried_groups,
 )
 from offload.planning.plan.sizes import CLASSES, ITEMSIZE
-from offload.planning.step.traffic import find_copies
+from offload.planning.step.planned_run import PlannedRun
+from offload.planning.step.representatives import representatives
 from offload.tiers.ledger import StateClass
 from offload.tiers.pinning import EXTENT_NBYTES
 from offload.tiers.tier import TIERS, Tier
@@ -43,6 +51,8 @@ if TYPE_CHECKING:
     from offload.planning.plan.workload import Workload
     from offload.zero.groups.model_shape import ModelShape
 
+_MOST_CHUNKS_HELD = 1000  # whose copies are looked at one by one, as no bytes are asked for
+_MOST_COPIED = 2048  # groups whose copies are looked at one by one
 _FILE_GROWTH_NBYTES = 256 << 20  # as `swap/io/block_store.py` lengthens a file
 # Beside a parameter's values: its entry in the manifest, and one in the header of each file.
 _NAMED_NBYTES, _TENSOR_NBYTES = 230, 120
@@ -51,6 +61,37 @@ _SHOWN_AS = {
     each: MemoryClass.CACHE if each is StateClass.KV else MemoryClass(str(each))
     for each in StateClass
 }
+
+
+@dataclass(frozen=True)
+class PeakCopies:
+    """The host tier's copies of states on nvme or in codes, at their peak."""
+
+    nbytes: int
+    gradients_nbytes: int  # most of them
+    written_nbytes: int  # most bytes of gradients on nvme: those that find room never go there
+    touched_nbytes: int  # of host memory that copies have ever lain in
+    staged: bool  # whether chunks pass through the staging buffers
+    found_no_room: bool  # whether some had to go, or did not come
+
+
+def find_copies(plan: Plan, config: OffloadConfig, model: ModelShape, passes: int) -> PeakCopies:
+    """Find the copies beside the homes in host memory, in steps of `passes`. In a long run every
+    expert is touched and leaves copies, and so do pages of caches on nvme as far as there is room.
+    """
+    if not plan.copies_on_host:
+        return PeakCopies(0, 0, 0, 0, staged=False, found_no_room=False)
+    experts = representatives(plan, model, None, _MOST_COPIED)
+    run = PlannedRun(plan, config, experts, passes, most_chunks=_MOST_CHUNKS_HELD)
+    account, arena = run.memory.account, run.memory.arena
+    on_nvme = plan.expected[Tier.NVME].get(StateClass.KV, 0)
+    pages = min(arena.nbytes - account.peak_nbytes, on_nvme)
+    return PeakCopies(
+        account.peak_nbytes + pages, account.peak_by_class[StateClass.GRADIENTS],
+        run.files.peak_nbytes,
+        min(arena.nbytes, arena.high_water_nbytes + pages), run.stages,
+        run.memory.found_no_room or pages < on_nvme,
+    )  # fmt: skip
 
 
 class PlannedMemory:
@@ -83,21 +124,37 @@ class PlannedMemory:
         for tier in TIERS:
             if tier.capacity_nbytes and plan.total(tier):
                 held[tier] = {**self._expected(tier), MemoryClass.ACTIVATIONS: self._waiting(tier)}
-        # how far moves are behind decides it
-        is_bound = on_nvme[MemoryClass.STAGING] + on_nvme[MemoryClass.ACTIVATIONS] > 0 or (
-            self._config.optimizer.in_backward is True and on_nvme[MemoryClass.GRADIENTS] > 0
-        )
+        host = plan.total(Tier.HOST) + self._copies.nbytes + self._late_nbytes
+        if self._copies.found_no_room:
+            host = plan.budgets[Tier.HOST]
+        moves = on_nvme[MemoryClass.STAGING] + on_nvme[MemoryClass.ACTIVATIONS] > 0
+        is_bound = {
+            Tier.DEVICE: plan.gpu and self._mirrors < mirrors_nbytes(plan),
+            Tier.HOST: not self._copies_are_exact,
+            Tier.NVME: moves or (on_nvme[MemoryClass.GRADIENTS] > 0 and not self._copies_are_exact),
+        }
         return MemoryEstimate(
             places={tier: self._place(there[tier], by_class) for tier, by_class in held.items()},
             ledger_peaks={
                 **{tier: plan.total(tier) for tier in TIERS},
                 Tier.DEVICE: plan.total(Tier.DEVICE) + self._mirrors,
-                Tier.HOST: plan.total(Tier.HOST) + self._copies.nbytes,
+                Tier.HOST: min(plan.budgets[Tier.HOST], host),
                 Tier.NVME: sum(on_nvme.values()),
             },
             checkpoint_nbytes=checkpoint_nbytes(plan, self._config, self._model),
-            bounds=frozenset({Tier.NVME} if is_bound else ()),
+            bounds=frozenset(tier for tier, bound in is_bound.items() if bound),
         )
+
+    @property
+    def _late_nbytes(self) -> int:
+        """Most bytes of gradients whose update within backward is late, which come on top."""
+        if self._config.optimizer.in_backward is not True:
+            return 0
+        return self._plan.expected[Tier.NVME].get(StateClass.GRADIENTS, 0)
+
+    @property
+    def _copies_are_exact(self) -> bool:
+        return not (self._copies.found_no_room or self._late_nbytes)
 
     def _expected(self, tier: Tier) -> ByClass:
         """Return the bytes that the plan expects in a tier, without the window of activations."""
@@ -215,8 +272,8 @@ class PlannedMemory:
         A piece has one valid version there, and at most one more: a new one while it is written, or
         an old one that is still read, or kept until an update on trial is accepted; a save beside
         training keeps another one. No more is on its way than host memory has room for, beside the
-        homes there. Gradients have one version: an old sum is freed before the next one is written.
-        Moves without room wait.
+        homes there. Gradients have one version: an old sum is freed before the next one is written;
+        those that stay in memory never come. Moves without room wait.
         """
         plan, by_class = self._plan, self._expected(Tier.NVME)
         left = max(0, plan.budgets[Tier.NVME] - sum(by_class.values()))
@@ -229,6 +286,8 @@ class PlannedMemory:
         moving = min(versions * replaced, self._movable_nbytes + kept, left)
         by_class[MemoryClass.STAGING] += moving
         by_class[MemoryClass.ACTIVATIONS] = min(self._activations_on_disk, left - moving)
+        if self._copies_are_exact and plan.sharding.world_size == 1:
+            by_class[MemoryClass.GRADIENTS] = self._copies.written_nbytes
         return by_class
 
     @property

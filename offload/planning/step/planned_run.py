@@ -36,7 +36,7 @@ from offload.planning.step.program import (
     write_program,
 )
 from offload.planning.step.representatives import Representatives
-from offload.tiers.ledger import StateClass
+from offload.tiers.ledger import StateClass, TierAccount
 from offload.tiers.tier import Tier
 from offload.zero.groups.fetching import REPEATS, Fetcher, PendingUpdates
 
@@ -72,6 +72,7 @@ class PlannedRun(PendingUpdates):
         # nothing fetches weights of these groups between their first gradient and their last
         self._recomputed = blocks if recomputes else set()
         self.memory, self._host = pool_of(plan.budgets[Tier.HOST] - plan.total(Tier.HOST))
+        self.files = TierAccount(plan.budgets[Tier.NVME])  # of gradients that were written
         self._fetcher = Fetcher(plan.prefetch)
         self._fetcher.updates = self
         self._trace = self._fetcher.trace
@@ -135,7 +136,7 @@ class PlannedRun(PendingUpdates):
     def stages(self) -> bool:
         """Whether chunks without a copy pass through the update's buffers. An update ahead of the
         forward finds less room than in this simulation, where forward has reached its group."""
-        return self._staged or self._host.evictions > 0
+        return self._staged or self.memory.found_no_room
 
     def _load(self) -> None:
         """Load the first values, which pass through memory by group and leave copies there."""
@@ -160,7 +161,7 @@ class PlannedRun(PendingUpdates):
         self._lock()
         for group in self._groups.values():
             if group.is_used_up:
-                group.gradients.evict()
+                self._drop_gradients(group)
                 group.is_used_up = False
         while self._old:
             self._old.pop().free()
@@ -275,6 +276,15 @@ class PlannedRun(PendingUpdates):
 
     def _write_gradients(self, group: PlannedGroup) -> None:
         self._moved.written += group.gradients.nbytes
+        if not group.is_written:
+            self.files.move(StateClass.GRADIENTS, group.gradients.nbytes)
+            group.is_written = True
+
+    def _drop_gradients(self, group: PlannedGroup) -> None:
+        group.gradients.evict()
+        if group.is_written:
+            self.files.move(StateClass.GRADIENTS, -group.gradients.nbytes)
+            group.is_written = False
 
     # ---------------------------------------------------------------- updates
     def _update(self, group: PlannedGroup) -> None:
@@ -297,7 +307,7 @@ class PlannedRun(PendingUpdates):
         if is_tried:  # gradients stay for a step that has to be redone
             group.is_used_up = True
         else:
-            gradients.evict()
+            self._drop_gradients(group)
         self._pending.discard(group.group)
         if not (self._plan.gpu and {kind.tier for kind in group.kinds} <= {Tier.DEVICE}):
             group.is_mirrored = False

@@ -51,6 +51,7 @@ class PlannedTier:
     def __init__(self, nbytes: int) -> None:
         self.arena = Arena(max(0, nbytes))
         self.account = TierAccount(self.arena.nbytes)
+        self.found_no_room = False  # for something, at some time
 
     @property
     def used_nbytes(self) -> int:
@@ -61,7 +62,9 @@ class PlannedTier:
         return self.arena.nbytes - self.account.used_nbytes
 
     def fits(self, nbytes: int) -> bool:
-        return nbytes <= min(self.free_nbytes, self.arena.largest_free_nbytes)
+        fits = nbytes <= min(self.free_nbytes, self.arena.largest_free_nbytes)
+        self.found_no_room |= not fits
+        return fits
 
     def lease(self, nbytes: int, *, owner: str, state_class: StateClass) -> PlannedLease:
         """A range, possibly in pieces. Raises TierFullError."""
@@ -170,6 +173,7 @@ class PlannedGroup:
         self.bring_at: Callable[[float | None], bool] = lambda next_use: True
         self.has_gradients = False  # since the first step
         self.is_used_up = False  # its gradients are read only if the step is redone
+        self.is_written = False  # its gradients are on nvme, whether or not a copy is in memory
         self.is_mirrored = False  # its mirror on the device is valid
         self._fetcher = fetcher
         # uses until one of those that it stands for is used again

@@ -1,22 +1,16 @@
-"""The bytes that a step moves over every link, by action, and the copies that host memory holds
-meanwhile: of a step in a long run (`planned_run`), with saved activations and KV caches.
-
-Copies are kept until their place is needed, so they grow to all that may ever be copied or to the
-end of the budget. Between these two their peak depends on which sizes follow each other, and is
-taken from the planned steps, too.
+"""The bytes that a step moves over every link, by action: of a step in a long run (`planned_run`),
+with saved activations and KV caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.planning.plan.plan import Plan
 from offload.planning.step.planned_run import PlannedRun
 from offload.planning.step.program import Bytes, Move, Verb
 from offload.planning.step.representatives import representatives
-from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import ModelShape
 
@@ -25,9 +19,6 @@ if TYPE_CHECKING:
     from offload.planning.activations.facts import ActivationFacts
     from offload.planning.plan.kv_plan import KVPlan
     from offload.planning.plan.workload import Workload
-
-_MOST_CHUNKS_HELD = 1000  # whose copies are looked at one by one where no bytes are asked for
-_MOST_COPIED = 2048  # groups whose copies are looked at one by one
 
 
 def step_traffic(
@@ -88,30 +79,3 @@ def _spread(whole: Bytes, verb: Verb, model: ModelShape, moves: Sequence[Move]) 
     count = len(inside) // (inside[-1].action.number + 1) or 1
     for index, move in enumerate(inside):
         move.nbytes.add(whole.part(index % count, count))
-
-
-@dataclass(frozen=True)
-class PeakCopies:
-    """The host tier's copies of states on nvme or in codes, at their peak."""
-
-    nbytes: int
-    gradients_nbytes: int  # most of them
-    touched_nbytes: int  # of host memory that copies have ever lain in
-    staged: bool  # whether chunks pass through the staging buffers
-
-
-def find_copies(plan: Plan, config: OffloadConfig, model: ModelShape, passes: int) -> PeakCopies:
-    """Find the copies beside the homes in host memory, in steps of `passes`. In a long run every
-    expert is touched and leaves copies, and so do pages of caches on nvme as far as there is room.
-    """
-    if not plan.copies_on_host:
-        return PeakCopies(0, 0, 0, staged=False)
-    experts = representatives(plan, model, None, _MOST_COPIED)
-    run = PlannedRun(plan, config, experts, passes, most_chunks=_MOST_CHUNKS_HELD)
-    account, arena = run.memory.account, run.memory.arena
-    on_nvme = plan.expected[Tier.NVME].get(StateClass.KV, 0)
-    pages = min(arena.nbytes - account.peak_nbytes, on_nvme)
-    return PeakCopies(
-        account.peak_nbytes + pages, account.peak_by_class[StateClass.GRADIENTS],
-        min(arena.nbytes, arena.high_water_nbytes + pages), run.stages,
-    )  # fmt: skip
