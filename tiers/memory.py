@@ -21,7 +21,6 @@ from offload.tiers import accelerator
 from offload.tiers.errors import BudgetError, UnsupportedError
 from offload.tiers.host_region import HostRegion
 from offload.tiers.pinning import Pins
-from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 
 _LEAST_BLOCK_NBYTES, _MOST_BLOCKS = 64 << 10, 1 << 16  # in which it is known what was touched
@@ -56,15 +55,6 @@ class Memory(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
-
-
-def open_memory(tier: Tier, nbytes: int, device: torch.device) -> Memory:
-    """The memory of a tier; of `device` in host memory, unless that is an accelerator."""
-    if tier.open_memory is not None:
-        return tier.open_memory(nbytes, device)
-    if tier.on_device and accelerator.is_accelerator(device):
-        return DeviceMemory(nbytes, device)
-    return HostMemory(nbytes, pin_for=device)
 
 
 class HostMemory(Memory):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from offload.tiers import accelerator
 from offload.tiers.arena import Arena
 from offload.tiers.errors import StateError, TierFullError
 from offload.tiers.ledger import Ledger, StateClass
-from offload.tiers.memory import Memory
+from offload.tiers.memory import DeviceMemory, HostMemory, Memory
 from offload.tiers.tier import PAGE_NBYTES, Extent, Tier
 from offload.tiers.units import format_bytes, round_up
 
@@ -26,6 +27,20 @@ class MemoryTier:
         ledger.audit(name, self.arena)
         ledger.audit(name, self._beyond)
         self._memory = memory
+
+    @classmethod
+    def open(
+        cls, tier: Tier, budget_nbytes: int, device: torch.device, ledger: Ledger
+    ) -> MemoryTier:
+        """Open a tier beside `device`, in host memory unless the tier or an accelerator has its
+        own."""
+        if tier.open_memory is not None:
+            memory = tier.open_memory(budget_nbytes, device)
+        elif tier.on_device and accelerator.is_accelerator(device):
+            memory = DeviceMemory(budget_nbytes, device)
+        else:
+            memory = HostMemory(budget_nbytes, pin_for=device)
+        return cls(tier, budget_nbytes, memory, ledger)
 
     def lease(
         self, nbytes: int, *, owner: str, state_class: StateClass, in_parts: bool = False

@@ -39,7 +39,6 @@ from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, OldBytes, StateClass
-from offload.tiers.memory import open_memory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
@@ -88,8 +87,7 @@ class TieredHomes:
             for tier in TIERS:
                 if not tier.is_file:
                     budget = plan.budgets[tier]
-                    memory = open_memory(tier, budget, device)
-                    self._memory[tier] = MemoryTier(tier, budget, memory, self.ledger)
+                    self._memory[tier] = MemoryTier.open(tier, budget, device, self.ledger)
             self.pool = SlotPool(self._memory[Tier.HOST], self.lock)
             self._device = DeviceHomes(plan, self._memory[Tier.DEVICE], device, self.lock)
             opened.callback(self._device.close)
