@@ -54,72 +54,6 @@ _AUTOCAST = ("bf16-mixed", "16-mixed")
 _LIGHTNINGS = "lightning"  # a key of a checkpoint's state: Lightning's part, as torch.save packs it
 
 
-class _EngineMaker:
-    """The configuration, and the engine that is created from it once."""
-
-    def __init__(self, config: Source, weights: StrPath | None) -> None:
-        self._loaded = OffloadConfig.load({} if config is None else config)  # errors come now
-        self.named = named_keys({} if config is None else config)
-        self._weights = None if weights is None else path_of(weights, "weights")
-        self.engine: Engine | None = None
-
-    def settled(
-        self, device: torch.device, precision: str, others: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the configuration, with what the YAML leaves open taken from Lightning. Raise
-        ConfigError if both name a setting."""
-        named = self.named
-        kind = named.get("device", "auto")
-        if kind not in ("auto", device.type):
-            raise ConfigError(
-                f"device: {kind} in the offload configuration, and Lightning computes on "
-                f"{device.type}; pass accelerator={kind!r}, or leave device out"
-            )
-        merged = {**self._loaded.to_dict(), "device": device.type}
-        merged["precision"] = self.precision(precision)
-        merged |= {key: value for key, value in others.items() if named.get(key) is None}
-        return merged
-
-    def precision(self, lightnings: str) -> str:
-        """Return the engine's precision for one of Lightning's `precision=`."""
-        ours = self.named.get("precision")
-        theirs = "fp32" if lightnings in _AUTOCAST else _OWN.get(lightnings)
-        if lightnings not in ("32-true", *_OWN, *_AUTOCAST):
-            raise UnsupportedError(
-                f"precision={lightnings!r} of Lightning has no counterpart here; use 32-true, "
-                f"{', '.join((*_OWN, *_AUTOCAST))}"
-            )
-        if None not in (ours, theirs) and ours != theirs:
-            raise ConfigError(
-                f"precision: {ours} in the offload configuration, and Lightning has "
-                f"precision={lightnings!r}, which is precision: {theirs} here; name one of them"
-            )
-        return ours or theirs or "fp32"
-
-    def make(self, module: nn.Module, client: ClientOptimizer | None, config: Any) -> Engine:
-        """Return the engine of `module`, with the client's numbers; without a client, for
-        evaluation, the engine that the model has."""
-        if client is not None:
-            named = dict(self.named.get("optimizer") or {})
-            config = {**config, "optimizer": client.merged(named)}
-        loaded = OffloadConfig.load(config)
-        current = next((e for e in tiers_of(module) if isinstance(e, Engine)), None)
-        mine = current is not None and current.module is module
-        if current is not None and mine and client is None and _computes_alike(current, loaded):
-            self.engine = current  # for evaluation, whichever trainer trains
-            return current
-        self.engine = engine_for(
-            module, loaded, parameters=None if client is None else client.groups,
-            weights=self._weights,
-        )  # fmt: skip
-        return self.engine
-
-
-def _computes_alike(engine: Engine, config: OffloadConfig) -> bool:
-    kind = config.device if config.device != "auto" else engine.device.type
-    return engine.config.precision == config.precision and engine.device.type == kind
-
-
 class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
     """A strategy for `lightning.Trainer(strategy=OffloadStrategy("offload.yaml"))`.
 
@@ -144,16 +78,19 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
         self, config: Source = None, *, weights: StrPath | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self._maker = _EngineMaker(config, weights)
+        self._loaded = OffloadConfig.load({} if config is None else config)  # errors come now
+        self._named = named_keys({} if config is None else config)
+        self._weights = None if weights is None else path_of(weights, "weights")
+        self._engine: Engine | None = None
         self._states: Path | None = None  # of the checkpoint that is being loaded
 
     @property
     def engine(self) -> Engine:
         """The engine that trains the LightningModule, open until `engine.close()`. Raises
         StateError before Trainer has set up the model."""
-        if self._maker.engine is None:
+        if self._engine is None:
             raise StateError("Trainer makes the engine in fit, validate, test or predict; call one")
-        return self._maker.engine
+        return self._engine
 
     # ---------------------------------------------------------------- processes
     # One per device, as in DDPStrategy, started by Lightning or by `torchrun`. That is no base:
@@ -222,22 +159,46 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
         self.optimizers = [engine.optimizer]
 
     def _make(self, trainer: Any, client: ClientOptimizer | None) -> Engine:
-        module, plugin = self.lightning_module, self.precision_plugin
+        """Make the engine, with the client's numbers; without a client, for evaluation, keep the
+        one that the model has."""
+        module = self.lightning_module
         self._refuse(trainer)
-        others = {}
-        if self._maker.precision(_name_of(plugin)) != "fp32" and not trainer.fast_dev_run:
-            # how sums of 16-bit gradients are planned; in fp32 it changes nothing
-            others["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
-        config = self._maker.settled(self.root_device, _name_of(plugin), others)
-        engine = self._maker.make(module, client, config)
+        config = self._settled(trainer, client)
+        engine = next((e for e in tiers_of(module) if isinstance(e, Engine)), None)
+        if client is not None or engine is None or not _computes_alike(engine, module, config):
+            engine = engine_for(
+                module, config, parameters=None if client is None else client.groups,
+                weights=self._weights,
+            )  # fmt: skip
+        self._engine = engine
         _update_properties(module, device=self.root_device)
         own = _plugin_of(engine)
         if own is not None:
             self._precision_plugin = own
         return engine
 
+    def _settled(self, trainer: Any, client: ClientOptimizer | None) -> OffloadConfig:
+        """Return the configuration, with what the YAML leaves open taken from Lightning. Raise
+        ConfigError if both name a setting."""
+        named, device = self._named, self.root_device.type
+        kind = named.get("device", "auto")
+        if kind not in ("auto", device):
+            raise ConfigError(
+                f"device: {kind} in the offload configuration, and Lightning computes on "
+                f"{device}; pass accelerator={kind!r}, or leave device out"
+            )
+        precision = _precision(named.get("precision"), _name_of(self.precision_plugin))
+        settled = {**self._loaded.to_dict(), "device": device, "precision": precision}
+        is_open = named.get("gradient_accumulation_steps") is None and not trainer.fast_dev_run
+        if precision != "fp32" and is_open:
+            # how sums of 16-bit gradients are planned; in fp32 it changes nothing
+            settled["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
+        if client is not None:
+            settled["optimizer"] = client.merged(dict(named.get("optimizer") or {}))
+        return OffloadConfig.load(settled)
+
     def _refuse(self, trainer: Any) -> None:
-        clip = self._maker.named.get("clip_grad_norm")
+        clip = self._named.get("clip_grad_norm")
         if clip is not None and trainer.gradient_clip_val:
             raise ConfigError(
                 f"clip_grad_norm: {clip} in the offload configuration, and Trainer has "
@@ -355,6 +316,27 @@ class _OffloadHalfPrecision(HalfPrecision):  # type: ignore[misc]
         with self.engine.runtime.scaled_backward() as scale:
             scaled = tensor if scale == 1.0 else tensor * scale
             super().backward(scaled, model, *args, **kwargs)
+
+
+def _computes_alike(engine: Engine, module: nn.Module, config: OffloadConfig) -> bool:
+    found = engine.module, engine.device.type, engine.config.precision
+    return found == (module, config.device, config.precision)
+
+
+def _precision(ours: str | None, lightnings: str) -> str:
+    """Return the engine's precision for one of Lightning's `precision=`; `ours` is the YAML's."""
+    theirs = "fp32" if lightnings in _AUTOCAST else _OWN.get(lightnings)
+    if lightnings not in ("32-true", *_OWN, *_AUTOCAST):
+        raise UnsupportedError(
+            f"precision={lightnings!r} of Lightning has no counterpart here; use 32-true, "
+            f"{', '.join((*_OWN, *_AUTOCAST))}"
+        )
+    if None not in (ours, theirs) and ours != theirs:
+        raise ConfigError(
+            f"precision: {ours} in the offload configuration, and Lightning has "
+            f"precision={lightnings!r}, which is precision: {theirs} here; name one of them"
+        )
+    return ours or theirs or "fp32"
 
 
 def _name_of(plugin: Any) -> str:
