@@ -145,7 +145,6 @@ class ChangedWeights:
         self._experts = _experts(saved, change)
         self._names = {saved.names[name] for name in linear} | self._experts  # in files
         _check_chosen(saved, model, change, self._names)
-        self._raw: dict[str, tuple[Tensor, int]] = {}  # bytes, and how many have come
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in saved.tensors.items():
             if name in self._names:
@@ -167,22 +166,14 @@ class ChangedWeights:
         return {"quantization_config": said}
 
     def write(self, write: Write) -> None:
-        self._saved.write(partial(self._take, write))
+        self._saved.write(partial(self._take, write), self._names)
 
     def _take(self, write: Write, name: str, raw: Tensor) -> None:
         if name not in self._names:
             write(name, raw)
             return
         like = self._saved.tensors[name]
-        if name not in self._raw:
-            self._raw[name] = torch.empty(like.nbytes, dtype=torch.uint8), 0
-        whole, there = self._raw[name]
-        whole[there : there + raw.numel()] = raw
-        self._raw[name] = whole, there + raw.numel()
-        if there + raw.numel() < like.nbytes:
-            return
-        del self._raw[name]
-        tensor = whole.view(like.dtype).view(like.shape)
+        tensor = raw.view(like.dtype).view(like.shape)
         made = encoded(name, tensor, self._change.target, expert=name in self._experts)
         for end, part in made.items():
             write(_part(name, end), part.contiguous().view(-1).view(torch.uint8))

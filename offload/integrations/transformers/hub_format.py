@@ -80,25 +80,31 @@ class ModelInHubFormat:
                     experts[target] = name
         self.tensors, self.names, self.experts = tensors, names, experts
 
-    def write(self, write: Write) -> None:
-        """Write every tensor's bytes, in any order of tensors. With several ranks, the one that
-        writes calls it; `stream_weights` describes the others' part."""
+    def write(self, write: Write, whole: Collection[str] = ()) -> None:
+        """Write every tensor's bytes, in any order of tensors, and those of the names in `whole` in
+        one piece. With several ranks, the one that writes calls it; `stream_weights` describes the
+        others' part."""
 
         def take(name: str, elements: range, raw: Tensor) -> None:
-            if name in self.names:
-                write(self.names[name], raw)
+            same = self.names.get(name)
+            if same is not None and same not in whole:
+                write(same, raw)
                 return
             tensor, itemsize = self._described[name], self._described[name].itemsize
             if name not in self._raw:
                 self._raw[name] = torch.empty(tensor.nbytes, dtype=torch.uint8), 0
-            whole, there = self._raw[name]
-            whole[elements.start * itemsize : elements.stop * itemsize] = raw
-            self._raw[name] = whole, there + raw.numel()
-            if there + raw.numel() == tensor.nbytes:
-                del self._raw[name]
-                value = whole.view(tensor.dtype).view(tensor.shape)
-                for target, each in revert_weight_conversion(self._model, {name: value}).items():
-                    write(target, raw_bytes(each))
+            buffer, there = self._raw[name]
+            buffer[elements.start * itemsize : elements.stop * itemsize] = raw
+            self._raw[name] = buffer, there + raw.numel()
+            if there + raw.numel() < tensor.nbytes:
+                return
+            del self._raw[name]
+            if same is not None:
+                write(same, buffer)
+                return
+            value = buffer.view(tensor.dtype).view(tensor.shape)
+            for target, each in revert_weight_conversion(self._model, {name: value}).items():
+                write(target, raw_bytes(each))
 
         self._own.stream(self._described.keys(), take)
 

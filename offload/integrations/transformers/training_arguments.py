@@ -146,10 +146,14 @@ def _optimizer(named: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
             f"optim_args={args.optim_args!r}: leave it out, and write these numbers under "
             "optimizer: in the offload configuration"
         )
+    theirs = {
+        "lr": args.learning_rate, "weight_decay": args.weight_decay,
+        "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon,
+    }  # fmt: skip
     found = {
         key: _pick(named, args, key, value, *_NUMBERS[key], section="optimizer.")
-        for key, value in _of_arguments(args, type_).items()
-        if key in defaults
+        for key, value in theirs.items()
+        if key in defaults and (key, type_) != ("eps", "adagrad")  # which is not Adam's
     }
     return {**named, "type": type_, **found}
 
@@ -172,15 +176,6 @@ def _type(named: Mapping[str, Any], args: TrainingArguments) -> str:
         f"of {', '.join(_TYPES)}, or leave it out and set optimizer.type in the offload "
         "configuration (and states: int8 there for states in 8 bits)"
     )
-
-
-def _of_arguments(args: TrainingArguments, type_: str) -> dict[str, Any]:
-    numbers: dict[str, Any] = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-    if type_ in ("adamw", "adam", "lion"):
-        numbers["betas"] = (args.adam_beta1, args.adam_beta2)
-    if type_ in ("adamw", "adam"):
-        numbers["eps"] = args.adam_epsilon
-    return numbers
 
 
 # --------------------------------------------------------------------------- the trainer's own
