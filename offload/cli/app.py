@@ -122,13 +122,12 @@ def doctor(
         list[Path] | None,
         typer.Argument(metavar="PATH", help="Folders for swap files to look at."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Report what this machine offers, what is missing, and how to fix it. The exit code is 1 if
     nothing can be trained."""
     from offload.cli.doctor import print_checks
 
-    print_checks(paths or [], as_json)
+    print_checks(paths or [])
 
 
 @app.command()

@@ -5,12 +5,11 @@ No check raises: a property that cannot be determined is reported as `off` with 
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -204,27 +203,23 @@ def _backends(path: Path) -> list[Check]:
 
 
 # ---------------------------------------------------------------- the command
-def print_checks(paths: Sequence[Path], as_json: bool) -> None:
+def print_checks(paths: Sequence[Path]) -> None:
     """Check the machine (and `paths`), and print the findings and the verdict. The exit code is 1
     if nothing can be trained, 2 if a path is no folder."""
     checks = run_checks(paths)
     found = verdict(checks)
-    if as_json:
-        listed = [asdict(check) for check in checks]
-        typer.echo(json.dumps({**asdict(found), "checks": listed}, indent=2))
-    else:
-        console = PlainConsole()
-        shown = table("what", "", "found")
-        for check in checks:
-            shown.add_row(check.name, Text(check.status, style=_STYLES[check.status]), check.found)
-        console.print(shown)
-        console.print()
-        for check in checks:
-            if check.advice:  # with commands to be copied: no table breaks them
-                console.print(f"{check.name}: {check.advice}", style="italic", soft_wrap=True)
-        console.print()
-        for line in found.lines:
-            console.print(line, style="green" if found.ready else "red", soft_wrap=True)
+    console = PlainConsole()
+    shown = table("what", "", "found")
+    for check in checks:
+        shown.add_row(check.name, Text(check.status, style=_STYLES[check.status]), check.found)
+    console.print(shown)
+    console.print()
+    for check in checks:
+        if check.advice:  # with commands to be copied: no table breaks them
+            console.print(f"{check.name}: {check.advice}", style="italic", soft_wrap=True)
+    console.print()
+    for line in found.lines:
+        console.print(line, style="green" if found.ready else "red", soft_wrap=True)
     if any(not path.is_dir() for path in paths):
         raise typer.Exit(EXIT_BAD_INPUT)
     if not found.ready:
