@@ -108,12 +108,17 @@ def generate(
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Take the likeliest token each time.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Random seed.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Random seed. Short for -o seed=.")
+    ] = None,
 ) -> None:
     """Generate text to standard output, with a model whose weights are in the tiers."""
-    from offload.cli.generate import Asked, run_generation
+    from offload.cli.generate import run_generation
+    from offload.config import OffloadConfig
 
-    run_generation(Asked(folder, prompt, max_new_tokens, greedy, seed), config, option or [])
+    seeded = [] if seed is None else [f"seed={seed}"]
+    loaded = OffloadConfig.load(config or {}, [*(option or []), *seeded])
+    run_generation(folder, prompt, loaded, max_new_tokens, greedy=greedy)
 
 
 @app.command()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,32 +24,20 @@ from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The options of the command line that say what to generate."""
-
-    folder: Path
-    prompt: str
-    new_tokens: int
-    greedy: bool
-    seed: int | None
-
-
-def run_generation(asked: Asked, file: Path | None, overrides: list[str]) -> None:
+def run_generation(
+    folder: Path, prompt: str, config: OffloadConfig, new_tokens: int, *, greedy: bool
+) -> None:
     """Generate; text goes to standard output, everything else to standard error."""
-    config = OffloadConfig.load(file or {}, overrides)
     console, baseline_nbytes = PlainConsole(stderr=True), rss_nbytes()
-    model = open_generating(asked.folder)
-    tokenizer = load_tokenizer(asked.folder)
-    ids = encode(tokenizer, asked.prompt)
-    torch.manual_seed(config.seed if asked.seed is None else asked.seed)
+    model = open_generating(folder)
+    tokenizer = load_tokenizer(folder)
+    ids = encode(tokenizer, prompt)
+    torch.manual_seed(config.seed)
     _replace_unknown_letters()
     stream = Stream(tokenizer, _write)
     offload.dispatch(model, config)
     with offload.dispatched(model) as dispatched:
-        generate(
-            model, ids, stream, asked.new_tokens, greedy=asked.greedy, device=dispatched.device
-        )
+        generate(model, ids, stream, new_tokens, greedy=greedy, device=dispatched.device)
         _write("\n")
         report, memory = dispatched.report(), MemoryUse(baseline_nbytes, peak_rss_nbytes())
         for line in ("", *_rates(stream, ids.numel())):
