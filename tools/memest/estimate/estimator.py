@@ -3,15 +3,13 @@ and the time of its step or passes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
 
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import (
     NOTHING,
     ActivationFacts,
     GenerationFacts,
-    PassCost,
     generation_facts,
 )
 from offload.planning.choice.planner import resolved_config
@@ -27,14 +25,11 @@ from offload.planning.plan.workload import Generation, Workload
 from offload.planning.step.step_time import estimate_step
 from offload.tools.memest.estimate.case import Case
 
-Facts = TypeVar("Facts", ActivationFacts, PassCost)
-
 
 @dataclass
 class Estimator:
     """Estimates cases of one model; the facts about a pass are found once per kind of pass."""
 
-    _facts: dict[object, dict[int, ActivationFacts]] = field(default_factory=dict)
     _passes: dict[object, ActivationFacts] = field(default_factory=dict)
 
     def __call__(self, case: Case) -> Estimate:
@@ -80,45 +75,34 @@ class Estimator:
 
     def facts(self, case: Case, config: OffloadConfig) -> ActivationFacts:
         """Return the memory and operations of one pass under `config`; `NOTHING` if the model's
-        code is not known.
-
-        Found for one batch; at others it is taken to grow with the batch (of the built-in models
-        to 0.03 %).
-        """
-        source, workload = case.source, case.workload
-        if not source.has_graph:
+        code is not known."""
+        if not case.source.has_graph:
             return NOTHING
         if case.generation is not None:
             return self._generation(case, config, case.generation).peak
-        device = _device(case)
-        key = (
-            source.fingerprint, config.precision, config.placement.activations.checkpoint,
-            workload.sequence, device,
-        )  # fmt: skip
-        by_batch = self._facts.setdefault(key, {})
-        if by_batch and workload.batch not in by_batch:
-            batch, facts = next(iter(by_batch.items()))
-            by_batch[workload.batch] = scaled(facts, workload.batch / batch)
-        if not by_batch:
-            by_batch[workload.batch] = source.activations(config, workload, device)
-        return by_batch[workload.batch]
+        return self._pass(case, config, case.workload, trains=True)
 
     def _generation(
         self, case: Case, config: OffloadConfig, generation: Generation
     ) -> GenerationFacts:
         prefill, decode = (
-            self._forward(case, config, each) for each in (generation.prefill, generation.decode)
+            self._pass(case, config, each, trains=False)
+            for each in (generation.prefill, generation.decode)
         )
         itemsize, cache = ITEMSIZE[config.precision], case.source.cache or CacheShape(())
         in_tiers = config.placement.kv is not None and cache.token_numel > 0
         return generation_facts(prefill, decode, cache, generation, itemsize, in_tiers=in_tiers)
 
-    def _forward(self, case: Case, config: OffloadConfig, workload: Workload) -> ActivationFacts:
-        """One pass without gradients, found once per precision and workload."""
+    def _pass(
+        self, case: Case, config: OffloadConfig, workload: Workload, *, trains: bool
+    ) -> ActivationFacts:
+        """One pass, found once per kind of pass and workload."""
         source, device = case.source, _device(case)
-        key = source.fingerprint, config.precision, workload, device
+        checkpoint = config.placement.activations.checkpoint if trains else None
+        work = workload.batch, workload.sequence
+        key = source.fingerprint, config.precision, checkpoint, work, device
         if key not in self._passes:
-            self._passes[key] = source.activations(config, workload, device, trains=False)
+            self._passes[key] = source.activations(config, workload, device, trains=trains)
         return self._passes[key]
 
     def _planned(self, case: Case) -> RunPlan:
@@ -136,16 +120,3 @@ class Estimator:
 
 def _device(case: Case) -> str:
     return "cuda" if case.profile.gpu_nbytes else "cpu"
-
-
-def scaled(facts: Facts, factor: float) -> Facts:
-    """Return the facts of a pass with `factor` times as many sequences: the same number of
-    operations, on more elements."""
-    values: dict[str, Any] = {}
-    for each in fields(facts):
-        value = getattr(facts, each.name)
-        if is_dataclass(value):
-            values[each.name] = scaled(value, factor)  # type: ignore[type-var]
-        elif isinstance(value, int) and each.name != "operations":
-            values[each.name] = int(value * factor)
-    return replace(facts, **values)
