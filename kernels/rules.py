@@ -79,10 +79,10 @@ SGD (torch.optim.SGD): `SgdScalars`; momentum_buffer b, if momentum is not 0
 All states start at zero (torch's Adagrad can start `sum` at another value; so can the caller here).
 A NaN stays a NaN; its payload is not specified.
 
-Muon is not among them, and `WHY_NOT_MUON` says so to users: a rule here knows one element at a
-time, or one block of 256. Muon orthogonalises the momentum of a whole matrix (Newton-Schulz, five
-rounds of products X X^T X), so no element of the weight can be updated before the momentum of all
-elements is known, and a chunk of a flat buffer, which cuts across matrices, is never enough.
+Muon is not among them: a rule here knows one element at a time, or one block of 256. Muon
+orthogonalises the momentum of a whole matrix (Newton-Schulz, five rounds of products X X^T X), so
+no element of the weight can be updated before the momentum of all elements is known, and a chunk of
+a flat buffer, which cuts across matrices, is never enough.
 """
 
 import math
@@ -94,11 +94,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from offload.kernels.floats import Array
-
-WHY_NOT_MUON = (
-    "Muon orthogonalises the momentum of a whole matrix, so no chunk of it can be updated before"
-    " all of the matrix's momentum is in memory; choose adamw, adam, lion, adagrad or sgd"
-)
 
 BLOCK = 256  # elements of an 8-bit state per scale
 SCALE_SUFFIX = ".scale"  # what a record calls the scales of a state, after its name

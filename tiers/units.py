@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 _FACTORS = {
@@ -13,7 +12,6 @@ _FACTORS = {
     "t": 1000**4, "tb": 1000**4, "ti": 1 << 40, "tib": 1 << 40,
 }  # fmt: skip
 _MOST_NBYTES = 1 << 62  # more than any machine has, and what 64 bits can add up
-_SHOWN = 40  # characters of a text in an error
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -22,48 +20,37 @@ def parse_bytes(text: str | int) -> int:
     """Bytes of `8GiB` (binary), `8GB` (decimal) or a plain number. ValueError if it is none."""
     if isinstance(text, bool):
         raise ValueError(f"{text!r} is not a size; write for example 8GiB")
+    nbytes: float
     if isinstance(text, int):
-        return _of_a_machine(text, text)
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{_shown(text)} is not a size; write for example 8GiB, 512MiB or 1.5TB")
-    value, unit = match.groups()
-    if unit.lower() not in _FACTORS:
-        raise ValueError(
-            f"{unit!r} is not a unit of bytes; use KiB, MiB, GiB, TiB (or KB, MB, ...)"
-        )
-    factor = _FACTORS[unit.lower()]
-    if len(value) > _SHOWN:
-        return _of_a_machine(math.inf, text)
-    return _of_a_machine(int(value) * factor if value.isdigit() else float(value) * factor, text)
-
-
-def _of_a_machine(nbytes: float, text: str | int) -> int:
+        nbytes = text
+    else:
+        match = _SIZE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r:.40} is not a size; write for example 8GiB, 512MiB or 1.5TB")
+        value, unit = match.groups()
+        if unit.lower() not in _FACTORS:
+            raise ValueError(
+                f"{unit!r} is not a unit of bytes; use KiB, MiB, GiB, TiB (or KB, MB, ...)"
+            )
+        exact = value.isdigit() and len(value) < 20
+        nbytes = (int(value) if exact else float(value)) * _FACTORS[unit.lower()]
     if nbytes > _MOST_NBYTES:
         raise ValueError(
-            f"{_shown(text)} is more than any machine has ({format_bytes(_MOST_NBYTES)}); write "
+            f"{text!r:.40} is more than any machine has ({format_bytes(_MOST_NBYTES)}); write "
             "for example 8GiB"
         )
     return int(nbytes)
-
-
-def _shown(text: str | int) -> str:
-    if isinstance(text, int):
-        bits = text.bit_length()
-        return f"{float(text):.3g}" if bits < 1000 else f"a number of {bits:,} bits"
-    shown = repr(text)
-    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
 
 
 def parse_percent(text: str) -> float:
     """The fraction (0..1) of `40%`. ValueError if it is no percentage or over 100."""
     match = _PERCENT.fullmatch(text)
     if match is None:
-        raise ValueError(f"{_shown(text)} is not a percentage; write for example 40%")
+        raise ValueError(f"{text!r:.40} is not a percentage; write for example 40%")
     # as decimal digits: dividing by 100 would round a second time
     fraction = float(f"{match.group(1)}e-2")
     if fraction > 1:
-        raise ValueError(f"{_shown(text)} is over 100%")
+        raise ValueError(f"{text!r:.40} is over 100%")
     return fraction
 
 

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from offload.config.fields import KeyedError, UnknownNameError, kind_of, section_of
 from offload.config.file import KeyPath
-from offload.config.remedies import left_out, model_at, suggestion, unknown_key
+from offload.config.remedies import model_at, suggestion, unknown_key
 from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,16 +91,15 @@ def _problem(detail: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> str
         return "a value is missing"
     if isinstance(cause, UnknownNameError):
         return f"{cause}{suggestion(cause.found, cause.allowed)}"
-    none = left_out(path, found, model)
     if kind == "value_error":
-        return f"{cause}{none}"
+        return str(cause)
     if kind == "model_type":
         section = model_at(model, path)
         keys = f"; its keys: {', '.join(section.model_fields)}" if section else ""
         return f"must be keys and values, found {_shown(found)}{keys}"
     # pydantic's own words, with YAML's name of a list
     text = detail["msg"].replace("Input should be", "must be").replace("tuple", "list")
-    return f"{text}, found {_shown(found)}{none}"
+    return f"{text}, found {_shown(found)}"
 
 
 def _shown(value: Any) -> str:

@@ -16,7 +16,7 @@ from offload.config.fields import (
     StateFormatName,
     key,
 )
-from offload.kernels.rules import RULES, WHY_NOT_MUON, Scalars
+from offload.kernels.rules import RULES, Scalars
 
 Number = float | bool
 
@@ -111,8 +111,6 @@ class OptimizerConfig(Section):
         `model_fields_set` names only those that were."""
         if not isinstance(value, Mapping):
             return validate(value)
-        if value.get("type") == "muon":
-            raise KeyedError(f"type: muon is not supported. {WHY_NOT_MUON}", "type")
         kind = KINDS.get(str(value.get("type", "adamw")))
         if kind is None:
             return validate(value)

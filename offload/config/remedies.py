@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from pydantic import BaseModel
 
 from offload.config.fields import section_of
 from offload.config.file import KeyPath
 
-_NONE_NEAR = {"fp8", "adafactor"}  # a name that looks alike is something else
-_NOTHING = {"none", "null", "nil", "off", "no", ""}
+_NONE_NEAR = {"fp8", "adafactor", "muon"}  # a name that looks alike is something else
 _REMOVED = {  # keys of earlier versions, and what to do instead
     "micro_batches": (
         "; it was removed: leave it out, and call the model with smaller batches "
@@ -64,16 +62,6 @@ def _paths_to(name: str, model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
         inner = section_of(field.annotation)
         if inner is not None:
             yield from ((key, *path) for path in _paths_to(name, inner))
-
-
-def left_out(path: KeyPath, found: Any, root: type[BaseModel]) -> str:
-    """Return `; leave it out: no clipping` for a word or a number that means none."""
-    section = model_at(root, path[:-1])
-    field = section.model_fields.get(str(path[-1])) if section else None
-    extra = field.json_schema_extra if field is not None else None
-    absent = extra.get("x-absent") if isinstance(extra, dict) else None
-    means_none = found in (0, False) or str(found).lower() in _NOTHING
-    return f"; leave it out for {absent}" if absent and means_none else ""
 
 
 def model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
