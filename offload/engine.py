@@ -479,10 +479,6 @@ class Engine(TieredModel):
         assert self._runtime is not None, "made with the store"
         return self._runtime
 
-    def _to_be_called(self) -> list[Callable[[], None]]:
-        watch, self.watching = self.watching, None
-        return super()._to_be_called() + ([] if watch is None else [watch.close])
-
     def close(self, keep: Keep | None = None) -> None:
         """Close as `TieredModel.close` does, after a save in the background, which Ctrl-C ends."""
         try:

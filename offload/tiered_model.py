@@ -296,7 +296,8 @@ class TieredModel(abc.ABC):
             last_first.callback(self._close)
             if back is not None:
                 last_first.callback(self._take, back)
-            for call in self._to_be_called():
+            calls, self._before_close = self._before_close, []
+            for call in calls:
                 last_first.callback(call)
 
     def _prepared(self, keep: Keep | None) -> GivenBack | None:
@@ -357,11 +358,6 @@ class TieredModel(abc.ABC):
     def _why_without(self) -> str | None:
         """The reason why the model has no values from now on; None if it gets them back."""
         return self._why_dropped if self._back is None else None
-
-    def _to_be_called(self) -> list[Callable[[], None]]:
-        """Return the functions to be called before it is closed."""
-        calls, self._before_close = self._before_close, []
-        return calls
 
     def _close(self) -> None:
         self._closed = True

@@ -57,6 +57,7 @@ class Watch:
         self._before: dict[str, float] = {}  # at `_last`
         self._loop_s = 0.0  # since then, before the forward; waits that are known left out
         self._begun = False  # a step
+        engine.before_close(self.close)
         if not self._is_first:
             self._outlet = _Outlet([], [], None)
             return
