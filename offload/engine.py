@@ -196,7 +196,6 @@ class Engine(TieredModel):
             device=self.device,
             chunk_numel=self.plan.chunk_numel,
             seed=config.seed,
-            accumulate_fp32=config.gradient_accumulation_steps > 1,
             prefetch=int(config.prefetch),
             keep_records=spare_host_nbytes(self.plan) > 0,
             step_rules=StepRules(
@@ -210,13 +209,12 @@ class Engine(TieredModel):
             ),
             reduce_dtype=None if rounded == "fp32" else DTYPES[rounded],
         )
-        staging = self._homes.staging()
         runtime = Runtime(
             discovery,
             options,
             self._homes,
             run,
-            staging,
+            self._homes.staging(),
             _loss_scale(config),
             self._ranks,
             self._tensor_parallel,

@@ -110,7 +110,7 @@ class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
     __slots__ = (
-        "__weakref__", "_catch_up", "_classes", "_placeholders", "_shown", "_users", "_uses",
+        "__weakref__", "_catch_up", "_managed", "_shown", "_users", "_uses",
         "_watched", "_written", "check_assigned", "copies", "device", "dtype", "ep_size",
         "has_masters", "index", "is_lazy", "layout", "name", "on_trial", "params", "pending",
         "permanent", "residing", "state", "updated_at", "version", "written_at",
@@ -150,17 +150,21 @@ class ParamGroup:
         self.on_trial: Callable[[], None] | None = None
         # makes `pending` an update by the steps that were missed, if there are any
         self._catch_up: Callable[[ParamGroup], None] | None = None
-        self._classes = [classes_of(type(param)) for param in self.params]
+        placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
+        # each parameter with its spec, its classes and what it holds while released
+        self._managed = [
+            (param, spec, classes_of(type(param)), empty)
+            for param, spec, empty in zip(self.params, layout.params, placeholders, strict=True)
+        ]
         self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
         self._users: set[object] = set()
         # refuses a tensor that `.data` of a gathered parameter was set to
         self.check_assigned: Callable[[torch.nn.Parameter, torch.Tensor], None] = lambda *_: None
         self._written = [param._version for param in self.params]  # counters of known writes
-        self._placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
         """Return the parameters with their original classes."""
-        return [(p, kinds.own) for p, kinds in zip(self.params, self._classes, strict=True)]
+        return [(param, classes.own) for param, _, classes, _ in self._managed]
 
     @property
     def is_entered(self) -> bool:
@@ -240,9 +244,7 @@ class ParamGroup:
 
     def _show(self, flat: torch.Tensor) -> None:
         stays = self._stays
-        for param, spec, classes in zip(
-            self.params, self.layout.params, self._classes, strict=True
-        ):
+        for param, spec, classes, _ in self._managed:
             hold(param, spec.of(flat))
             param.__class__ = classes.own if stays else classes.gathered
 
@@ -260,11 +262,9 @@ class ParamGroup:
     def _put_placeholders(self) -> None:
         self.residing = GroupState.RELEASED  # first: an interrupt must not leave NaN as gathered
         with torch._C.DisableTorchFunctionSubclass(), exchanging():
-            for param, placeholder, classes in zip(
-                self.params, self._placeholders, self._classes, strict=True
-            ):
+            for param, _, classes, empty in self._managed:
                 param.__class__ = classes.released  # first: the placeholder must not be read
-                hold(param, placeholder)
+                hold(param, empty)
 
     def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
         """Give a parameter the class of released parameters again, unless it was gathered

@@ -35,6 +35,7 @@ Rows = torch.Tensor | None  # rows of a page, in the order of the batch; None: a
 class _Page:
     """A full page. It is given back when no reference to it is left."""
 
+    store: KVStore
     owners: list[KVPages]
     state: State = field(init=False)
 
@@ -46,7 +47,7 @@ class _Page:
     def leave(self, owner: KVPages) -> None:
         self.owners.remove(owner)
         if not self.owners:
-            owner.give_back(self.state)
+            self.store.free_page(self.state)
 
 
 class KVPages:
@@ -105,10 +106,6 @@ class KVPages:
         if reading is not None and place is not None and place >= reading:
             return _NOW
         return self._store.fetcher.trace.next_use(self.index)
-
-    def give_back(self, page: State) -> None:
-        """Give back one of these pages, to which no reference is left."""
-        self._store.free_page(page)
 
     # ---------------------------------------------------------------- the verbs
     @interrupted_in_waits
@@ -388,7 +385,7 @@ class KVPages:
 
     def _add_page(self, fill: Callable[[torch.Tensor], object]) -> None:
         """Add another full page, in the tier that is its home."""
-        page = _Page([self])
+        page = _Page(self._store, [self])
         page.state = self._store.new_page(self.name, self._format.nbytes, page.next_use)
         try:
             if page.state.at_home_on_device:

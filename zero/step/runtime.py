@@ -97,7 +97,6 @@ class RuntimeOptions:
     device: torch.device
     chunk_numel: int
     seed: int = 0  # of stochastic rounding
-    accumulate_fp32: bool = False  # expect several backward passes per step
     prefetch: int = 4  # groups fetched ahead
     keep_records: bool = False  # memory is left for optimizer records until their next update
     step_rules: StepRules = field(default_factory=StepRules)
@@ -202,7 +201,7 @@ class Runtime:
         self, index: int, name: str, part: Part, next_read: NextUse, ep_size: int
     ) -> Gradients:
         options = self.options
-        accumulate = Float.FP32 if options.accumulate_fp32 else self.own
+        accumulate = Float.FP32 if options.step_rules.passes > 1 else self.own
         specs = [each.spec for each in part.trained()]
         own = GradientAccumulator(
             name, specs, self.own, accumulate,
