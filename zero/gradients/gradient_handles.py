@@ -449,8 +449,8 @@ class GradientHandles:
         self._check_writable(source)
         # other ranks may have added to what is zero here
         if not source.zeroed or self._is_shared(source.key):
+            source.zeroed = True  # first: an interrupt must not leave it without a value
             self._stepper.drop(source.state, [source.index])
-            source.zeroed = True
 
     def _is_shared(self, key: Place) -> bool:
         """Return whether other ranks have gradients of this parameter, too."""
