@@ -19,13 +19,22 @@ Arrays must not overlap. 16-bit floats are uint16 bits, see `kernels.floats`. Ro
 format is to nearest even, `kernels.convert`; additions are single fp32 additions.
 """
 
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from offload.kernels.cpu.gradient_loop import Action, gradient_loop
-from offload.kernels.cpu.jit import Kernel
+from offload.kernels.cpu import jit
+from offload.kernels.cpu.lanes import F64, I64, STORAGE, WIDTH, Lanes, Value
+from offload.kernels.cpu.loops import interleave
 from offload.kernels.floats import (
+    NORM_BLOCK,
     Array,
     Float,
     Runner,
@@ -36,8 +45,15 @@ from offload.kernels.floats import (
     serial,
 )
 
+SUM_LANES = 32  # partial sums within a block; fixed, since the bits of a partial follow from it
+_DIGEST = jit.digest(__file__)
 _FP32 = np.dtype(np.float32)
 _FP64 = np.dtype(np.float64)
+
+
+class Action(IntEnum):
+    COPY = 0
+    ADD = 1
 
 
 def copy_gradient(
@@ -61,7 +77,114 @@ def add_gradient(
     _run(gradient_loop(Action.ADD, Float.FP32, src_float), dst, src, partials, run)
 
 
-def _run(loop: Kernel, dst: Array, src: Array, partials: Array, run: Runner) -> None:
+def _run(loop: jit.Kernel, dst: Array, src: Array, partials: Array, run: Runner) -> None:
     blocks = norm_blocks(dst.shape[0])
     check_output("partials", partials, _FP64, blocks)
     run(partial(loop, dst, src, partials), blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The options fixed at compile time."""
+
+    action: Action
+    dst: Float
+    src: Float
+
+
+@dataclass(frozen=True, slots=True)
+class Pointers:
+    """Start of each array."""
+
+    dst: Value
+    src: Value
+    partials: Value
+
+
+@cache
+def gradient_loop(action: Action, dst: Float, src: Float) -> jit.Kernel:
+    """kernel(dst, src, partials, lo, hi), where lo and hi count blocks."""
+    plan = jit.plan(action | dst << 1 | src << 3, _DIGEST)
+
+    def gradient(dst, src, partials, lo, hi):  # type: ignore[no-untyped-def]
+        _accumulate(plan, dst, src, partials, dst.size, lo, hi)
+
+    return jit.compiled(gradient)
+
+
+@intrinsic(prefer_literal=True)
+def _accumulate(typing, plan, dst, src, partials, numel, lo, hi):  # type: ignore[no-untyped-def]
+    code = jit.variant_of(plan)
+    if code is None:
+        return None
+    variant = Variant(Action(code & 1), Float(code >> 1 & 3), Float(code >> 3 & 3))
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        at = Pointers(*jit.pointers(context, builder, signature, args, 1, 4))
+        numel, lo, hi = jit.integers(context, builder, signature, args, 4, 7)
+        with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+            start = builder.mul(number, I64(NORM_BLOCK))
+            limit = builder.add(start, I64(NORM_BLOCK))
+            end = builder.select(builder.icmp_signed("<", limit, numel), limit, numel)
+            total = block(builder, variant, at, start, end)
+            builder.store(total, builder.gep(at.partials, [number]))
+        return context.get_dummy_value()
+
+    return jit.returns_nothing(plan, dst, src, partials, numel, lo, hi), emit
+
+
+def block(builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value) -> Value:
+    """Emit the work on elements start .. end; the value is their sum of squares, fp64."""
+    whole = builder.sub(end, builder.urem(builder.sub(end, start), I64(SUM_LANES)))
+    lanes = _vectors(builder, variant, at, start, whole)
+    sums = Lanes(builder, WIDTH)
+    memory = cgutils.alloca_once(builder, ir.ArrayType(F64, SUM_LANES))
+    for place, value in enumerate(lanes):
+        sums.store_raw(value, memory, I64(place * WIDTH))
+    _elements(builder, variant, at, memory, whole, end)
+    low, high = (sums.load_raw(F64, memory, I64(i)) for i in range(0, SUM_LANES, WIDTH))
+    return sums.sum_of(sums.add(low, high))
+
+
+def _vectors(
+    builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value
+) -> list[Value]:
+    """Rounds of SUM_LANES elements; the lanes' sums stay in registers."""
+    vector = Lanes(builder, WIDTH)
+    places = range(SUM_LANES // WIDTH)
+    totals = [cgutils.alloca_once(builder, vector.of(F64)) for _ in places]
+    for total in totals:
+        builder.store(vector.constant(F64, 0.0), total)
+    with cgutils.for_range_slice(builder, start, end, I64(SUM_LANES), I64) as (index, _):
+        indices = [builder.add(index, I64(place * WIDTH)) for place in places]
+        pairs = zip(indices, totals, strict=True)
+        interleave([_step(vector, variant, at, *pair) for pair in pairs])
+    return [builder.load(total) for total in totals]
+
+
+def _elements(
+    builder: ir.IRBuilder, variant: Variant, at: Pointers, memory: Value, start: Value, end: Value
+) -> None:
+    """The last fewer than SUM_LANES elements of an array, each into its lane."""
+    with cgutils.for_range_slice(builder, start, end, I64(1), I64) as (index, _):
+        lane = builder.sub(index, start)
+        single = Lanes(builder, 1)
+        total = builder.bitcast(builder.gep(memory, [I64(0), lane]), single.of(F64).as_pointer())
+        interleave([_step(single, variant, at, index, total)])
+
+
+def _step(
+    vector: Lanes, variant: Variant, at: Pointers, index: Value, total: Value
+) -> Iterator[None]:
+    """One vector of elements: load, (yield), compute, store, and add the squares to *total."""
+    raw = vector.load_raw(STORAGE[variant.src], at.src, index)
+    value = vector.decode(variant.src, raw)
+    if variant.action is Action.ADD:
+        value = vector.add(vector.load(variant.dst, at.dst, index), value)
+    yield
+    same = variant.action is Action.COPY and variant.dst is variant.src
+    stored = raw if same else vector.encode(variant.dst, value)
+    vector.store_raw(stored, at.dst, index)
+    value = vector.decode(variant.dst, stored)
+    wide, builder = vector.widen(value), vector.builder
+    builder.store(vector.fma(wide, wide, builder.load(total)), total)

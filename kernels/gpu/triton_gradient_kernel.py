@@ -12,7 +12,7 @@ first of them is added.
 import triton
 import triton.language as tl
 
-from offload.kernels.cpu.gradient_loop import SUM_LANES, Action
+from offload.kernels.cpu.gradients import SUM_LANES, Action
 from offload.kernels.floats import NORM_BLOCK
 from offload.kernels.gpu.triton_ops import decode, encode, load, store
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.kernels.cpu.gradient_loop import Action
+from offload.kernels.cpu.gradients import Action
 from offload.kernels.floats import norm_blocks
 from offload.kernels.gpu.triton_launch import (
     check,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.kernels.cpu.gradient_loop import SUM_LANES
+from offload.kernels.cpu.gradients import SUM_LANES
 from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.floats import NORM_BLOCK, Float
 from offload.kernels.rules import AdamScalars
