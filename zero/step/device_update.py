@@ -26,7 +26,7 @@ from offload.swap.threads.lanes import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import DTYPE_OF
-from offload.zero.step.chunks import Chunk, ChunkBytes, Segment
+from offload.zero.step.chunks import Chunk, ChunkBytes
 from offload.zero.step.records import ALIGN_NBYTES
 
 # What a kernel on the device takes for the arrays of a record: 16-bit floats have a type there.
@@ -112,21 +112,15 @@ class DeviceUpdate:
         record = chunk.record.device_bytes()
         arrays = {f.name: record[span].view(_DTYPES[f.dtype]) for f, span in kept.spans(numel)}
         for segment, span in chunk.segments():
-            self._kernel(chunk, segment, span, weights, grads, arrays)
-
-    def _kernel(
-        self, chunk: Chunk, segment: Segment, span: slice, weights: torch.Tensor,
-        grads: torch.Tensor | None, arrays: dict[str, torch.Tensor],
-    ) -> None:  # fmt: skip
-        own = chunk.record_format.operands(arrays, span, segment.scalars)
-        given = grads[span] if grads is not None and segment.has_gradient else None
-        steps = [
-            *((None, *each) for each in segment.missed),
-            (given, segment.scalars, segment.step),
-        ]
-        for gradient, scalars, step in steps:
-            triton_optimizer.optimizer_step(
-                gradient, weights[span], own.states, scalars,
-                scales=own.scales, low=own.low, master=own.master,
-                noise=chunk.noise(self._seed, step, span),
-            )  # fmt: skip
+            own = kept.operands(arrays, span, segment.scalars)
+            given = grads[span] if grads is not None and segment.has_gradient else None
+            steps = [
+                *((None, *each) for each in segment.missed),
+                (given, segment.scalars, segment.step),
+            ]
+            for gradient, scalars, step in steps:
+                triton_optimizer.optimizer_step(
+                    gradient, weights[span], own.states, scalars,
+                    scales=own.scales, low=own.low, master=own.master,
+                    noise=chunk.noise(self._seed, step, span),
+                )  # fmt: skip

@@ -293,29 +293,23 @@ class UpdateQueue(PendingUpdates):
         if chunk.gradient is not None:
             grad_format = chunk.update.state.gradients.format
             grads = array_of(chunk.gradient.wait()[: numel * grad_format.nbytes], grad_format)
-        arrays = chunk.record_format.arrays(record, numel)
-        for segment, span in chunk.segments():
-            self._step(chunk, segment, span, weights, grads, arrays)
-
-    def _step(
-        self, chunk: Chunk, segment: Segment, span: slice, weights: Array,
-        grads: Array | None, arrays: dict[str, Array],
-    ) -> None:  # fmt: skip
         kept = chunk.record_format
-        own = kept.operands(arrays, span, segment.scalars)
-        blocks = kept.state_format is StateFormat.INT8
-        optimizer_step(
-            grads[span] if grads is not None and segment.has_gradient else None,
-            weights[span], own.states, segment.scalars,
-            grad_float=chunk.update.state.gradients.format, weight_float=self._own,
-            state_format=kept.state_format, scales=own.scales, low=own.low, master=own.master,
-            noise=chunk.noise(self._seed, segment.step, span),
-            missed=[
-                Missed(scalars, chunk.noise(self._seed, step, span))
-                for scalars, step in segment.missed
-            ],
-            run=self._run_blocks if blocks else self._run,
-        )  # fmt: skip
+        arrays = kept.arrays(record, numel)
+        for segment, span in chunk.segments():
+            own = kept.operands(arrays, span, segment.scalars)
+            blocks = kept.state_format is StateFormat.INT8
+            optimizer_step(
+                grads[span] if grads is not None and segment.has_gradient else None,
+                weights[span], own.states, segment.scalars,
+                grad_float=chunk.update.state.gradients.format, weight_float=self._own,
+                state_format=kept.state_format, scales=own.scales, low=own.low, master=own.master,
+                noise=chunk.noise(self._seed, segment.step, span),
+                missed=[
+                    Missed(scalars, chunk.noise(self._seed, step, span))
+                    for scalars, step in segment.missed
+                ],
+                run=self._run_blocks if blocks else self._run,
+            )  # fmt: skip
 
     def _send_home(self, chunk: Chunk) -> None:
         update = chunk.update

@@ -356,8 +356,8 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
     try:
         found = operation(
-            *(_in_lists(arg, values) for arg in args),
-            **{key: _in_lists(arg, values) for key, arg in kwargs.items()},
+            *(mapped(arg, values) for arg in args),
+            **{key: mapped(arg, values) for key, arg in kwargs.items()},
         )
         results = _results(found, paged_of, {_memory(each) for each in opened.values()})
     except BaseException:
@@ -378,13 +378,24 @@ def _leave(entered: list[AbstractContextManager[torch.Tensor]], *error: Any) -> 
         raise
 
 
-def _in_lists(arg: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change`, also in lists. It is not nested in `_run`: a function that calls itself is
-    garbage for the collector alone, and would hold the memory of the values that it opened until
-    then."""
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(_in_lists(each, change) for each in arg)
-    return change(arg)
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change`, also in lists and dicts. It is not nested in `_run`: a function that calls
+    itself is garbage for the collector alone, and would hold the memory of the values that it
+    opened until then."""
+    if isinstance(value, dict):
+        return {key: mapped(each, change) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(each, change) for each in value)
+    return change(value)
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the values of lists, tuples and dicts."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, (list, tuple, dict)):
+            yield from tensors_in(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
 
 
 def _results(found: Any, paged_of: dict[int, PagedTensor], memory: set[int]) -> Any:

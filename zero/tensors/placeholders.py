@@ -18,14 +18,13 @@ dispatcher: PyTorch refuses a placeholder's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.tensors.paged import MAKE_ANOTHER, SHARE_DATA, Operation, name_of
+from offload.zero.tensors.paged import MAKE_ANOTHER, SHARE_DATA, Operation, name_of, tensors_in
 
 _KEY = torch._C._dispatch_key_parse("DeferredInit")
 _KEYS = torch._C.DispatchKeySet(_KEY)
@@ -72,7 +71,7 @@ def _listen() -> torch.library.Library:
 
 def _use(operation: Operation, *args: Any, **kwargs: Any) -> Any:
     """Run an operation with placeholders among its arguments."""
-    found = [each for each in _tensors([args, kwargs]) if torch._C._dispatch_keys(each).has(_KEY)]
+    found = [each for each in tensors_in([args, kwargs]) if torch._C._dispatch_keys(each).has(_KEY)]
     for tensor in found:
         # of the class of released parameters
         use = getattr(type(tensor), "use_below_python", None)
@@ -86,11 +85,3 @@ def _use(operation: Operation, *args: Any, **kwargs: Any) -> Any:
         "values are in the tiers of offload; take them from the parameter, with "
         "p.detach().clone(), or within engine.gathered(p)"
     )
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, (list, tuple, dict)):
-            yield from _tensors(value)
-        elif isinstance(value, torch.Tensor):
-            yield value

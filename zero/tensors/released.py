@@ -27,7 +27,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -49,7 +49,9 @@ from offload.zero.tensors.paged import (
     Operation,
     PagedTensor,
     from_start,
+    mapped,
     name_of,
+    tensors_in,
 )
 from offload.zero.tensors.placeholders import exchanging, placeholder
 
@@ -215,7 +217,8 @@ class ReleasedParameters:
     def _use_values(
         self, function: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        params = list({id(p): p for p in self._among([args, kwargs])}.values())
+        found_here = (p for p in tensors_in([args, kwargs]) if type(p) in self._released)
+        params = list({id(p): cast(nn.Parameter, p) for p in found_here}.values())
         self._check(params)
         if any(self._packed_of(param) is not None for param in params):
             return self._with_packed(function, name, args, kwargs, params)
@@ -234,15 +237,6 @@ class ReleasedParameters:
         if _is_in_graph(params, name, function):
             return self._in_graph(function, name, args, kwargs, params)
         return self._paged(function, args, kwargs, params)
-
-    def _among(self, values: Any) -> Iterator[nn.Parameter]:
-        if isinstance(values, dict):
-            values = values.values()
-        for value in values:
-            if isinstance(value, (list, tuple, dict)):
-                yield from self._among(value)
-            elif type(value) in self._released:
-                yield value
 
     def _group_of(self, param: nn.Parameter) -> ParamGroup:
         found = self._find(param)
@@ -314,7 +308,7 @@ class ReleasedParameters:
             found = packed.get(id(value))
             return value if found is None else torch.stack(list(found.rows))
 
-        return function(*_mapped(args, whole), **_mapped(kwargs, whole))
+        return function(*mapped(args, whole), **mapped(kwargs, whole))
 
     # ---------------------------------------------------------------- in and out of graphs
     def _in_graph(
@@ -331,7 +325,7 @@ class ReleasedParameters:
                 found = function(*args, **kwargs)
                 if _asks_for_its_node(name, args):
                     return found  # a view: its values stay in memory for as long as it lives
-                return _mapped(found, lambda value: self._apart(value, params))
+                return mapped(found, lambda value: self._apart(value, params))
             finally:
                 session.close()
 
@@ -349,7 +343,7 @@ class ReleasedParameters:
                 for param in params:
                     self._handles.note(self._group_of(param))
                 found = function(*args, **kwargs)
-                return _mapped(found, lambda value: self._apart(value, params))
+                return mapped(found, lambda value: self._apart(value, params))
         name = getattr(function, "__name__", "")
         detached = _property(function) == "data" or (torch.is_grad_enabled() and name != "__repr__")
         paged = {id(param): self._as_paged(param, detached=detached) for param in params}
@@ -361,7 +355,7 @@ class ReleasedParameters:
         # torch's own methods would take the address of the values
         if args and type(args[0]) in self._released:
             function = vars(PagedTensor).get(name, function)
-        found = function(*_mapped(args, outward), **_mapped(kwargs, outward))
+        found = function(*mapped(args, outward), **mapped(kwargs, outward))
         return owners.get(id(found), found)
 
     def _as_paged(self, param: nn.Parameter, *, detached: bool = True) -> PagedTensor:
@@ -524,11 +518,3 @@ def _asks_for_its_node(name: str, args: Sequence[Any]) -> bool:
     `p.expand_as(p).grad_fn.next_functions[0][0]` (DDP, Megatron and torch's pipelines do that):
     nothing may come in between."""
     return name in ("expand_as", "view_as") and len(args) == 2 and args[0] is args[1]
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(each, change) for each in value)
-    return change(value)
