@@ -23,6 +23,7 @@ from numba.core import types
 PLAN_BITS = 14  # beside 48 bits of digest: the sum fits an int64
 
 Kernel = Callable[..., Any]
+void = types.void  # called with types of arguments: the signature of an intrinsic that only writes
 
 
 def digest(source: str, *others: str) -> int:
@@ -80,11 +81,6 @@ def integers(
         context.cast(builder, args[place], signature.args[place], types.int64)
         for place in range(first, end)
     ]
-
-
-def returns_nothing(*args: types.Type) -> Any:
-    """The Numba signature of an intrinsic that only writes."""
-    return types.void(*args)
 
 
 def _njit(function: Callable[..., Any], cache: bool) -> Kernel:

@@ -46,8 +46,7 @@ from offload.zero.groups.storage import Storage
 
 AUTO_CHUNK_NUMEL = 1 << 20
 
-_MASTER_OF = {"fp32": "none", "bf16": "split", "fp16": "fp32"}
-_MASTERS_ALLOWED = {
+_MASTERS_ALLOWED = {  # the first one is that of `auto`
     "fp32": ("none",),
     "bf16": ("split", "fp32", "none"),
     "fp16": ("fp32",),
@@ -420,7 +419,7 @@ class OffloadConfig(Section):
     def master(self) -> Literal["split", "fp32", "none"]:
         """`optimizer.master` with auto resolved."""
         chosen: Any = self.optimizer.master
-        return _MASTER_OF[self.precision] if chosen == "auto" else chosen  # type: ignore[return-value]
+        return _MASTERS_ALLOWED[self.precision][0] if chosen == "auto" else chosen  # type: ignore[return-value]
 
     @property
     def chunk_numel(self) -> int:

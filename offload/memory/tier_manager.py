@@ -23,10 +23,9 @@ from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
 from offload.swap.device.device_state import Links
 from offload.swap.device.streams import CopyStream, mark_here
-from offload.swap.io.backends import open_backend
+from offload.swap.io.backends import measured_speed, open_backend
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.io_request import Operation
-from offload.swap.io.measure import measure_bandwidth
 from offload.swap.io.swap_file import SwapFile, check_directory, free_space
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.swap.states.coded_state import CodedState
@@ -105,8 +104,7 @@ class TieredHomes:
         paths = nvme_paths(nvme)
         shares = [1.0]
         if len(paths) > 1:
-            measured = [measure_bandwidth(path, timeout_s=nvme.timeout_s) for path in paths]
-            shares = [math.sqrt(b.read_bytes_per_s * b.write_bytes_per_s) for b in measured]
+            shares = [measured_speed(path, nvme.timeout_s) for path in paths]
         tier = FileTier(self.plan.budgets[Tier.NVME], shares, self.ledger)
         needed = needed_nbytes(self.plan, Tier.NVME)
         with ExitStack() as opened:
