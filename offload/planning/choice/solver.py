@@ -2,7 +2,7 @@
 
     1  every class whole in one tier, and the largest shares that fit into the faster ones
        (`placement_search`), laid out by the planner, checked to the byte and ranked by how long
-       the slowest link is busy (`link_time`)
+       the slowest link is busy: bytes divided by rates, without the pipeline
     2  where it is known what a step works on, the first of them are predicted (`step_time`), and
        the fastest is taken; elsewhere the rank decides
 
@@ -21,13 +21,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import NOTHING, ActivationFacts, fragmentation_nbytes
-from offload.planning.choice.link_time import slowest_link_s
 from offload.planning.choice.placement_search import corners, filled, without_files
 from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.builder import PlanBuilder, reserve_nbytes
 from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weight
-from offload.planning.plan.plan import Hardware, Plan, ahead_nbytes, least_window, ram_nbytes
+from offload.planning.plan.plan import (
+    Hardware,
+    Plan,
+    ahead_nbytes,
+    least_window,
+    needed_nbytes,
+    ram_nbytes,
+)
 from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
 from offload.planning.plan.sizes import CLASSES, Placements
 from offload.planning.plan.workload import Workload
@@ -47,6 +53,7 @@ _CANDIDATES = 12
 _FEW_PIECES = 1_000  # of optimizer state
 _CANDIDATES_LARGE = 3  # of a model with more: each takes tens of milliseconds
 _FAR = 2.0  # times the best one's time of the slowest link: not worth timing
+_BESIDE = 0.01  # of links beside the slowest: of plans that are as fast the one that moves less
 _WORTH = 5  # per cent of a class: less is no reason for a split
 _DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
 NO_LIBRARIES = Baseline(0, compiler_nbytes=0)
@@ -225,7 +232,7 @@ class _Search:
 
     def _candidate(self, placements: Placements) -> Candidate:
         plan, run = self._plan(placements), self._run
-        links_s = slowest_link_s(plan, self._config, NOMINAL if run is None else run.speeds)
+        links_s = _slowest_link_s(plan, self._config, NOMINAL if run is None else run.speeds)
         beyond = 0
         if run is not None and not plan.gpu:
             beyond = ram_nbytes(plan) + self._passing_nbytes - self._hardware.host_free_nbytes
@@ -281,3 +288,55 @@ def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:
     pages = max(0, nbytes) // PAGE_NBYTES * PAGE_NBYTES
     budget = config.budget.model_copy(update={tier.name: pages})
     return config.model_copy(update={"budget": budget})
+
+
+# ---------------------------------------------------------------- the slowest link
+def _slowest_link_s(plan: Plan, config: OffloadConfig, speeds: Speeds) -> float:
+    """Seconds for which the slowest link of one step is busy. Unknown rates are those of
+    `NOMINAL`."""
+    passes = config.gradient_accumulation_steps
+    links = [_nvme_s(plan, passes, config.optimizer.in_backward is True, speeds)]
+    if plan.gpu:
+        links += _beside_gpu_s(plan, passes, speeds)
+    links += [_link_s(plan, passes, tier) for tier in TIERS if tier.bytes_per_s]
+    return max(links) + _BESIDE * sum(links)
+
+
+def _nvme_s(plan: Plan, passes: int, ahead: bool, speeds: Speeds) -> float:
+    """Seconds of nvme. Parameters are read in both directions of a pass, unless spare memory has a
+    copy; gradients are written and read back unless updates use them at once (`ahead`)."""
+    weights, gradients, records = _used(plan, Tier.NVME)
+    states = (passes - ahead) * gradients + records
+    spare = _spare(plan, Tier.HOST)
+    read = 2 * passes * max(0, weights - spare) + max(0, states - max(0, spare - weights))
+    return read / (speeds.nvme_read_bytes_per_s or NOMINAL.nvme_read_bytes_per_s) + (
+        weights + states
+    ) / (speeds.nvme_write_bytes_per_s or NOMINAL.nvme_write_bytes_per_s)
+
+
+def _beside_gpu_s(plan: Plan, passes: int, speeds: Speeds) -> list[float]:
+    """Seconds of the links to and from the GPU, and of the memory bus for updates on the CPU."""
+    below = [_used(plan, tier) for tier in TIERS if not tier.on_device]
+    weights, gradients, records = map(sum, zip(*below, strict=True))
+    down = 2 * passes * max(0, weights - _spare(plan, Tier.DEVICE))
+    return [
+        down / (speeds.host_to_device_bytes_per_s or NOMINAL.host_to_device_bytes_per_s),
+        passes * gradients
+        / (speeds.device_to_host_bytes_per_s or NOMINAL.device_to_host_bytes_per_s),
+        2 * records / speeds.host_bytes_per_s,
+    ]  # fmt: skip
+
+
+def _link_s(plan: Plan, passes: int, tier: Tier) -> float:
+    """Seconds of the link of a further tier, whose states nothing has copies of on a CPU."""
+    weights, gradients, records = _used(plan, tier)
+    return 2 * (passes * (weights + gradients) + records) / tier.bytes_per_s
+
+
+def _used(plan: Plan, tier: Tier) -> list[int]:
+    """The bytes at home in a tier, by class."""
+    return [plan.expected[tier].get(each, 0) for each in CLASSES]
+
+
+def _spare(plan: Plan, tier: Tier) -> int:
+    return max(0, plan.budgets[tier] - needed_nbytes(plan, tier))
