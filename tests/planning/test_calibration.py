@@ -131,8 +131,7 @@ def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
 def test_measuring_leaves_the_global_random_numbers_alone() -> None:
     import torch
 
-    from offload.planning.machine.sample_models import measure_models
-    from offload.planning.machine.speed_tests import matmul_rate
+    from offload.planning.machine.speed_tests import matmul_rate, measure_models
 
     cpu = torch.device("cpu")
     before = torch.get_rng_state()

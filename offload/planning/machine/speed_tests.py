@@ -17,15 +17,19 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from offload.planning.activations.trace import DTYPES
+from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
+from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.trace import DTYPES, trace_activations
 from offload.planning.machine.optimizer_variants import (
     PLAIN,
     SPLIT_BF16,
@@ -33,8 +37,8 @@ from offload.planning.machine.optimizer_variants import (
     Arrays,
     stepper,
 )
-from offload.planning.machine.sample_models import measure_models
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
+from offload.planning.plan.workload import Workload
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import checksum_of
 from offload.swap.io.io_backend import IOBackend
@@ -68,7 +72,16 @@ _MOST_REPEAT_S = 0.6
 _BESIDE_S = 0.4  # how long something runs beside the product
 _ROUNDS = 3  # of which the median counts: a step meets the usual disk, not its best moment
 
+# Of small models: layers, hidden, mlp, heads, batch, sequence.
+_CALLS = (2, 64, 128, 2, 1, 16)  # too small for anything but calls
+_SAMPLES = ((4, 128, 384, 4, 16, 128), (2, 256, 768, 4, 8, 128))
+_SAMPLES_GPU = ((2, 1024, 4096, 16, 8, 1024), (2, 4096, 16384, 32, 2, 1024))
+_PASSES, _MOST_PASSES_S = 4, 0.8  # of one model
+_LEAST_RATE_SHARE = 0.05  # of products in fp32, which stands for slower formats: they take minutes
+_LEAST_LEFT = 0.02  # of a pass: what is left of it beside products is no less than that
+
 Work = Callable[[], object]
+Sample = tuple[int, int, int, int, int, int]
 
 
 def seconds(work: Work, repeat: int = 3, device: torch.device = _CPU) -> float:
@@ -168,6 +181,79 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
     to_device = seconds(lambda: there.copy_(pinned, non_blocking=True), device=device)
     to_host = seconds(lambda: pinned.copy_(there, non_blocking=True), device=device)
     return pinned.numel() / to_device, pinned.numel() / to_host
+
+
+# ---------------------------------------------------------------- passes of small models
+def measure_models(
+    products: Mapping[str, float], device: torch.device, samples: Sequence[Sample] | None = None
+) -> tuple[float, dict[str, float]]:
+    """Measure seconds per kernel call, and bytes per second that operations touch by precision.
+
+    `products` are FLOP/s of matrix products by precision. A 16-bit format without a fast kernel is
+    not measured: its products take all of the time.
+    """
+    gpu = accelerator.is_accelerator(device)
+    facts, took_s = _passes("fp32", _CALLS, device)
+    operation_s = took_s / _operations(facts)
+    touching: dict[str, float] = {}
+    chosen = (_SAMPLES_GPU if gpu else _SAMPLES) if samples is None else samples
+    for precision, rate in products.items():
+        if rate < _LEAST_RATE_SHARE * products["fp32"] and not gpu:
+            touching[precision] = touching["fp32"]
+            continue
+        touched, left_s = 0, 0.0
+        for sample in chosen:
+            facts, took_s = _passes(precision, sample, device)
+            touched += facts.forward.touched_nbytes + facts.backward.touched_nbytes
+            flops = facts.forward.flops + facts.backward.flops
+            calls_s = 0.0 if gpu else _operations(facts) * operation_s
+            left_s += max(_LEAST_LEFT * took_s, took_s - flops / rate - calls_s)
+        touching[precision] = touched / left_s
+    return operation_s, touching
+
+
+def _operations(facts: ActivationFacts) -> int:
+    return facts.forward.operations + facts.backward.operations
+
+
+def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[ActivationFacts, float]:
+    """The facts of a forward and backward pass, and the seconds that both take together."""
+    batch, sequence = sample[4:]
+    config = _config_of(precision, sample, device)
+    model = build_meta_model(config)
+    facts = trace_activations(model, config, Workload(batch, sequence))
+    _materialise(model, config.precision, device)
+    tokens = torch.zeros(batch, sequence, dtype=torch.int64, device=device)  # BS
+    times: list[float] = []
+    while len(times) < 2 or (len(times) <= _PASSES and sum(times) < _MOST_PASSES_S):
+        started = time.perf_counter()
+        loss = model(tokens, tokens).loss
+        loss.backward()
+        accelerator.synchronize(device)
+        times.append(time.perf_counter() - started)
+        model.zero_grad()
+    return facts, min(times[1:])
+
+
+def _config_of(precision: str, sample: Sample, device: torch.device) -> OffloadConfig:
+    layers, hidden, mlp, heads, batch, sequence = sample
+    shape = {
+        "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp,
+        "vocab": 512, "max_sequence": sequence, "tied": False,
+    }  # fmt: skip
+    return OffloadConfig.load(
+        {"precision": precision, "device": device.type,
+         "train": {"model": shape, "batch": batch, "sequence": sequence}}
+    )  # fmt: skip
+
+
+def _materialise(model: nn.Module, precision: str, device: torch.device) -> None:
+    """Give a model small weights from a generator of its own."""
+    model.to(DTYPES[precision]).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.02, generator=generator)
 
 
 # ---------------------------------------------------------------- disk
