@@ -20,7 +20,7 @@ from offload.planning.choice.solver import Candidate, RunFacts, solve
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.workload import Workload
-from offload.planning.step.work_time import update_traffic
+from offload.planning.step.step_time import update_traffic
 from offload.process.machine import cpu_count
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier

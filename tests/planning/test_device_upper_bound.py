@@ -16,7 +16,7 @@ from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
-from offload.planning.step.traffic import step_traffic
+from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
 from offload.zero.ranks.sharding import ALONE, Sharding
 from tests.planning.test_solver import CLASSES, known, model

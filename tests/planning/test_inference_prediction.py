@@ -17,7 +17,7 @@ from offload.planning.activations.trace import trace_activations
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
-from offload.planning.step.traffic import step_traffic
+from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
 from offload.zero.groups.discovery import discover
 

@@ -15,19 +15,16 @@ from typing import Any
 import pytest
 
 import offload
-from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.sizes import STAGING_BUFFERS, pages
 from offload.planning.plan.workload import Workload
-from offload.planning.step.exchanges import exchanges_of
 from offload.planning.step.memory import PlannedMemory
-from offload.planning.step.program import Verb, write_program
 from offload.tiers.ledger import StateClass
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import SHARD_ALIGN_NUMEL, Layout
 from offload.zero.ranks.collectives import Collectives
-from offload.zero.ranks.sharding import BUCKETS, Sharding
+from offload.zero.ranks.sharding import BUCKETS
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
 from tests.ranks.processes import run_ranks
 
@@ -190,20 +187,15 @@ def test_the_ledger_reaches_what_was_predicted(
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_the_collectives_of_a_step_are_those_predicted(
+def test_every_group_is_reduced_once_and_gathered_where_it_is_cut(
     stage: int, held: dict[tuple[int, str], list[Held]]
 ) -> None:
-    """Exactly in stages 0 to 2; what stage 3 gathers depends on what its room keeps."""
-    loaded = OffloadConfig.load({"precision": "fp32"})
+    """Behind its update in stages 1 and 2; for forward and backward in stage 3, as far as its room
+    does not keep it from one use to the next."""
     for each in held[stage, "host"]:
-        sharding = Sharding.of(stage, None, WORLD, each.rank)
-        shape = discover(build(), ()).shape().sharded(sharding.ranks, sharding.replicas)
-        said, used = dict.fromkeys(Verb, 0), None
-        for action in write_program(loaded, shape, 1):
-            group = shape.groups[action.group]
-            calls = list(exchanges_of(action, used, group, sharding, loaded))
-            used = action if action.verb in (Verb.FORWARD, Verb.BACKWARD) else used
-            said[action.verb] += calls[0].nbytes if calls else 0
-        assert said.pop(Verb.GRADIENT) == sum(each.reduced)
-        near = pytest.approx(sum(each.gathered), rel=0.15 if stage == 3 else 0)
-        assert sum(said.values()) == near
+        trained = each.numel_trainable * ITEMSIZE
+        assert sum(each.reduced) == trained
+        if stage < 3:
+            assert sum(each.gathered) == (trained if stage else 0)
+        else:
+            assert trained < sum(each.gathered) < 2 * each.numel * ITEMSIZE

@@ -56,7 +56,7 @@ class MemoryEstimate:
 @dataclass(frozen=True, slots=True)
 class LinkTime:
     """One resource that a step keeps busy: `compute`, `optimizer`, `nvme read`, `nvme write`,
-    `host to device`, `device to host`, `network`."""
+    `host to device`, `device to host`."""
 
     name: str
     seconds: float

@@ -1,4 +1,4 @@
-"""The duration of a step: its program is simulated over links that work side by side.
+"""The bytes and the duration of a step: its program is simulated over links that work side by side.
 
     nvme read    ├ U0 ┤├ U1 ┤├ U2 ┤      ├ 1 ┤├ 0 ┤
     optimizer         ├ U0 ┤├ U1 ┤├ U2 ┤
@@ -10,8 +10,7 @@ record and gradient, its forward for its update, its backward for its parameters
 for as many groups ahead as the runtime fetches. Steps are run one after the other until they take
 equally long: what is left to do at the end of one is done in the next.
 
-With other ranks, the bytes of collectives (`exchanges`) are those of a link of their own,
-`network`, whose speed is not known: it waits for nothing, and the step has no time that is shown.
+With other ranks a step has no time that is shown: the network between them is not known.
 
 Where the model computes on a CPU, compute and optimizer are one link: both use all cores. What they
 lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
@@ -20,30 +19,32 @@ lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from offload.kernels.rules import StateFormat
 from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, tried_groups
-from offload.planning.step.exchanges import exchanges_of
+from offload.planning.plan.sizes import ITEMSIZE, record_kinds
 from offload.planning.step.planned_run import MOST_PASSES, PlannedRun
-from offload.planning.step.program import Move, Verb, working_groups
-from offload.planning.step.traffic import step_traffic
-from offload.planning.step.work_time import forward_s, gradient_s, pass_s, update_s, weights_s
+from offload.planning.step.program import Bytes, Move, Verb, working_groups
+from offload.planning.step.representatives import representatives
 from offload.tiers.errors import ConfigError
+from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import ModelShape
+from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.planning.activations.facts import ActivationFacts
+    from offload.planning.activations.facts import ActivationFacts, PassCost
     from offload.planning.machine.speeds import Speeds
+    from offload.planning.plan.kv_plan import KVPlan
     from offload.planning.plan.workload import Workload
 
 COMPUTE, OPTIMIZER = "compute", "optimizer"
 READ, WRITE = "nvme read", "nvme write"
 TO_DEVICE, TO_HOST = "host to device", "device to host"
-NETWORK = "network"
 
 _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
@@ -129,16 +130,6 @@ class _Pipeline:
             TO_HOST: speeds.device_to_host_bytes_per_s,
         }  # fmt: skip
 
-    def _exchanged_nbytes(self) -> Iterator[int]:
-        """Bytes of collectives, by move."""
-        sharding = self._plan.sharding
-        model = self._experts.model.sharded(sharding.ranks, sharding.replicas)
-        used = None
-        for action in (move.action for move in self._moves):
-            calls = exchanges_of(action, used, model.groups[action.group], sharding, self._config)
-            yield self._experts.used[action.group] * sum(each.nbytes for each in calls)
-            used = action if action.verb in (Verb.FORWARD, Verb.BACKWARD) else used
-
     def _costs(self, facts: ActivationFacts) -> dict[tuple[Verb, int], float]:
         """Seconds of each use: those of a pass, divided by parameters among the groups that
         backward needs."""
@@ -193,7 +184,6 @@ class _Pipeline:
             READ: total.read, WRITE: total.written, TO_DEVICE: total.to_device,
             TO_HOST: total.to_host,
         }  # fmt: skip
-        nbytes[NETWORK] = sum(self._exchanged_nbytes())
         names = [COMPUTE, OPTIMIZER, *(name for name, moved in nbytes.items() if moved)]
         return tuple(
             LinkTime(name, self._clocks[name].busy_s, nbytes.get(name, 0)) for name in names
@@ -306,3 +296,139 @@ def _disk_overlap(speeds: Speeds) -> float:
     write_s = 1 / speeds.nvme_write_bytes_per_s
     mixed_s = 2 / speeds.nvme_mixed_bytes_per_s
     return min(1.0, max(0.0, (read_s + write_s - mixed_s) / min(read_s, write_s)))
+
+
+# ---------------------------------------------------------------- bytes
+def step_traffic(
+    plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts | None,
+    workload: Workload,
+) -> PlannedRun:  # fmt: skip
+    """The moves of one step of at most `MOST_PASSES`. Without `facts`, those of states alone."""
+    experts = representatives(plan, model, workload)
+    run = PlannedRun(plan, config, experts, workload.passes)
+    if facts is not None:
+        _add_activations(plan, experts.model, facts.saved_nbytes, run.moves)
+        if plan.kv is not None:
+            _add_caches(plan, plan.kv, run, workload)
+    return run
+
+
+def _add_activations(
+    plan: Plan, model: ModelShape, saved_nbytes: int, moves: Sequence[Move]
+) -> None:
+    """Add saved activations, which leave during forward and return during backward.
+
+    On nvme half of the window is never written, and what is still in the window is not read.
+    """
+    activations = plan.activations
+    if activations is None:
+        return
+    window, across, written, read = activations.window_nbytes, 0, 0, 0
+    if activations.tier is Tier.NVME:
+        written = min(max(0, saved_nbytes - window // 2), activations.disk_nbytes)
+        read = max(0, min(written, saved_nbytes - window))
+    if plan.gpu:
+        across = saved_nbytes if activations.tier is Tier.NVME else min(saved_nbytes, window)
+    _spread(Bytes(written=written, to_host=across), Verb.FORWARD, model, moves)
+    _spread(Bytes(read=read, to_device=across), Verb.BACKWARD, model, moves)
+
+
+def _add_caches(plan: Plan, kv: KVPlan, run: PlannedRun, workload: Workload) -> None:
+    """Add the caches that a pass adds its tokens to, and that it reads, with all planned tokens, if
+    it is not over a prompt. Pages on nvme have copies in the memory that weights leave."""
+    added = workload.batch * workload.sequence * kv.token_nbytes
+    used = kv.tokens * kv.token_nbytes if workload.sequence == 1 else 0
+    shares = dict(kv.placement.shares)
+    on_nvme, away = shares.get(Tier.NVME, 0.0), 1 - shares.get(Tier.DEVICE, 0.0)
+    left = run.memory.arena.nbytes - run.memory.account.peak_nbytes
+    moved = Bytes(max(0, int(on_nvme * used) - left), int(on_nvme * added))
+    if plan.gpu:
+        moved.to_device, moved.to_host = int(away * used), int(away * added)
+    _spread(moved, Verb.FORWARD, run.experts.model, run.moves)
+
+
+def _spread(whole: Bytes, verb: Verb, model: ModelShape, moves: Sequence[Move]) -> None:
+    """Add `whole` to each pass, in equal parts to the uses of blocks."""
+    chosen = [move for move in moves if move.action.verb is verb]
+    blocks = {group for unit in model.units if unit.repeated for group in unit.groups}
+    inside = [move for move in chosen if move.action.group in blocks] or chosen
+    if not inside:
+        return
+    count = len(inside) // (inside[-1].action.number + 1) or 1
+    for index, move in enumerate(inside):
+        move.nbytes.add(whole.part(index % count, count))
+
+
+# ---------------------------------------------------------------- work while nothing else runs
+def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
+    """Seconds of one direction of a pass. On a GPU calls are queued ahead of the work, and the
+    longer of the two counts; on a CPU each call comes before its work."""
+    work_s = cost.flops / _matmul_rate(precision, speeds)
+    rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
+    work_s += cost.touched_nbytes / rate
+    calls_s = cost.operations * speeds.operation_s
+    return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
+
+
+def forward_s(cost: PassCost, numel: float, precision: str, speeds: Speeds) -> float:
+    """Seconds of a forward without gradients: few rows take as long as reading weights, of which
+    `numel` elements are read, anew for each piece of the batch."""
+    weights_nbytes = numel * ITEMSIZE[precision]
+    touched = max(0.0, cost.touched_nbytes - weights_nbytes)
+    rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
+    products_s = cost.flops / _matmul_rate(precision, speeds)
+    work_s = touched / rate + max(products_s, weights_nbytes / speeds.compute_bytes_per_s)
+    calls_s = cost.operations * speeds.operation_s
+    return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
+
+
+def _matmul_rate(precision: str, speeds: Speeds) -> float:
+    rate = speeds.matmul_flops_per_s.get(precision)
+    if not rate:
+        known = ", ".join(name for name, value in speeds.matmul_flops_per_s.items() if value)
+        raise ConfigError(
+            f"precision: {precision}: nothing is known of its products' speed on {speeds.name} "
+            f"({known or 'nothing'} is); measure it there, or choose another precision"
+        )
+    return rate
+
+
+def update_s(plan: Plan, group: int, precision: str, speeds: Speeds) -> float:
+    """Seconds of the optimizer's arithmetic on one group, wherever its records are."""
+    kinds = record_kinds(plan.groups[group], plan.records[group], plan.chunk_numel)
+    summed = plan.groups[group].summed
+    return sum(
+        kind.count * kind.numel * _parameter_s(plan, kind.tier, precision, speeds, summed=summed)
+        for kind in kinds
+    )
+
+
+def _parameter_s(plan: Plan, tier: Tier, precision: str, speeds: Speeds, *, summed: bool) -> float:
+    kept = plan.record_format
+    traffic = update_traffic(kept, ITEMSIZE[precision], 4 if summed else ITEMSIZE[precision])
+    if plan.gpu and tier is Tier.DEVICE:
+        return traffic / speeds.compute_bytes_per_s
+    bus_s = traffic / (tier.bytes_per_s or speeds.host_bytes_per_s)
+    measured = speeds.optimizer_parameters_per_s.get(kept.state_format.name.lower())
+    if measured is None or kept.state_format is StateFormat.FP32:
+        return bus_s
+    return max(bus_s, 1 / measured)  # arithmetic may take longer than the bus
+
+
+def weights_s(plan: Plan, group: int) -> float:
+    """Seconds for which a pass on the CPU waits for a group's weights in slower memory."""
+    rate = plan.parameters[group].bytes_per_s
+    return plan.groups[group].parameters / rate if rate and not plan.gpu else 0.0
+
+
+def update_traffic(kept: RecordFormat, itemsize: int, gradient_itemsize: int) -> float:
+    """The bytes per parameter of one update: everything but the gradient is read and written."""
+    record = sum(field.dtype.itemsize / field.block for field in kept.fields)
+    return gradient_itemsize + 2 * (itemsize + record)
+
+
+def gradient_s(numel: int, precision: str, speeds: Speeds, *, summed: bool, first: bool) -> float:
+    """Seconds for copying a gradient into its accumulator in host memory, or adding it there."""
+    into = 4 if summed else ITEMSIZE[precision]
+    traffic = ITEMSIZE[precision] + into * (1 if first else 2)
+    return numel * traffic / speeds.host_bytes_per_s
