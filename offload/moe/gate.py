@@ -215,8 +215,7 @@ def top_k(
         best = torch.topk(wanted, min(capacity, T), dim=0, sorted=False).indices
         mask = mask & torch.zeros_like(mask).scatter_(0, best, True)
     weights = gates * mask
-    if k > 1:
-        weights = weights / _nonzero(weights.sum(1, keepdim=True))
+    weights = weights / _nonzero(weights.sum(1, keepdim=True))
     kept = mask.gather(1, experts)
     return Routing(experts, weights.gather(1, experts), kept, l_aux, gates, counts)
 
