@@ -42,7 +42,7 @@ def test_one_rank_gets_an_even_share_of_its_node() -> None:
     assert hardware.device_nbytes == 24564 << 20
     assert hardware.host_nbytes == (64 * GIB - SYSTEM_NBYTES) // 4
     assert hardware.nvme_free_nbytes == 256 * GIB
-    assert "2 nodes" in profile.name
+    assert "2 nodes" in profile.text
 
 
 def test_this_machine_is_what_the_process_may_use(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ SYSTEM_NBYTES = 2 << 30  # of RAM, for the rest of an idle system
 class HardwareProfile:
     """One node, and how many there are. Bytes and bytes per second; rates are peaks."""
 
-    name: str
     gpu: GpuPart | None  # None: the model computes on the CPU
     gpu_nbytes: int
     gpu_free_nbytes: int
@@ -45,17 +44,18 @@ class HardwareProfile:
 
     @property
     def text(self) -> str:
-        """The name; for this machine also its hardware."""
-        if self.name != "this machine":
-            return self.name
-        parts = [machine.cpu_model(), f"{machine.cpu_count()} cores"]
-        if self.gpu_nbytes:
-            name = self.gpu.name if self.gpu is not None else "GPU"
-            count = f"{self.gpus} x " if self.gpus > 1 else ""
-            parts.append(f"{count}{name} with {format_bytes(self.gpu_nbytes)}")
+        """The hardware in words, such as `4 x RTX 4090, 64.0 GiB RAM, 1.0 TiB nvme, 2 nodes`."""
+        name = self.gpu.name if self.gpu else "GPU of this machine"
+        parts = [f"{self.gpus} x {name}" if self.gpus > 1 else name]
+        if not self.gpu_nbytes:
+            cores = f"{machine.cpu_model()}, {machine.cpu_count()} cores"
+            parts = [cores if self.own_ram else "CPU only"]
         parts.append(f"{format_bytes(self.ram_nbytes)} RAM")
-        parts.append(f"{format_bytes(self.nvme_nbytes)} free disk")
-        return f"this machine ({', '.join(parts)})"
+        if self.nvme_nbytes:
+            parts.append(f"{format_bytes(self.nvme_nbytes)} nvme")
+        if self.nodes > 1:
+            parts.append(f"{self.nodes} nodes")
+        return ", ".join(parts)
 
     @property
     def ranks_per_node(self) -> int:
@@ -122,7 +122,7 @@ class HardwareProfile:
             if measured is None or not self.ssds:
                 return measured
             return replace(
-                measured, name=self.name, nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write,
+                measured, name=self.text, nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write,
                 endurance_nbytes=endurance_nbytes,
             )  # fmt: skip
         gpu = self.gpu
@@ -131,7 +131,7 @@ class HardwareProfile:
         ranks = self.ranks_per_node
         crossing = gpu.link.bytes_per_s * LINK_SHARE
         return Speeds(
-            name=self.name,
+            name=self.text,
             gpu=True,
             matmul_flops_per_s={p: rate * MATMUL_SHARE for p, rate in gpu.flops_per_s.items()},
             compute_bytes_per_s=gpu.bytes_per_s * MEMORY_SHARE,

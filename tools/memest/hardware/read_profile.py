@@ -46,10 +46,7 @@ def read_profile(
         raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")
     if gpus:
         found = replace(found, gpus=gpus)
-    found = replace(found, nodes=nodes or 1)
-    if (gpu, ram, nvme, ssd, gpus) != (None,) * 5:
-        return replace(found, name=_title(found))
-    return replace(found, name=f"{nodes} x {found.name}" if found.nodes > 1 else found.name)
+    return replace(found, nodes=nodes or 1)
 
 
 def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
@@ -57,7 +54,6 @@ def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
     gpus = local_gpus()
     first = min(gpus, key=lambda each: each.free_nbytes, default=None)
     return HardwareProfile(
-        name="this machine",
         gpu=_known_gpu(first),
         gpu_nbytes=first.nbytes if first else 0,
         gpu_free_nbytes=first.free_nbytes if first else 0,
@@ -193,20 +189,6 @@ def with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile
         f"{GEN4.endurance_nbytes // (GEN4.nbytes // TB) // TB} TB written per TB"
     )
     return replace(profile, nvme_nbytes=nbytes, ssds=(drive,), notes=(*profile.notes, note))
-
-
-def _title(profile: HardwareProfile) -> str:
-    """Return a title such as `4 x RTX 4090, 64.0 GiB RAM, 1.0 TiB nvme, 2 nodes`."""
-    name = profile.gpu.name if profile.gpu else "GPU of this machine"
-    parts = [f"{profile.gpus} x {name}" if profile.gpus > 1 else name]
-    if not profile.gpu_nbytes:
-        parts = ["CPU only"]
-    parts.append(f"{format_bytes(profile.ram_nbytes)} RAM")
-    if profile.nvme_nbytes:
-        parts.append(f"{format_bytes(profile.nvme_nbytes)} nvme")
-    if profile.nodes > 1:
-        parts.append(f"{profile.nodes} nodes")
-    return ", ".join(parts)
 
 
 class Named(Protocol):
