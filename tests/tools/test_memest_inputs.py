@@ -157,7 +157,7 @@ def test_activations_are_traced_once_per_kind_of_pass(
     path = tmp_path / "offload.yaml"
     path.write_text("train: {model: {layers: 2, hidden: 64, heads: 2}}")
     config, work = activation_config(), Workload(2, 16)
-    first = read_model(str(path)).activations(config, work)
+    first = read_model(str(path)).activations(config, work, "cpu")
     traced: list[Workload] = []
 
     def trace(model: nn.Module, config: OffloadConfig, workload: Workload, **_: Any) -> Any:
@@ -166,7 +166,7 @@ def test_activations_are_traced_once_per_kind_of_pass(
 
     monkeypatch.setattr("offload.planning.activations.trace.trace_activations", trace)
     again = read_model(str(path))
-    assert again.activations(config, work) == first
+    assert again.activations(config, work, "cpu") == first
     assert traced == []
     others = [
         (config, Workload(3, 16)), (config, Workload(2, 8)),
@@ -174,18 +174,18 @@ def test_activations_are_traced_once_per_kind_of_pass(
         (config.model_copy(update={"precision": "bf16"}), work),
     ]  # fmt: skip
     for other_config, other_work in others * 2:
-        again.activations(other_config, other_work)
+        again.activations(other_config, other_work, "cpu")
     assert len(traced) == len(others)
-    again.activations(config, work, device="cuda")
+    again.activations(config, work, "cuda")
     path.write_text("train: {model: {layers: 2, hidden: 64, heads: 4}}")
-    read_model(str(path)).activations(config, work)
+    read_model(str(path)).activations(config, work, "cpu")
     assert len(traced) == len(others) + 2
 
 
 def test_a_model_that_does_not_run_on_tokens_is_said_not_to() -> None:
     source = read_model(f"{__name__}:small_model")
     with pytest.raises(UnsupportedError, match="Sequential"):
-        source.activations(activation_config(), Workload(1, 8))
+        source.activations(activation_config(), Workload(1, 8), "cpu")
 
 
 def test_a_model_whose_sizes_do_not_go_together_is_said_to_fail(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_model_whose_sizes_do_not_go_together_is_said_to_fail(tmp_path: Path) 
     )  # fmt: skip
     source = read_model(str(path))
     with pytest.raises(UnsupportedError, match="its forward fails for 1 x 8 tokens"):
-        source.activations(activation_config(), Workload(1, 8))
+        source.activations(activation_config(), Workload(1, 8), "cpu")
 
 
 # safetensors

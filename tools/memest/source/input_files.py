@@ -36,29 +36,24 @@ def status_of(path: Path) -> os.stat_result:
         raise PathError(f"{str(path)!r} is no name of a file: {error}") from None
 
 
-def file_nbytes(path: Path) -> int:
-    """Return the bytes of a regular file. Raise PathError for anything else."""
+def check_file(path: Path) -> None:
+    """Raise PathError for anything but a regular file: a pipe would be waited for."""
     status = status_of(path)
     if stat.S_ISDIR(status.st_mode):
         raise PathError(f"{path}: is a folder, a file was expected")
     if not stat.S_ISREG(status.st_mode):
         raise PathError(f"{path}: is not a regular file")
-    return status.st_size
-
-
-def read_start(path: Path, nbytes: int) -> bytes:
-    """Return the first `nbytes` of a file, or all it has. Raise PathError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(nbytes)
-    except OSError as error:
-        raise PathError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def refuse_code(path: Path) -> bytes:
-    """Return a file's first 16 bytes. Raise ConfigError for those of a format that is not read."""
-    file_nbytes(path)  # a pipe would be waited for
-    start = read_start(path, 16)
+    """Return a file's first 16 bytes. Raise ConfigError for those of a format that is not read,
+    PathError if it cannot be read."""
+    check_file(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(16)
+    except OSError as error:
+        raise PathError(f"{path}: cannot be read: {error.strerror}") from None
     for magic, what in _MAGIC.items():
         if start.startswith(magic):
             raise ConfigError(f"{path}: is {what}")
@@ -72,7 +67,7 @@ def read_json(path: Path) -> Any:
     """Return the value of a JSON file. `Infinity` and `NaN` are read: configurations of state-space
     models have them; as a size they are refused where the size is asked for. Raise PathError if it
     cannot be read, ConfigError if it is not JSON or has a key twice."""
-    file_nbytes(path)  # names what is no file
+    check_file(path)
     return bounded_json.read_named(path, "a description of a model")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -81,16 +80,14 @@ class ModelSource:
         return replace(self, build=None, notes=(*self.notes, note))
 
     def activations(
-        self, config: OffloadConfig, workload: Workload, device: str | None = None, *,
-        trains: bool = True,
+        self, config: OffloadConfig, workload: Workload, device: str, *, trains: bool = True
     ) -> ActivationFacts:  # fmt: skip
         """Return the bytes and operations of one forward and, if it `trains`, backward pass, from
         the module's own graph; or of a forward alone without a cache.
 
-        `device` (cpu, cuda): the device whose kernels run, by default that of `config`, or of this
-        machine. Loads torch and takes seconds unless the answer is on disk. Raise UnsupportedError
-        if no code is known, or if it fails for this input; UntraceableError if it cannot be
-        followed.
+        `device` (cpu, cuda): the device whose kernels run. Loads torch and takes seconds unless the
+        answer is on disk. Raise UnsupportedError if no code is known, or if it fails for this
+        input; UntraceableError if it cannot be followed.
         """
         if self.build is None:
             raise UnsupportedError(
@@ -110,8 +107,8 @@ class ModelSource:
 
 
 def _traced(
-    build: Callable[[], nn.Module], config: OffloadConfig, workload: Workload,
-    device: str | None, trains: bool,
+    build: Callable[[], nn.Module], config: OffloadConfig, workload: Workload, device: str,
+    trains: bool,
 ) -> ActivationFacts | str:  # fmt: skip
     """Return the facts, or the reason why the model's code cannot be followed."""
     from offload.planning.activations.trace import trace_activations
@@ -130,16 +127,12 @@ def _traced(
         ) from error
 
 
-def _pass_parts(config: OffloadConfig, workload: Workload, device: str | None) -> dict[str, Any]:
+def _pass_parts(config: OffloadConfig, workload: Workload, device: str) -> dict[str, Any]:
     """Return everything except the model that a trace depends on."""
-    chosen = device or config.device
-    # torch would say which it is on this machine: without it, what decides that is named
-    here = ("/dev/nvidiactl", os.environ.get("CUDA_VISIBLE_DEVICES"))
-    gpu = [os.path.exists(here[0]), here[1]] if chosen == "auto" else None
     return {
-        "format": 2,  # of the answer
+        "format": 3,  # of the answer
         "torch": metadata.version("torch"),
-        "device": [chosen, gpu],
+        "device": device,
         "precision": config.precision,
         "blocks": config.groups.blocks,
         "recompute": config.placement.activations.checkpoint,
