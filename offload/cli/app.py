@@ -63,7 +63,7 @@ def train(
     ] = False,
 ) -> None:
     """Train the built-in language model as FILE says."""
-    from offload.cli.train import run_training
+    from offload.train.loop import run_training
 
     run_training(file, option or [], run_dir, resume)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import shlex
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,11 +26,11 @@ from offload.memory.tier_manager import compute_device
 from offload.planning.machine.preflight import activations_beyond
 from offload.process.interrupts import Interrupts, noted_interrupts
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
-from offload.runs.folder import RunFolder, RunRecord, SavedRun, check_same_run
+from offload.runs.folder import RunFolder, RunRecord, SavedRun, check_same_run, default_path
 from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.watch import Watch
 from offload.runs.world import World
-from offload.tiers.errors import CheckpointError, OffloadError
+from offload.tiers.errors import CheckpointError, ConfigError, OffloadError
 from offload.tiers.units import format_bytes
 from offload.train.summary import (
     MemoryUse,
@@ -52,6 +54,31 @@ _NOTHING_SAVED = (
 _NOISE_LENGTH = 40  # bytes of the sample before training
 
 Initialize = Callable[[nn.Module, OffloadConfig], "Engine"]
+
+
+def run_training(file: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool) -> None:
+    """Train as the options of `offload train` say. Raise ConfigError before any work."""
+    config = OffloadConfig.load(file, overrides)
+    if config.written_for is not None:
+        config.written_for.refuse()
+    if resume and run_dir is None:
+        raise ConfigError("--resume: which run? add --run-dir DIR")
+    if int(os.environ.get("RANK", "0")):  # of `torchrun`: the first rank has the folder
+        folder = RunFolder(run_dir or Path(), writes=False)
+    elif resume and run_dir is not None:
+        folder = RunFolder.reopen(run_dir)
+    else:
+        folder = RunFolder.new(run_dir or default_path(file.stem))
+    run(config, folder, resume=resume, resume_with=resuming_command(file, overrides, folder.path))
+
+
+def resuming_command(file: Path, overrides: Sequence[str], run_dir: Path) -> str:
+    """Return the shell command that resumes the run, for the current folder."""
+    options = [word for override in overrides for word in ("-o", override)]
+    words = ["offload", "train", str(file), *options, "--run-dir", str(run_dir), "--resume"]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    launcher = "" if ranks == 1 else "torchrun [options as before] -m "
+    return launcher + shlex.join(words)
 
 
 def run(

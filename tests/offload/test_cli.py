@@ -143,7 +143,7 @@ def test_other_errors_end_with_1(
     def failing(*_: object, **__: object) -> None:
         raise StorageError("reading 4 KiB at 0 failed: EIO")
 
-    monkeypatch.setattr("offload.cli.train.run_training", failing)
+    monkeypatch.setattr("offload.train.loop.run_training", failing)
     assert run("train", str(config_file)) == 1
     assert capsys.readouterr().err == "error: reading 4 KiB at 0 failed: EIO\n"
 
@@ -167,7 +167,7 @@ def test_an_interrupt_ends_with_130(
     def interrupted(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("offload.cli.train.run_training", interrupted)
+    monkeypatch.setattr("offload.train.loop.run_training", interrupted)
     assert run("train", str(config_file)) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 

@@ -16,13 +16,12 @@ from rich.console import Console
 from torch import nn
 
 import offload
-from offload.cli.train import resuming_command
 from offload.config import OffloadConfig
 from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, PathError
 from offload.process.interrupts import Terminated
 from offload.runs.folder import RunFolder, check_same_run
-from offload.train.loop import run
+from offload.train.loop import resuming_command, run
 from tests.offload.engine_cases import ON, on_a_gpu_too
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
