@@ -54,11 +54,6 @@ class Noise:
     weight_key: int  # for a weight without a master
     first: int = 0  # number, in the group's flat buffer, of the array's first element
 
-    def __post_init__(self) -> None:
-        for name in ("key", "weight_key"):
-            if not 0 <= getattr(self, name) <= _MASK32:
-                raise ValueError(f"{name}: expected 0 .. 2**32 - 1, got {getattr(self, name)}")
-
     def at(self, first: int) -> "Noise":
         """The same noise for an array that starts at element number `first`."""
         return Noise(self.key, self.weight_key, first)

@@ -115,7 +115,8 @@ class IOBackend(ABC):
                 return
             self._closed = True
             if os.getpid() == self._pid:  # a forked child has the counts but not the threads
-                self._wait_idle()
+                while not self._idle.wait_for(lambda: not self._in_flight, STALL_S):
+                    _log.warning("still waiting for %d requests; see `dmesg`", len(self._in_flight))
         if os.getpid() == self._pid:
             self.watch.close()
             self._stop()
@@ -170,24 +171,19 @@ class IOBackend(ABC):
             self.watch.moved()
             return not piece.given_up
 
-    def _returned(self, piece: IOPiece) -> None:
-        """Record that a call has ended (lock held)."""
-        if piece.moving:
-            piece.moving = False
-            self.watch.ended(piece)
-        self._lost.discard(piece)
-
     def _piece_ended(self, piece: IOPiece) -> None:
         """Book a piece that is moved, failed or skipped; the last one finishes the request."""
         request = piece.request
         with self._books:
-            self._returned(piece)
+            if piece.moving:
+                piece.moving = False
+                self.watch.ended(piece)
+            self._lost.discard(piece)
             piece.ended = True
             request.pieces_left -= 1
-            last = not (request.pieces_left or request.finished)
-            request.finished = request.finished or last
+            last = not request.pieces_left
         if last:
-            self._end(request)
+            self._finish(request)
 
     def _finish(self, request: IORequest) -> None:
         """End a request whose pieces have ended, or were never begun."""
@@ -247,11 +243,6 @@ class IOBackend(ABC):
         """Whether a call on `fd` was given up and has not returned, so that it must stay open."""
         with self._books:
             return any(piece.request.fd == fd for piece in self._lost)
-
-    def _wait_idle(self) -> None:
-        """Block until nothing is in flight, callbacks included; say so when that stalls."""
-        while not self._idle.wait_for(lambda: not self._in_flight, STALL_S):
-            _log.warning("still waiting for %d requests; see `dmesg`", len(self._in_flight))
 
     def _check_open(self, request: IORequest) -> None:
         if self._closed:

@@ -67,15 +67,11 @@ class IORequest:
     owner: str = ""  # of the bytes, for messages
 
     def __str__(self) -> str:
+        owner = f" ({self.owner})" if self.owner else ""
         return (
             f"{self.operation.value} of {format_bytes(self.buffer.nbytes)} at offset "
-            f"{self.offset_bytes} of {self.path}"
+            f"{self.offset_bytes} of {self.path}{owner}"
         )
-
-    @property
-    def described(self) -> str:
-        """The request and the owner of its bytes, for messages."""
-        return f"{self} ({self.owner})" if self.owner else str(self)
 
     def failed(self, what: str, error: OSError | None = None) -> StorageError:
         """The typed error for this request; raise it `from` the original one."""

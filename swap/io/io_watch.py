@@ -92,7 +92,7 @@ class IOWatch:
         """The call under way the longest, described, and its duration in seconds."""
         piece, since_s = next(iter(self._moving.items()))
         others = f" and {len(self._moving) - 1} more calls" if len(self._moving) > 1 else ""
-        return f"{piece.request.described}{others}", time.monotonic() - since_s
+        return f"{piece.request}{others}", time.monotonic() - since_s
 
     def _run(self) -> None:
         while not self._closing.wait(self.timeout_s / LOOKS):
@@ -119,7 +119,7 @@ def stuck_error(
     request, seconds = piece.request, time.monotonic() - since_s
     nbytes = sum(each.nbytes for each in moving)
     return StuckError(
-        f"{request.described} has not ended for {seconds:.3g} s, and nothing else has for "
+        f"{request} has not ended for {seconds:.3g} s, and nothing else has for "
         f"{timeout_s:.3g} s (calls of the {backend} backend: {len(moving)}, of "
         f"{format_bytes(nbytes)}; requests behind them: {waiting}): the device or its server does "
         "not answer, see `dmesg`; no swap file is used any more: go on from the last checkpoint "

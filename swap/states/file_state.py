@@ -119,7 +119,7 @@ class FileState(SlotState):
         """Lease a slot and, with `fill`, start reading into it. False where there is no room."""
         if fill is not None and None in self._blocks:
             raise StateError(f"{self.name} is read before it was ever written")
-        while (leaving := self._staged_writes(fill)) is not None:
+        while leaving := self._staged_writes(fill):
             if next_use is not None:
                 return False
             all_of(leaving).wait()
@@ -130,7 +130,7 @@ class FileState(SlotState):
             if self._slot is not None:  # another thread was faster
                 lease.free()
                 return True
-            if self._staged_writes(fill) is not None:  # one has just begun
+            if self._staged_writes(fill):  # one has just begun
                 lease.free()
                 return next_use is None and self._take_slot(next_use, fill)
             self._slot = lease
@@ -140,12 +140,11 @@ class FileState(SlotState):
                     self._arrivals[piece] = self._read(piece, self._slot_pages(piece), fill)
         return True
 
-    def _staged_writes(self, fill: Priority | None) -> list[Transfer[None]] | None:
+    def _staged_writes(self, fill: Priority | None) -> list[Transfer[None]]:
         """The writes of staged pieces under way, if a read is asked for: the home has their old
         version until then."""
         with self._lock:
-            leaving = [] if fill is None else list(self._writes.values())
-        return leaving or None
+            return [] if fill is None else list(self._writes.values())
 
     @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
