@@ -23,6 +23,7 @@ from offload.config.paths import StrPath, local_path_of
 from offload.memory.tier_manager import TieredHomes, ranks_here
 from offload.models.activations import Activations
 from offload.models.closing import Keep
+from offload.models.foreign_wrappers import refuse_foreign_wrappers
 from offload.models.trained import SavedCheckpoint
 from offload.optimizers.optimizer import (
     OffloadOptimizer,
@@ -183,8 +184,8 @@ class Engine(TieredModel):
             self.module, discovery, config, self._homes.activations, self._store
         )
         self._runtime.start(self.module, self.values, self)  # which the model keeps
-        self._refuse(refuse_foreign_optimizers)
-        self._refuse_wrappers()
+        refuse_foreign_optimizers(store)
+        refuse_foreign_wrappers(store)
 
     def _make_runtime(
         self, discovery: Discovery, dtype: torch.dtype, run: ParallelRunner

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath
 from offload.memory.kv_homes import KVHomes
+from offload.models.foreign_wrappers import refuse_foreign_wrappers
 from offload.planning.plan.plan import kv_room_nbytes
 from offload.process import machine
 from offload.report import TierTraffic
@@ -153,7 +154,7 @@ class Dispatched(TieredModel):
         self._store.start(self.module, self.values, self, self._begin_forward)  # the model keeps it
         self._store.expect_model_order()
         self._refuse_gradients()
-        self._refuse_wrappers()
+        refuse_foreign_wrappers(self._store)
         self._keep_caches()
 
     def _keep_caches(self) -> None:

@@ -20,7 +20,6 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from offload.config import OffloadConfig
 from offload.display.byte_progress import progress
@@ -32,7 +31,7 @@ from offload.memory.tier_manager import (
 )
 from offload.models.closing import GivenBack, Keep, check_keep
 from offload.models.conversions import Conversions
-from offload.models.foreign_wrappers import refuse_foreign_wrappers, refuse_wrapped
+from offload.models.foreign_wrappers import refuse_wrapped
 from offload.models.state import StateDictHooks
 from offload.moe import Experts
 from offload.planning.choice.planner import make_plan, resolved_config
@@ -86,7 +85,6 @@ class TieredModel(abc.ABC):
         self._store: WeightStore | None = None
         self._ranks: Ranks | None = None  # those with other data
         self._tensor_parallel: TensorParallel | None = None
-        self._refusals: list[RemovableHandle] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._why_dropped = "close(keep='drop')"  # the parameters, where they were
         self._back: GivenBack | None = None  # while the model gets its parameters back
@@ -190,15 +188,6 @@ class TieredModel(abc.ABC):
             if isinstance(experts, Experts) and len(experts) == len(table.groups):
                 experts.on_chosen = partial(_announce, store, table.groups, experts.first)
                 store.on_close.append(partial(setattr, experts, "on_chosen", None))
-
-    def _refuse(self, refuse: Callable[[WeightStore], RemovableHandle]) -> None:
-        """Refuse uses of this model's parameters by others, until it is closed or dropped."""
-        refusal = refuse(self.store)
-        self._refusals.append(refusal)
-        weakref.finalize(self, refusal.remove)
-
-    def _refuse_wrappers(self) -> None:
-        self._refuse(refuse_foreign_wrappers)
 
     def _close_with(self, owner: object, close: Callable[[], None]) -> None:
         """Call `close()` when `owner` is dropped or the program ends."""
@@ -362,8 +351,6 @@ class TieredModel(abc.ABC):
     def _close(self) -> None:
         self._closed = True
         self._forget_finalizer()
-        for refusal in self._refusals:
-            refusal.remove()
         try:
             self._close_all()
         finally:

@@ -7,13 +7,13 @@ own, which they put in the place of the model's.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 
-from offload.memory.watched_stores import WatchedStores
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.store import WeightStore
@@ -39,20 +39,25 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def refuse_foreign_wrappers(store: WeightStore) -> RemovableHandle:
-    """Refuse wrappers around the store's model until the returned handle is removed."""
-    return _watched.add(store)
+def refuse_foreign_wrappers(store: WeightStore) -> None:
+    """Refuse wrappers around the store's model until it is closed."""
+    _listen()
+    _watched.add(store)
 
 
 def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if not _watched or module is None or not _moves_parameters(parent):
         return
-    for store in _watched:
-        if any(store.spec_of(p) is not None for p in module.parameters()):
+    for store in list(_watched):
+        known = (store.spec_of(p) is not None for p in module.parameters())
+        if store.unusable is None and any(known):
             _refuse(parent)
 
 
-_watched = WatchedStores(lambda: register_module_module_registration_hook(_check))
+# One hook for all models, for good: the garbage collector would take one for each away amid torch's
+# own iteration over all hooks.
+_watched: weakref.WeakSet[WeightStore] = weakref.WeakSet()
+_listen = functools.cache(lambda: register_module_module_registration_hook(_check))
 
 
 def _moves_parameters(module: Any) -> bool:

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from offload.config.optimizer import KINDS
-from offload.memory.watched_stores import WatchedStores
 from offload.optimizers.entries import OptimizerEntries, refuse_writing
 from offload.optimizers.state_dict import Kept, check_kind, check_sizes, check_state
 from offload.swap.threads.shield import defer_signals
@@ -272,23 +270,27 @@ def _alive(reference: weakref.ref[OffloadOptimizer]) -> OffloadOptimizer:
 
 
 # ---------------------------------------------------------------- other optimizers
-def refuse_foreign_optimizers(store: WeightStore) -> RemovableHandle:
-    """Refuse other optimizers over the store's parameters until the returned handle is removed.
+def refuse_foreign_optimizers(store: WeightStore) -> None:
+    """Refuse other optimizers over the store's parameters until it is closed.
 
     `torch.optim.AdamW(model.parameters())`, or a trainer that makes its own optimizer, would keep
     its states in RAM, outside of every budget, and page each weight through memory to change it.
     """
-    return _watched.add(store)
+    _listen()
+    _watched.add(store)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _watched or _is_ours(optimizer):
         return
-    for store in _watched:
-        _refuse(optimizer, store)
+    for store in list(_watched):
+        if store.unusable is None:
+            _refuse(optimizer, store)
 
 
-_watched = WatchedStores(lambda: register_optimizer_step_pre_hook(_check))
+# One hook for all models, for good (see `foreign_wrappers`).
+_watched: weakref.WeakSet[WeightStore] = weakref.WeakSet()
+_listen = functools.cache(lambda: register_optimizer_step_pre_hook(_check))
 
 
 def _is_ours(optimizer: Any) -> bool:

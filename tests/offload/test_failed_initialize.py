@@ -42,7 +42,7 @@ AFTER = {
     "the optimizer": (offload.engine, "optimizer_class"),
     "saved activations": (offload.engine, "Activations"),
     "the hooks": (offload.zero.step.runtime.Runtime, "start"),
-    "the refusal of wrappers": (offload.tiered_model, "refuse_foreign_wrappers"),
+    "the refusal of wrappers": (offload.engine, "refuse_foreign_wrappers"),
 }
 
 

@@ -58,11 +58,6 @@ class PackedParam:
         with torch._C.DisableTorchFunctionSubclass():
             return self.param.grad is not None
 
-    @property
-    def version(self) -> int:
-        """A number that changes with every update or write of a row."""
-        return sum(group.version for group, _ in self.places)
-
 
 @dataclass(eq=False)
 class ExpertTable:
