@@ -219,7 +219,7 @@ def test_tiers_go_with_the_model(tmp_path: Path) -> None:
     assert gone() is None  # its threads end with the test (see conftest)
 
 
-@pytest.mark.parametrize("name", ["_load_group", "_refuse_wrappers"])
+@pytest.mark.parametrize("name", ["Dispatched._load_group", "refuse_foreign_wrappers"])
 def test_one_that_fails_half_way_leaves_nothing(
     tmp_path: Path, monkeypatch: Any, name: str
 ) -> None:
@@ -228,7 +228,7 @@ def test_one_that_fails_half_way_leaves_nothing(
 
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("offload.inference.Dispatched." + name, broken)
+    monkeypatch.setattr("offload.inference." + name, broken)
     with pytest.raises(RuntimeError, match="broken"):
         offload.dispatch(build(), placed(tmp_path))
     assert len(os.listdir("/proc/self/fd")) <= before
