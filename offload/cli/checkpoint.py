@@ -15,7 +15,7 @@ from offload.display.plain_text import echo
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from offload.checkpoint.format.manifest import Manifest, ParameterRecord
+    from offload.checkpoint.format.manifest import Manifest, ParameterRecord, RunRecord
 
 checkpoint_app = typer.Typer(
     cls=GuardedGroup, help="Look into, check and export checkpoints.", no_args_is_help=True
@@ -147,8 +147,18 @@ def _summary(manifest: Manifest) -> list[str]:
     if manifest.loss_scale is not None:
         lines.append(f"loss scale {manifest.loss_scale.scale:g}")
     if manifest.run is not None:
-        lines.append(manifest.run.described)
+        lines.append(_described(manifest.run))
     return lines
+
+
+def _described(run: RunRecord) -> str:
+    """Return what a run keeps beside the engine, in one line."""
+    ranks = len(run.named("random"))
+    parts = [f"random numbers of {ranks} rank{'' if ranks == 1 else 's'}"]
+    registered = dict.fromkeys(key.partition("/")[2] for key in run.named("objects"))
+    if registered:
+        parts.append(f"registered: {', '.join(registered)}")
+    return "; ".join(parts)
 
 
 def _groups(manifest: Manifest) -> Table:

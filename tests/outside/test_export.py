@@ -64,7 +64,7 @@ def test_experts_are_packed_as_in_memory(
 ) -> None:
     folder = saved(tmp_path / "model", "mixtral")
     path = checkpoint(folder, tmp_path)
-    monkeypatch.setattr("offload.checkpoint.foreign.weight_shards.SHARD", "20KB")
+    monkeypatch.setattr("offload.checkpoint.foreign.exporting.SHARD", "20KB")
     monkeypatch.setattr("offload.checkpoint.foreign.exporting._PIECE_NUMEL", 999)
     export(path, tmp_path / "out", dtype)
     plain = CAUSAL.from_pretrained(tmp_path / "out")

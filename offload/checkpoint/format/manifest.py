@@ -132,16 +132,6 @@ class RunRecord(_Record):
         start = f"{section}/"
         return {r.name.removeprefix(start): r for r in self.tensors if r.name.startswith(start)}
 
-    @property
-    def described(self) -> str:
-        """The contents in one line."""
-        ranks = len(self.named("random"))
-        parts = [f"random numbers of {ranks} rank{'' if ranks == 1 else 's'}"]
-        registered = dict.fromkeys(key.partition("/")[2] for key in self.named("objects"))
-        if registered:
-            parts.append(f"registered: {', '.join(registered)}")
-        return "; ".join(parts)
-
 
 class Manifest(_Record):
     """The contents of a checkpoint, except for the tensors."""

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offload.checkpoint.engine.model import model_record
-from offload.checkpoint.foreign.exporting import write_others
-from offload.checkpoint.foreign.weight_shards import SHARD, Write, write_shards
+from offload.checkpoint.foreign.exporting import SHARD, Write, write_others, write_shards
 from offload.checkpoint.format.disk import (
     check_new,
     make_folder,

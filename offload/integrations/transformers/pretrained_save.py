@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from offload.checkpoint.foreign.weight_shards import write_shards
+from offload.checkpoint.foreign.exporting import write_shards
 from offload.checkpoint.format.disk import make_folder, storage_errors, sync_files
 from offload.engine import Engine
 from offload.engine_lookup import tiers_of
