@@ -9,7 +9,6 @@ stands for itself: none is read or written.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -42,11 +41,10 @@ class ModuleState:
         """The modules' state now, under the keys of their state dicts.
 
         UnsupportedError for a tensor that no safetensors file can have."""
-        in_tiers = _in_tiers(engine)
         tensors: dict[str, torch.Tensor] = {}
         values: dict[str, Any] = {}
         for key, value in _state_dict(engine).items():
-            if key not in in_tiers and not _is_in_tiers(engine, value):
+            if not _is_in_tiers(engine, value):
                 # an extra state is no weight, also if it is a tensor
                 is_extra = key.rpartition(".")[2] == _EXTRA
                 is_buffer = isinstance(value, torch.Tensor) and not is_extra
@@ -66,16 +64,14 @@ def _check_tensors(found: dict[str, torch.Tensor]) -> None:
 
 
 def _state_dict(engine: Trained) -> Mapping[str, Any]:
-    """The model's state dict. Its own `state_dict` is called only if it has a `load_state_dict`
-    too: one that selects what a file gets is not what a run resumes from."""
+    """The model's state dict. Its own `state_dict`, which takes what PyTorch's does, is called only
+    if it has a `load_state_dict` too: one that selects what a file gets is not what a run resumes
+    from."""
     model = engine.module
     with engine.state_dicts.parameters_left():
         if type(model).load_state_dict is nn.Module.load_state_dict:
             return nn.Module.state_dict(model, keep_vars=True)
-        takes = inspect.signature(model.state_dict).parameters
-        if "keep_vars" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-            return model.state_dict(keep_vars=True)
-        return model.state_dict()
+        return model.state_dict(keep_vars=True)
 
 
 def _in_tiers(engine: Trained) -> set[str]:
@@ -96,13 +92,10 @@ class ModuleLoading:
         self._engine = engine
         self._path = path
         self._tensors = saved.tensors
-        now, in_tiers = _state_dict(engine), _in_tiers(engine)
+        now = _state_dict(engine)
         self._check_formats(now)
-        self._entries: dict[str, Any] = {
-            key: value for key, value in now.items()
-            if key in in_tiers or _is_in_tiers(engine, value)
-        }  # fmt: skip
-        self._entries |= saved.tensors | saved.values
+        own = {key: value for key, value in now.items() if _is_in_tiers(engine, value)}
+        self._entries: dict[str, Any] = own | saved.tensors | saved.values
         # of the modules as they are: a checkpoint does not keep the versions of state dicts
         self._metadata: Any = getattr(now, "_metadata", {})
 

@@ -5,7 +5,6 @@ Every rank goes through the same groups: rank 0 writes, the others send their pa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -85,26 +84,22 @@ class Saver:
         which can be read in any order."""
         self._runtime = engine.runtime
         self._run = run
-        self._others = run.others
-        self._parameters = model.parameter_records(engine, model.steps_everywhere(engine))
-        self._optimizer = model.optimizer_record(engine)
         self._saved_format = model.saved_format(engine)
         self._saved = model.saved_groups(engine)
         self._entries = model.Entries(engine)
         self._name_on = engine.spread.name_on  # maps an expert's name to its name on another rank
-        self._groups = [
-            group_record(number, saved.name, is_trained=saved.is_trained)
-            for number, saved in enumerate(self._saved)
-        ]
         self._manifest = Manifest(
             precision=engine.config.precision,
             steps_taken=self._runtime.stepper.taken,
             steps_skipped=self._runtime.stepper.skipped,
             loss_scale=model.loss_scale_record(engine),
-            optimizer=self._optimizer,
-            groups=self._groups,
-            parameters=self._parameters,
-            buffers=tensor_records(self._others),
+            optimizer=model.optimizer_record(engine),
+            groups=[
+                group_record(number, saved.name, is_trained=saved.is_trained)
+                for number, saved in enumerate(self._saved)
+            ],
+            parameters=model.parameter_records(engine, model.steps_everywhere(engine)),
+            buffers=tensor_records(run.others),
             buffers_file=BUFFERS,
             files={},
             model=model.model_record(engine.module),
@@ -148,7 +143,7 @@ class Saver:
         """Begin the files in `folder`, and write the tensors of no group: buffers, and the rest of
         the training run (random states, the caller's state)."""
         self._files = CheckpointWriter(folder, self._manifest, self.nbytes())
-        self._files.write_tensors(BUFFERS, self._manifest.buffers, self._others.values())
+        self._files.write_tensors(BUFFERS, self._manifest.buffers, self._run.others.values())
         run = self._run
         self._files.write_tensors(RUN, run.record.tensors, run.tensors.values())
 
@@ -167,13 +162,14 @@ class Saver:
     # ---------------------------------------------------------------- what each file holds
     def nbytes(self) -> int:
         """The number of bytes of all tensors."""
-        infos = [info_of(record) for record in self._parameters]
+        infos = [info_of(record) for record in self._manifest.parameters]
         infos += map(info_of, (*self._manifest.buffers, *self._run.record.tensors))
-        infos += chain(*optimizer_sections(self._parameters, self._optimizer.fields))
+        fields = self._manifest.optimizer.fields
+        infos += chain(*optimizer_sections(self._manifest.parameters, fields))
         return sum(info.nbytes for info in infos)
 
     def _of(self, number: int) -> list[ParameterRecord]:
-        return [record for record in self._parameters if record.group == number]
+        return [record for record in self._manifest.parameters if record.group == number]
 
     def _sections(self, number: int, sections: Sections) -> Sections:
         """Return the sections of a group's file. Each packed parameter gets its own section, which
@@ -182,18 +178,13 @@ class Saver:
             return sections
         return [[info] for info in chain(*sections)]
 
-    def _metadata(self, number: int) -> dict[str, str]:
-        tied = {alias: r.names[0] for r in self._of(number) for alias in r.names[1:]}
-        metadata = {"format": "pt", "group": self._groups[number].name}
-        return {**metadata, "tied": json.dumps(tied)} if tied else metadata
-
     # ---------------------------------------------------------------- writing
     def write_parameters(self, number: int) -> None:
         """Write one group's file of parameters, one expert after another."""
-        saved, name = self._saved[number], self._groups[number].parameters
+        saved, name = self._saved[number], self._manifest.groups[number].parameters
         reader = self._reader
         sections = self._sections(number, [[info_of(record) for record in self._of(number)]])
-        reader.attempt(self._open, name, sections, self._metadata(number))
+        reader.attempt(self._open, name, sections, {"format": "pt", "group": saved.name})
         for group, rank in saved.of_all_ranks():
             state = self._runtime.optimizer_states[group.index]
             for elements, raw in reader.weights(state, rank):
@@ -205,9 +196,9 @@ class Saver:
 
     def _write_records(self, number: int) -> None:
         """Write one group's file of optimizer states."""
-        saved, record = self._saved[number], self._groups[number]
+        saved, record = self._saved[number], self._manifest.groups[number]
         reader, name = self._reader, record.optimizer
-        states = optimizer_sections(self._of(number), self._optimizer.fields)
+        states = optimizer_sections(self._of(number), self._manifest.optimizer.fields)
         sections = self._sections(number, states)
         reader.attempt(self._open, name, sections, {"group": record.name})
         for group, rank in saved.of_all_ranks():
