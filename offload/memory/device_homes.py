@@ -11,20 +11,17 @@ import torch
 
 from offload.kernels.gpu import triton_launch
 from offload.planning.plan.plan import Plan
-from offload.swap.device.coded_device_state import DeviceCodedState
 from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
-from offload.swap.device.device_state import Links, MirroredState
+from offload.swap.device.device_state import Links
 from offload.swap.device.fences import Fences, OpenReads
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.device.streams import CopyStream, WorkStream, mark_here
-from offload.swap.states.coded_state import MakeHome
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import Codec, State
+from offload.swap.states.state import State
 from offload.swap.threads.lanes import Lane
 from offload.tiers import accelerator
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
-from offload.zero.groups.store import NextUse
 from offload.zero.step.device_update import DeviceWork
 
 _log = logging.getLogger("offload")
@@ -40,7 +37,6 @@ class DeviceHomes:
     ) -> None:
         self._plan = plan.device
         self._device = device
-        self._lock = lock
         fences = Fences()
         # The update has links of its own: a copy for a group that is needed later, waiting for its
         # turn, must not hold up a copy that the model waits for.
@@ -49,7 +45,7 @@ class DeviceHomes:
         )
         self._stream = WorkStream(device)
         self.pool = SlotPool(tier, lock)
-        self._reads = OpenReads(device)
+        self.reads = OpenReads(device)  # of slots of `pool`
         self._leases: list[Lease] = []
         mark_here(device).wait()  # what PyTorch has freed may still be read, by streams of its own
         trains = any(group.layout.numel_trainable for group in plan.groups)
@@ -60,16 +56,6 @@ class DeviceHomes:
             )  # fmt: skip
 
     # ---------------------------------------------------------------- states
-    def mirrored(self, home: State, next_use: NextUse) -> State:
-        """Return a state for parameters whose home is not the device."""
-        return MirroredState(home, self.pool, self.links, self._reads, next_use)
-
-    def coded(self, nbytes: int, codec: Codec, make_home: MakeHome, next_use: NextUse) -> State:
-        """Return a state for parameters whose home holds codes."""
-        return DeviceCodedState(
-            nbytes, codec, make_home, self.pool, self.links, self._reads, next_use
-        )
-
     def at_home(
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
         edge_nbytes: int | None = None, stride_nbytes: int | None = None,

@@ -30,12 +30,9 @@ class KVHomes:
 
     def kv_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
         tier, size = self._tier_of_next(nbytes), round_up(nbytes, PAGE_NBYTES)
-        self._take(tier, size, name)
-        try:
-            state = self._homes.kv_page(tier, name, nbytes, next_use)
-        except BaseException:
-            self._held[tier] -= size
-            raise
+        self._check_room(tier, size, name)
+        state = self._homes.kv_page(tier, name, nbytes, next_use)
+        self._held[tier] += size
         self._pages[tier] += size
         self._tiers[id(state)] = tier, size
         return state
@@ -47,13 +44,10 @@ class KVHomes:
         state.close()
 
     def kv_memory(self, name: str, nbytes: int) -> Lease:
-        size = round_up(nbytes, PAGE_NBYTES)
-        self._take(self._kv.computing, size, name)
-        try:
-            return self._homes.kv_memory(name, nbytes)
-        except BaseException:
-            self._held[self._kv.computing] -= size
-            raise
+        self._check_room(self._kv.computing, round_up(nbytes, PAGE_NBYTES), name)
+        lease = self._homes.kv_memory(name, nbytes)
+        self._held[self._kv.computing] += lease.extent.nbytes
+        return lease
 
     def free_kv_memory(self, lease: Lease) -> None:
         self._held[self._kv.computing] -= lease.extent.nbytes
@@ -65,7 +59,7 @@ class KVHomes:
         shares = self._kv.placement.shares
         return max(shares, key=lambda each: each[1] * whole - self._pages[each[0]])[0]
 
-    def _take(self, tier: Tier, nbytes: int, owner: str) -> None:
+    def _check_room(self, tier: Tier, nbytes: int, owner: str) -> None:
         room, held = self._room[tier], self._held[tier]
         if held + nbytes > room:
             others = [str(other) for other in tier.slower if other != tier]
@@ -75,4 +69,3 @@ class KVHomes:
                 f"raise budget.{tier}{elsewhere}, or set kv.dtype: int8 (the rest of the budget is "
                 "needed by weights); a smaller batch or fewer tokens need less",
             )  # fmt: skip
-        self._held[tier] += nbytes

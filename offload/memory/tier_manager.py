@@ -21,7 +21,8 @@ from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare
 from offload.process import machine
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
-from offload.swap.device.device_state import Links
+from offload.swap.device.coded_device_state import DeviceCodedState
+from offload.swap.device.device_state import Links, MirroredState
 from offload.swap.device.streams import CopyStream, mark_here
 from offload.swap.io.backends import measured_speed, open_backend
 from offload.swap.io.block_store import BlockStore
@@ -165,8 +166,10 @@ class TieredHomes:
         """Return a state that the model reads."""
         cut = edge_nbytes, stride_nbytes
         home = self._state(tier, name, nbytes, piece_nbytes, state_class, next_use, *cut)
-        is_there = tier.on_device or not self.plan.gpu  # or comes there by itself
-        return home if is_there else self._device.mirrored(home, next_use)
+        if tier.on_device or not self.plan.gpu:  # it is there, or comes there by itself
+            return home
+        device = self._device
+        return MirroredState(home, device.pool, device.links, device.reads, next_use)
 
     def _coded(
         self, tier: Tier, label: str, nbytes: int, piece: int, layout: Layout, next_use: NextUse
@@ -179,7 +182,9 @@ class TieredHomes:
         kind = FLOAT_OF[self._dtype]
         codec = WeightCodes(lay_out_codes(layout, self._itemsize), kind, self._run)
         if self.plan.gpu:
-            return self._device.coded(nbytes, codec, home, next_use)
+            device = self._device
+            slots = device.pool, device.links, device.reads
+            return DeviceCodedState(nbytes, codec, home, *slots, next_use)
         return CodedState(nbytes, codec, home, self.pool, next_use)
 
     def kv_memory(self, name: str, nbytes: int) -> Lease:
