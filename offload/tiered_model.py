@@ -23,6 +23,7 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.byte_progress import progress
+from offload.memory.preflight import preflight
 from offload.memory.tier_manager import (
     TieredHomes,
     compute_device,
@@ -35,7 +36,6 @@ from offload.models.foreign_wrappers import refuse_wrapped
 from offload.models.state import StateDictHooks
 from offload.moe import Experts
 from offload.planning.choice.planner import make_plan, resolved_config
-from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Plan
 from offload.process import machine
 from offload.report import tier_reports

@@ -16,10 +16,10 @@ from offload.config.sections import StorageConfig
 from offload.display.console import PlainConsole
 from offload.display.words import duration
 from offload.gpt import build_meta_model
+from offload.memory.preflight import preflight
 from offload.memory.tier_manager import compute_device, nvme_paths
 from offload.planning.choice.planner import check_plan
 from offload.planning.choice.solver import Solution
-from offload.planning.machine.preflight import preflight
 from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.planning.plan.workload import Workload

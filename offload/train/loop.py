@@ -22,8 +22,8 @@ from offload.display.console import PlainConsole
 from offload.display.training import Lines, Run
 from offload.gpt import LanguageModel, build_meta_model, evaluating, generate, parameter_count
 from offload.loggers import Logger, closing_all
+from offload.memory.preflight import activations_beyond
 from offload.memory.tier_manager import compute_device
-from offload.planning.machine.preflight import activations_beyond
 from offload.process.interrupts import Interrupts, noted_interrupts
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.runs.folder import RunFolder, RunRecord, SavedRun, check_same_run, default_path

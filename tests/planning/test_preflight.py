@@ -11,8 +11,8 @@ import pytest
 import offload
 from offload.config import OffloadConfig
 from offload.errors import BudgetError
+from offload.memory.preflight import preflight
 from offload.planning.choice.planner import lay_out_plan
-from offload.planning.machine.preflight import preflight
 from offload.planning.plan.plan import Hardware, Plan
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape

@@ -1,1 +1,1 @@
-"""The speed of this machine, its free room, and the memory that a process takes."""
+"""The speed of this machine, and the memory that a process takes."""
