@@ -18,8 +18,8 @@ from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.solver import Candidate, RunFacts, solve
 from offload.planning.machine.baseline import known_baseline
+from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware, needed_nbytes
-from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import update_traffic
 from offload.process.machine import cpu_count
 from offload.tiers.ledger import StateClass

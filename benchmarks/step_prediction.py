@@ -38,8 +38,7 @@ from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
-from offload.planning.plan.estimate import StepEstimate
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import StepEstimate, Workload
 from offload.planning.step.step_time import estimate_step
 from offload.zero.groups.discovery import discover
 

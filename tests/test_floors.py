@@ -35,7 +35,7 @@ FLOORS: list[set[str]] = [
 ]  # fmt: skip
 # The same of `tools/memest/`: its rooms, and modules beside them.
 MEMEST_ROOMS: list[set[str]] = [
-    {"source", "hardware"}, {"estimate"}, {"show"}, {"commands"}, {"cli"},
+    {"generation"}, {"source", "hardware"}, {"estimate"}, {"show"}, {"commands"}, {"cli"},
     {"__main__"},
 ]  # fmt: skip
 # The same of `planning/`; the package itself is below its rooms.

@@ -20,9 +20,8 @@ from offload.memory.preflight import preflight
 from offload.memory.tier_manager import compute_device, nvme_paths
 from offload.planning.choice.planner import check_plan
 from offload.planning.choice.solver import Solution
-from offload.planning.plan.estimate import StepEstimate
+from offload.planning.plan.estimate import StepEstimate, Workload
 from offload.planning.plan.plan import Plan, needed_nbytes
-from offload.planning.plan.workload import Workload
 from offload.runs.forecast import forecast, workload_of
 from offload.tiers.accelerator import KINDS
 from offload.tiers.errors import ConfigError

@@ -16,9 +16,8 @@ from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.machine.baseline import Baseline
-from offload.planning.plan.estimate import MemoryEstimate
+from offload.planning.plan.estimate import MemoryEstimate, Workload
 from offload.planning.plan.plan import Hardware, needed_nbytes
-from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.process.child import child_environment
 from offload.tiers.errors import ConfigError

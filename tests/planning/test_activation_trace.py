@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from offload.gpt import LanguageModel, build_meta_model
 from offload.planning.activations.trace import trace_activations
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import Workload
 from offload.tiers.errors import UnsupportedError
 from tests.planning.real_pass import DTYPES, config_of, packed_nbytes, real_facts
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload.planning.activations.trace import trace_activations
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import Workload
 from tests.planning.real_pass import config_of, real_facts
 
 transformers = pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ from offload.planning.activations.facts import NOTHING
 from offload.planning.choice.planner import make_plan
 from offload.planning.choice.solver import NO_LIBRARIES, Candidate, solve
 from offload.planning.machine.baseline import Baseline
+from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
-from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier

@@ -13,12 +13,13 @@ from torch import nn
 import offload
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import make_plan
-from offload.planning.plan.experts import active_numel, touched
+from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.sizes import pages
-from offload.planning.plan.workload import Workload
+from offload.planning.step.representatives import touched
 from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
+from offload.tools.memest.estimate.result import active_numel
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.ranks.sharding import Sharding

@@ -15,7 +15,7 @@ from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.activations.trace import trace_activations
 from offload.planning.machine.baseline import Baseline
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier

@@ -18,9 +18,9 @@ from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.planner import make_plan
 from offload.planning.choice.solver import RunFacts, Solution, solve
 from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.shortfalls import shortfalls
-from offload.planning.plan.workload import Workload
 from offload.tiers.tier import Tier
 from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import ParamShape

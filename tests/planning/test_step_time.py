@@ -19,9 +19,8 @@ from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.speeds import Speeds
-from offload.planning.plan.estimate import StepEstimate
+from offload.planning.plan.estimate import StepEstimate, Workload
 from offload.planning.plan.plan import Hardware
-from offload.planning.plan.workload import Workload
 from offload.planning.step import planned_run
 from offload.planning.step.representatives import representatives
 from offload.planning.step.step_time import estimate_step, step_traffic

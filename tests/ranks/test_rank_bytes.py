@@ -17,8 +17,8 @@ import pytest
 import offload
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.machine.baseline import Baseline
+from offload.planning.plan.estimate import Workload
 from offload.planning.plan.sizes import STAGING_BUFFERS, pages
-from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
 from offload.zero.groups.discovery import discover

@@ -9,18 +9,17 @@ from typing import Any
 from offload.config import OffloadConfig
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.estimate import (
-    Change,
-    Estimate,
     LinkTime,
     MemoryClass,
     MemoryEstimate,
     PlaceEstimate,
     Shortfall,
     StepEstimate,
+    Workload,
 )
 from offload.planning.plan.plan import Hardware, Plan
-from offload.planning.plan.workload import Workload
 from offload.tiers.tier import Tier
+from offload.tools.memest.estimate.result import Change, Estimate
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
 

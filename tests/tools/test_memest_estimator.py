@@ -13,10 +13,9 @@ from offload.gpt import build_meta_model
 from offload.planning.choice.planner import lay_out_plan
 from offload.planning.choice.run_plan import remedy
 from offload.planning.choice.solver import Candidate, solve
-from offload.planning.plan.estimate import MemoryClass
+from offload.planning.plan.estimate import MemoryClass, Workload
 from offload.planning.plan.plan import Hardware, breakdown, gathered_nbytes, needed_nbytes
 from offload.planning.plan.shortfalls import shortfalls
-from offload.planning.plan.workload import Workload
 from offload.runs.forecast import forecast, workload_of
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes

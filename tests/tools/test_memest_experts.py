@@ -12,8 +12,8 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.planning.activations.trace import trace_activations
-from offload.planning.plan.experts import active_numel
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import Workload
+from offload.tools.memest.estimate.result import active_numel
 from offload.tools.memest.source.read_model import read_model
 from offload.zero.groups.discovery import experts_per_token_of
 

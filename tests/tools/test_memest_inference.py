@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from offload.config import OffloadConfig
-from offload.planning.activations.facts import generation_facts
 from offload.planning.activations.trace import trace_activations
-from offload.planning.plan.workload import Generation, Workload
+from offload.planning.plan.estimate import Workload
 from offload.tiers.errors import UnsupportedError
+from offload.tools.memest.generation import Generation, generation_facts
 from offload.tools.memest.source.transformers_models import modules_cache
 from tests.tools.test_memest_cli import run
 

@@ -11,7 +11,7 @@ from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.solver import Candidate, RunFacts, solve
 from offload.planning.machine.baseline import Baseline
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import Workload
 from offload.tools.memest.commands.options import EstimateOptions
 from offload.tools.memest.commands.run_estimate import answered, read_question
 from offload.tools.memest.estimate.answer import estimate

@@ -13,15 +13,10 @@ from rich.console import Console
 
 from offload.display.words import counted, duration
 from offload.pages.page import to_html
-from offload.planning.plan.estimate import (
-    Estimate,
-    LinkTime,
-    MemoryClass,
-    Shortfall,
-    StepEstimate,
-)
+from offload.planning.plan.estimate import LinkTime, MemoryClass, Shortfall, StepEstimate
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
+from offload.tools.memest.estimate.result import Estimate
 from offload.tools.memest.show import view
 from offload.tools.memest.show.estimate_page import estimate_page
 from offload.tools.memest.show.render_json import SCHEMA, to_dict

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import Workload
 from offload.tiers.tier import TIERS, Tier
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator

@@ -12,10 +12,8 @@ environment all do: then there are no holes, and page faults make steps 5 to 20 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from offload.planning.plan.kv_plan import CacheShape
-from offload.planning.plan.workload import Generation
 from offload.swap.activations import TRIM_NBYTES
 
 
@@ -83,50 +81,3 @@ def fragmentation_nbytes(facts: ActivationFacts, *, leaves: bool) -> int:
     if not peak:
         return 0
     return int(holes * min(1.0, in_heap / peak / _LEAST_HEAP_SHARE))
-
-
-# ---------------------------------------------------------------- generating text
-# A pass of one token reads a layer's cache and writes it anew, one token longer; attention reads
-# that (`DynamicLayer.update`).
-_CACHE_PASSES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationFacts:
-    """The passes at a batch size. `peak` covers both, with the cache at its largest."""
-
-    prefill: ActivationFacts
-    decode: ActivationFacts  # behind half of the new tokens
-    peak: ActivationFacts  # memory of both, the work of `decode`
-    cache_nbytes: int  # in the end; part of the peak
-
-
-def generation_facts(
-    prefill: ActivationFacts, decode: ActivationFacts, cache: CacheShape,
-    generation: Generation, itemsize: int, *, in_tiers: bool = False,
-) -> GenerationFacts:  # fmt: skip
-    """Add a cache to `prefill` and `decode`, which are traced without one. `itemsize` is the bytes
-    of a cache element; a cache `in_tiers` is in no peak."""
-    element = generation.batch * itemsize
-    first, last = generation.prompt, generation.context
-    touched = _CACHE_PASSES * element * cache.read_numel((first + last) // 2)
-    decode = replace(
-        decode,
-        forward=replace(
-            decode.forward, touched_nbytes=decode.forward.touched_nbytes + touched
-        ),
-    )  # fmt: skip
-    before, after = (element * cache.kept_numel(tokens) for tokens in (first, last))
-    # the layer at work has its cache twice, before and behind the new token
-    copied = element * cache.largest_numel(last)
-    if in_tiers:
-        before = after = copied = 0
-    prefill_nbytes, decode_nbytes = prefill.peak_nbytes + before, decode.peak_nbytes + copied
-    peak = max(prefill_nbytes, decode_nbytes + after)
-    heap = max(prefill.heap_peak_nbytes, decode.heap_peak_nbytes)
-    both = replace(
-        decode, peak_nbytes=peak, peak_elsewhere_nbytes=peak,
-        heap_peak_nbytes=heap, heap_peak_elsewhere_nbytes=heap,
-        cache_nbytes=before if peak == prefill_nbytes else after,
-    )  # fmt: skip
-    return GenerationFacts(prefill, decode, both, after)

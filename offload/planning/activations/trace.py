@@ -37,7 +37,7 @@ from offload.planning.activations.traced_blocks import (
     watched_blocks,
 )
 from offload.planning.activations.valueless import WithoutValues, valueless
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import Workload
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.zero.groups.discovery import Unit, discover

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import NOTHING
 from offload.planning.choice.solver import Candidate, RunFacts, Solution, solve
-from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, Shortfall
+from offload.planning.plan.estimate import MemoryClass, MemoryEstimate, Shortfall, Workload
 from offload.planning.plan.plan import Hardware, Plan
-from offload.planning.plan.workload import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier

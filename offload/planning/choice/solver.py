@@ -25,7 +25,7 @@ from offload.planning.choice.placement_search import corners, filled, without_fi
 from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.builder import PlanBuilder, reserve_nbytes
-from offload.planning.plan.estimate import Shortfall, StepEstimate, short_weight
+from offload.planning.plan.estimate import Shortfall, StepEstimate, Workload, short_weight
 from offload.planning.plan.plan import (
     Hardware,
     Plan,
@@ -36,7 +36,6 @@ from offload.planning.plan.plan import (
 )
 from offload.planning.plan.shortfalls import lacking_nbytes, shortfalls
 from offload.planning.plan.sizes import CLASSES, Placements
-from offload.planning.plan.workload import Workload
 from offload.planning.step.step_time import estimate_step
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement

@@ -38,7 +38,7 @@ from offload.planning.machine.optimizer_variants import (
     stepper,
 )
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import Workload
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import checksum_of
 from offload.swap.io.io_backend import IOBackend

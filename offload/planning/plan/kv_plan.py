@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.tiers.placement import Placement
@@ -23,34 +23,6 @@ if TYPE_CHECKING:
 
 KV_PAGE_NBYTES = 4 << 20  # about: requests for files of this size keep disks busy
 _OPEN_SHARE = 8  # open pages are at most this part of a layer's keys and values, where it is known
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """The caches of the layers in order; layers without a cache are left out.
-
-    As transformers' `DynamicCache`: a layer of full attention keeps every token, one with a sliding
-    window the last `window - 1`, one of linear attention a state that does not grow.
-    """
-
-    layers: tuple[CachedLayer, ...]
-
-    def kept_numel(self, tokens: int) -> int:
-        """The elements that are kept of one sequence of `tokens`."""
-        return sum(layer.kept_numel(tokens) for layer in self.layers)
-
-    def read_numel(self, tokens: int) -> int:
-        """The elements that a pass of one token reads."""
-        return sum(layer.read_numel(tokens) for layer in self.layers)
-
-    @property
-    def token_numel(self) -> int:
-        """The elements of one token in all layers."""
-        return sum(layer.token_numel for layer in self.layers)
-
-    def largest_numel(self, tokens: int) -> int:
-        """The elements of the layer that keeps most of a sequence of `tokens`."""
-        return max((layer.read_numel(tokens) for layer in self.layers), default=0)
 
 
 @dataclass(frozen=True)
@@ -86,20 +58,6 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
     return KVPlan(
         placement, tokens, planned, len(stored), sum(stored), known, computing, expected
     )  # fmt: skip
-
-
-def kv_in_tiers(
-    config: OffloadConfig, model: ModelShape, cache: CacheShape | None, batch: int, tokens: int
-) -> tuple[OffloadConfig, ModelShape]:
-    """Return `config` and `model` with room for caches of `batch` sequences of `tokens` each, if
-    caches are in tiers and `kv.tokens` is not given."""
-    if config.placement.kv is None or cache is None:
-        return config, model
-    layers = tuple(layer for layer in cache.layers if layer.token_numel)
-    if config.kv.tokens is None:
-        known = config.kv.model_copy(update={"tokens": batch * tokens})
-        config = config.model_copy(update={"kv": known})
-    return config, replace(model, cached=layers)
 
 
 def _stored(

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.planning.activations.facts import ActivationFacts
     from offload.planning.machine.baseline import Baseline
-    from offload.planning.plan.workload import Workload
+    from offload.planning.plan.estimate import Workload
     from offload.zero.groups.model_shape import ModelShape
 
 _MOST_CHUNKS_HELD = 1000  # whose copies are looked at one by one, as no bytes are asked for

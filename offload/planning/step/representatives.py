@@ -10,20 +10,58 @@ home in the same tiers are taken together in bundles; one of each, its first, is
 
 Models of few groups are simulated group by group; but of passes of inference that touch few of a
 table's experts the bundles are as many as those, so that a bundle has one of them.
+
+If a router chooses `k` of `E` experts for each of `T` tokens with equal probability, an expert gets
+no token with a probability of (1 - k / E)^T, so that E (1 - (1 - k / E)^T) experts are expected to
+be touched. Routers that prefer some experts touch fewer (the sum is concave in the experts'
+shares). Only touched experts are fetched, get gradients and are updated.
+
+If experts are spread over `ep_size` ranks, a `ModelShape` has those of one rank, to which the
+tokens of all of these ranks are sent.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from offload.planning.plan.experts import tables_of
+from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Plan
-from offload.planning.plan.workload import Workload
 from offload.zero.groups.model_shape import ModelShape
 
 MOST_GROUPS = 512  # that a step is simulated with
+
+
+def touched(experts: int, chosen: int | None, tokens: int) -> float:
+    """The expected number of `experts` that `tokens` touch; all of them if the number `chosen` for
+    a token is not known."""
+    if chosen is None or chosen >= experts:
+        return float(experts)
+    return experts * -math.expm1(tokens * math.log1p(-chosen / experts))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A module of experts."""
+
+    indices: tuple[int, ...]  # the groups of those on this rank
+    ep_size: int  # over how many ranks they are spread
+
+    @property
+    def experts(self) -> int:
+        """The number of experts on all ranks that share them."""
+        return len(self.indices) * self.ep_size
+
+    def touched(self, chosen: int | None, tokens: int) -> int:
+        """The touched experts of this rank, rounded up. `tokens`: of all ranks that share."""
+        here = touched(self.experts, chosen, tokens) / self.ep_size
+        return min(len(self.indices), math.ceil(here - 1e-9))
+
+
+def tables_of(model: ModelShape) -> list[Table]:
+    return [Table(t, model.groups[t[0]].ep_size) for t in model.tables.values()]
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.planning.activations.facts import ActivationFacts, PassCost
     from offload.planning.machine.speeds import Speeds
+    from offload.planning.plan.estimate import Workload
     from offload.planning.plan.kv_plan import KVPlan
-    from offload.planning.plan.workload import Workload
 
 COMPUTE, OPTIMIZER = "compute", "optimizer"
 READ, WRITE = "nvme read", "nvme write"

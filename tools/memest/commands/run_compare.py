@@ -10,7 +10,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from offload.pages.page import Cell, Table
-from offload.planning.plan.estimate import Estimate
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -20,6 +19,7 @@ from offload.tools.memest.commands.run_estimate import DOES_NOT_FIT, answered, r
 from offload.tools.memest.estimate.answer import case_notes
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.other_systems import Row, capacities_of, compare
+from offload.tools.memest.estimate.result import Estimate
 from offload.tools.memest.show import view
 from offload.tools.memest.show.render_terminal import bullets, cell_table
 

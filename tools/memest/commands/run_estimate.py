@@ -11,15 +11,15 @@ from offload.config import OffloadConfig
 from offload.config.training import MOST_TOKENS
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import Speeds
-from offload.planning.plan.estimate import Estimate
-from offload.planning.plan.kv_plan import kv_in_tiers
-from offload.planning.plan.workload import Generation, Workload
+from offload.planning.plan.estimate import Workload
 from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.options import EstimateOptions
 from offload.tools.memest.commands.output import show_answer, write_file
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case, Question
+from offload.tools.memest.estimate.result import Estimate
+from offload.tools.memest.generation import Generation, kv_in_tiers
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.model_source import ModelSource, SourceKind, UntraceableError

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from offload.planning.plan.estimate import Estimate
 from offload.planning.step.planned_run import MOST_PASSES
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.changes import changes
 from offload.tools.memest.estimate.estimator import Estimator
+from offload.tools.memest.estimate.result import Estimate
 from offload.tools.memest.source.model_source import SourceKind
 
 

@@ -7,9 +7,9 @@ from functools import cached_property
 
 from offload.config import OffloadConfig
 from offload.planning.machine.speeds import Speeds
-from offload.planning.plan.kv_plan import kv_in_tiers
+from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware
-from offload.planning.plan.workload import Generation, Workload
+from offload.tools.memest.generation import Generation, kv_in_tiers
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.source.model_source import ModelSource
 from offload.zero.groups.model_shape import ModelShape

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
-from offload.planning.plan.estimate import Change, Estimate
 from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_format
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.knobs import Knob, applied, knobs
+from offload.tools.memest.estimate.result import Change, Estimate
 
 MOST_SHOWN = 5
 _ENORMOUS_NUMEL = 20 * 10**9

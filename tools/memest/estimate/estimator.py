@@ -6,24 +6,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offload.config import OffloadConfig
-from offload.planning.activations.facts import (
-    NOTHING,
-    ActivationFacts,
-    GenerationFacts,
-    generation_facts,
-)
+from offload.planning.activations.facts import NOTHING, ActivationFacts
 from offload.planning.choice.planner import resolved_config
 from offload.planning.choice.run_plan import RunPlan, plan_run
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
-from offload.planning.plan.estimate import Estimate, InferenceEstimate
-from offload.planning.plan.experts import active_numel
-from offload.planning.plan.kv_plan import CacheShape
+from offload.planning.plan.estimate import Workload
 from offload.planning.plan.sizes import ITEMSIZE
-from offload.planning.plan.workload import Generation, Workload
 from offload.planning.step.step_time import estimate_step
 from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.estimate.result import Estimate, InferenceEstimate, active_numel
+from offload.tools.memest.generation import (
+    CacheShape,
+    Generation,
+    GenerationFacts,
+    generation_facts,
+)
 
 
 @dataclass

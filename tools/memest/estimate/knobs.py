@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from offload.config import OffloadConfig
-from offload.planning.plan.estimate import Change, Estimate
-from offload.planning.plan.workload import Generation
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import format_bytes, parse_bytes
 from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.estimate.result import Change, Estimate
+from offload.tools.memest.generation import Generation
 from offload.tools.memest.hardware.read_profile import with_assumed_drive
 from offload.tools.memest.source.stated_sizes import divisors
 

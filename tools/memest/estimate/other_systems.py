@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload.planning.activations.facts import ActivationFacts
-from offload.planning.plan.estimate import Estimate, MemoryClass
+from offload.planning.plan.estimate import MemoryClass
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.tiers.tier import TIERS, Tier
+from offload.tools.memest.estimate.result import Estimate
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.zero.groups.model_shape import ModelShape
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from offload.planning.plan.estimate import Estimate, InferenceEstimate, StepEstimate
+from offload.planning.plan.estimate import StepEstimate
 from offload.planning.plan.plan import Plan, needed_nbytes
 from offload.tiers.tier import TIERS
+from offload.tools.memest.estimate.result import Estimate, InferenceEstimate
 from offload.tools.memest.show import view
 
 SCHEMA = "memest/3"

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.display.words import counted, three_digits
-from offload.planning.plan.estimate import Estimate, PlaceEstimate
+from offload.planning.plan.estimate import PlaceEstimate
 from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import format_bytes
+from offload.tools.memest.estimate.result import Estimate
 
 
 def place_title(tier: Tier) -> str:

@@ -10,13 +10,13 @@ from offload.config.file import dump_yaml
 from offload.config.sections import WrittenFor
 from offload.config.training import ModelConfig, TrainConfig
 from offload.display.words import duration
-from offload.planning.plan.estimate import Estimate
 from offload.planning.plan.plan import needed_nbytes
 from offload.process import machine
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import TIERS
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
+from offload.tools.memest.estimate.result import Estimate
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.show import view
 from offload.tools.memest.source.model_source import ModelSource

@@ -15,9 +15,9 @@ from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.machine import disk_cache
-from offload.planning.plan.kv_plan import CacheShape
-from offload.planning.plan.workload import Workload
+from offload.planning.plan.estimate import Workload
 from offload.tiers.errors import OffloadError, UnsupportedError
+from offload.tools.memest.generation import CacheShape
 from offload.tools.memest.source.input_files import one_line
 from offload.zero.groups.model_shape import ModelShape
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from offload.config.training import MOST_LAYERS, MOST_PARAMS, ModelConfig
 from offload.planning.machine.disk_cache import remembered
-from offload.planning.plan.kv_plan import CacheShape
 from offload.tiers.errors import ConfigError
+from offload.tools.memest.generation import CacheShape
 from offload.tools.memest.source.model_source import key_of
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.kv.sizes import CachedLayer

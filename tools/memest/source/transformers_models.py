@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.planning.machine.disk_cache import remembered
-from offload.planning.plan.kv_plan import CacheShape
 from offload.process import machine
 from offload.tiers.errors import ConfigError, OffloadError
+from offload.tools.memest.generation import CacheShape
 from offload.tools.memest.source.hugging_face import (
     ModelConfiguration,
     names_code,
