@@ -50,8 +50,8 @@ def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
         first = part.trainable.start
         full = window.assemble(range(elements.start + first, elements.stop + first))
         arrays = state.record_format.arrays(record.blank(), len(elements))
-        for array in arrays.values():
-            array[:] = 0
+        for name in arrays:  # no name for a view: a copy with views is not evicted
+            arrays[name][:] = 0
         _store(full, weights[elements.start : elements.stop], own, arrays)
         del arrays
         record.mark_dirty()
