@@ -6,9 +6,10 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,6 @@ from offload.memory.tier_manager import TieredHomes, ranks_here
 from offload.models.activations import Activations
 from offload.models.closing import Keep
 from offload.models.foreign_wrappers import refuse_foreign_wrappers
-from offload.models.trained import SavedCheckpoint
 from offload.optimizers.optimizer import (
     OffloadOptimizer,
     optimizer_class,
@@ -52,6 +52,7 @@ from offload.zero.groups.model_shape import GroupShape
 from offload.zero.groups.store import ENGINE, WeightStore
 from offload.zero.groups.values import ParameterValues
 from offload.zero.ranks.ranks import Ranks, data_ranks
+from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.runtime import Runtime, RuntimeOptions
 from offload.zero.step.stepper import StepRules
 from offload.zero.tensors.local_tensors import is_dtensor
@@ -62,11 +63,20 @@ if TYPE_CHECKING:
     from offload.checkpoint.engine.run_state import Carried
     from offload.config.optimizer import OptimizerConfig
     from offload.loggers import AnyLogger
+    from offload.models.trained import Steps
     from offload.runs.watch import Watch
 
 _log = logging.getLogger("offload")
 _PUT_OFF = "this step ends first; again: it stops at once"
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """The last checkpoint that was saved, and the number of steps before it."""
+
+    path: Path
+    step: int
 
 
 def initialize(
@@ -146,7 +156,7 @@ class Engine(TieredModel):
         try:
             self._find_tensor_parallel(config, data_ranks(mesh))
             zero = config.zero
-            self._ranks = Ranks.join(
+            self.ranks = Ranks.join(
                 zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh,
                 _alike(config, discovery, model, self.spread),
             )  # fmt: skip
@@ -170,10 +180,12 @@ class Engine(TieredModel):
         first = self._initialisation(discovery, dtype, lazy)
         self._run = ParallelRunner(update_threads(self.plan, ranks_here()))
         self._open_tiers(config, dtype)
-        self._runtime = self._make_runtime(discovery, dtype, self._run)
-        self._store = self._runtime.store
+        runtime = self._runtime = self._make_runtime(discovery, dtype, self._run)
+        self._store, self.loss_scale = runtime.store, runtime.loss_scale
+        self.steps: Steps = runtime.stepper
+        self.optimizer_states: Sequence[OptimizerState] = runtime.optimizer_states
         self._load(first)
-        self.values = ParameterValues(self._runtime)
+        self.values = ParameterValues(runtime)
         self.optimizer = self._make_optimizer(trained, self.config.optimizer)
         self._give_out_values()
         self._attach_experts()
@@ -183,7 +195,7 @@ class Engine(TieredModel):
         self._activations = Activations(
             self.module, discovery, config, self._homes.activations, self._store
         )
-        self._runtime.start(self.module, self.values, self)  # which the model keeps
+        runtime.start(self.module, self.values, self)  # which the model keeps
         refuse_foreign_optimizers(store)
         refuse_foreign_wrappers(store)
 
@@ -217,16 +229,16 @@ class Engine(TieredModel):
             run,
             self._homes.staging(),
             _loss_scale(config),
-            self._ranks,
+            self.ranks,
             self._tensor_parallel,
         )
         trace = runtime.trace
+        runtime.on_forward = self._forward_begins
         self._homes.let_wait(_while_there(runtime.await_progress), lambda: trace.uses_left)
         return runtime
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
-        runtime = self._runtime
-        assert runtime is not None, "made just before"
+        runtime = self._open()
         load_group(runtime.optimizer_states[group.index], runtime.own, values)
         runtime.store.adopt(group)
 
@@ -234,8 +246,7 @@ class Engine(TieredModel):
         self, group: ParamGroup, first: WeightInitialisation
     ) -> Callable[[ParamSpec], torch.Tensor]:
         """Return a group's first values; ranks that share the group get those of the first one."""
-        assert self._runtime is not None, "made just before"
-        value, ranks = super()._values_of(group, first), self._runtime.rank_work.of(group.ep_size)
+        value, ranks = super()._values_of(group, first), self._open().rank_work.of(group.ep_size)
         if not ranks.has_others:
             return value
         params = group.layout.params
@@ -243,13 +254,12 @@ class Engine(TieredModel):
         return dict(zip(params, agreed, strict=True)).__getitem__
 
     def _make_optimizer(self, given: Any, config: OptimizerConfig) -> OffloadOptimizer:
-        assert self._runtime is not None, "made just before"
         if given is None:
             # as one param group: that may be empty (a frozen model), a list of parameters may not
             params: Any = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
         else:
             params = given
-        return optimizer_class(config.type)(self._runtime, self.values, params, config)
+        return optimizer_class(config.type)(self._open(), self.values, params, config)
 
     def check_numbers(self, parameters: list[Any], config: OptimizerConfig) -> None:
         """Raise what `initialize` raises for the numbers of these param groups."""
@@ -260,9 +270,21 @@ class Engine(TieredModel):
     def backward(self, loss: torch.Tensor) -> None:
         """Call `loss.backward()` in every precision; scales `loss` (one element) under fp16. It is
         not divided: of N passes for a step, divide it by N."""
-        with self._open().scaled_backward() as scale:
-            _plain(loss if scale == 1.0 else loss * scale).backward()
+        with self.scaled_backward(loss) as scaled:
+            _plain(scaled).backward()
         self.note_pass(loss)
+
+    def scaled_backward(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """Return a context for a trainer that calls `backward()` by itself: it yields the loss to
+        call it with, which is multiplied with the loss scale under fp16."""
+        scale = self._open().loss_scale
+        return nullcontext(loss) if scale is None else scale.applied(loss)
+
+    def has_unstepped_gradients(self) -> bool:
+        """Return whether gradients wait for `optimizer.step()`, and were not cleared."""
+        runtime = self._open()
+        runtime.drop_cleared_gradients()
+        return runtime.stepper.has_unstepped_gradients
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -313,23 +335,21 @@ class Engine(TieredModel):
         from offload.runs.watch import Watch
 
         self._open()
-        before, self.watching = self.watching, None
-        if before is not None:
-            before.close()
+        if self.watching is not None:
+            self.watching.close()
         self.watching = Watch(
             self, steps=steps, tokens=tokens, loggers=loggers, show=show, every=every
         )
         return self.watching
 
+    def _forward_begins(self) -> None:
+        if self.watching is not None:
+            self.watching.forward_begins()
+
     def note_pass(self, loss: torch.Tensor) -> None:
         """Note a backward pass of `loss`, which the watch, if any, adds to the step's."""
         if self.watching is not None:
             self.watching.passed(loss)
-
-    def watch_ended(self, watch: Watch) -> None:
-        """Note that the watch was closed."""
-        if self.watching is watch:
-            self.watching = None
 
     def settle(self) -> None:
         """Wait for every pending update and every byte in transit. Raises their errors."""
@@ -467,11 +487,6 @@ class Engine(TieredModel):
         self.values.adopt_changes()
         return load_engine(self, path)
 
-    @property
-    def runtime(self) -> Runtime:
-        """The sharded training state (for checkpoints and tests)."""
-        return self._open()
-
     # ---------------------------------------------------------------- ending
     def _open(self) -> Runtime:
         self._check_open()
@@ -495,7 +510,7 @@ class Engine(TieredModel):
     def _close(self) -> None:
         self._closed = True
         meshed = None if self._tensor_parallel is None else self._tensor_parallel.ranks
-        for ranks in (self._ranks, meshed):
+        for ranks in (self.ranks, meshed):
             if ranks is not None:
                 ranks.watch.leave_after_error()  # before anything waits for the others
         if self._activations is not None:
@@ -508,9 +523,9 @@ class Engine(TieredModel):
             end = None if runtime is None else partial(runtime.close, self._why_without)
             _close_all(end, self._saves, self._run, homes)
         finally:
-            if self._ranks is not None:
-                self._ranks.watch.close()
-                self._ranks.leave()
+            if self.ranks is not None:
+                self.ranks.watch.close()
+                self.ranks.leave()
 
 
 def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:

@@ -83,7 +83,7 @@ class TieredModel(abc.ABC):
         self._pid = os.getpid()
         self._before_close: list[Callable[[], None]] = []
         self._store: WeightStore | None = None
-        self._ranks: Ranks | None = None  # those with other data
+        self.ranks: Ranks | None = None  # those with other data
         self._tensor_parallel: TensorParallel | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._why_dropped = "close(keep='drop')"  # the parameters, where they were
@@ -113,7 +113,7 @@ class TieredModel(abc.ABC):
 
     def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
         """Make the plan of tiers. Raises BudgetError, ConfigError or PathError if there is none."""
-        sharding = ALONE if self._ranks is None else self._ranks.sharding
+        sharding = ALONE if self.ranks is None else self.ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         shape = discovery.shape()
         _say_if_another(config, self.module, shape.numel_of_all_ranks)
@@ -148,10 +148,10 @@ class TieredModel(abc.ABC):
         first.fill_the_rest(others, self.device)
         for group in store.groups:  # modules may have been given their own parameters
             group.note_versions()
-        if self._ranks is not None:
+        if self.ranks is not None:
             for tensor in (*self.module.buffers(), *others):
                 own = local_of(tensor).detach()
-                own.copy_(self._ranks.from_first(own))
+                own.copy_(self.ranks.from_first(own))
 
     @abc.abstractmethod
     def _load_group(
@@ -293,7 +293,7 @@ class TieredModel(abc.ABC):
         """Return the parameters that the model gets back; None to drop them."""
         if keep == "drop" or self._store is None:
             return None
-        if keep is None and self._ranks is not None:
+        if keep is None and self.ranks is not None:
             # a rank that ends alone, after an error for instance, cannot gather from the others
             self._why_dropped = (
                 "on several ranks all have to ask for the parameters: engine.close(keep='host')"
@@ -319,8 +319,8 @@ class TieredModel(abc.ABC):
     def _check_room(self, back: GivenBack, keep: Keep | None) -> None:
         """Raise BudgetError, on all ranks, if one has no room for the parameters."""
         refusal = back.refusal(within_budget=keep is None)
-        if self._ranks is not None:
-            rows = self._ranks.exchange([refusal is None], "whether there is room for parameters")
+        if self.ranks is not None:
+            rows = self.ranks.exchange([refusal is None], "whether there is room for parameters")
             if refusal is None and not rows.all():
                 refusal = "another rank has no room for the parameters"
         if refusal is not None:

@@ -109,7 +109,7 @@ class EngineModule(nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.device = engine.device
         self.world_size = self.dp_world_size = ranks
-        self.global_rank = 0 if engine.runtime.ranks is None else engine.runtime.ranks.rank
+        self.global_rank = 0 if engine.ranks is None else engine.ranks.rank
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self._settings = settings
@@ -118,7 +118,7 @@ class EngineModule(nn.Module):
         self._passes_divided = 0  # since the last call of step
         self._passes_counted = 0  # of the model since the last step, at the last call of step
         self._grad_norm: float | None = None
-        self.offload.runtime.stepper.checks_passes = False
+        self.offload.steps.checks_passes = False
         _ENGINES.add(self)
 
     # ---------------------------------------------------------------- forward and backward
@@ -133,8 +133,8 @@ class EngineModule(nn.Module):
         the divided loss. Raise StateError without an optimizer."""
         self._need_optimizer("backward")
         divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        with self.offload.runtime.scaled_backward() as scale:
-            (divided if scale == 1.0 else divided * scale).backward(retain_graph=retain_graph)
+        with self.offload.scaled_backward(divided) as scaled:
+            scaled.backward(retain_graph=retain_graph)
         for engine in _ENGINES:  # several may share a loss
             engine._passes_divided += 1
         self.offload.note_pass(divided)
@@ -168,7 +168,7 @@ class EngineModule(nn.Module):
 
     def _check_divided(self) -> None:
         """Raise StateError after a backward of the loop's own."""
-        passes = self.offload.runtime.stepper.passes_since_step
+        passes = self.offload.steps.passes_since_step
         divided, self._passes_divided = self._passes_divided, 0
         came, self._passes_counted = passes > self._passes_counted, passes
         steps = self.gradient_accumulation_steps()
@@ -237,7 +237,7 @@ class EngineModule(nn.Module):
 
     def loss_scale(self) -> float:
         """The current scale of fp16; 1 in other precisions."""
-        scale = self.offload.runtime.loss_scale
+        scale = self.offload.loss_scale
         return 1.0 if scale is None else scale.scale
 
     # ---------------------------------------------------------------- states
@@ -245,7 +245,7 @@ class EngineModule(nn.Module):
         """Whether a parameter trains through this engine, while it is open."""
         if self.offload.is_closed:
             return False
-        return self.offload.runtime.store.spec_of(param) is not None
+        return self.offload.store.spec_of(param) is not None
 
     def save_checkpoint(
         self, save_dir: StrPath, tag: str | int | None = None,

@@ -64,7 +64,7 @@ def save_all(
 ) -> None:
     """Write a checkpoint with the loop's state; see `EngineModule.save_checkpoint`. Raise
     UnsupportedError for values that a checkpoint cannot keep."""
-    path, ranks = folder / tag, engine.runtime.ranks
+    path, ranks = folder / tag, engine.ranks
     is_first = ranks is None or ranks.rank == 0
     engine.save_checkpoint(path, state=state.entry if is_first else {})
     with on_all(ranks, f"{folder / LATEST} was not written"):
@@ -85,7 +85,7 @@ def load_saved(engine: Engine, folder: Path, tag: str | None) -> tuple[Path, Loo
         _log.warning("%s is not there: nothing was loaded; name a tag", folder / LATEST)
         return None
     path = folder / tag
-    with on_all(engine.runtime.ranks, f"{path} was not loaded"):
+    with on_all(engine.ranks, f"{path} was not loaded"):
         _check_is_a_loops(path)
     return path, LoopState.read(engine.load_checkpoint(path).get(_KEY), path)
 

@@ -92,8 +92,8 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
             return
         self.engine.note_pass(loss.detach() / self.gradient_accumulation_steps)
-        with self.engine.runtime.scaled_backward() as scale:
-            super().backward(loss if scale == 1.0 else loss * scale, **kwargs)
+        with self.engine.scaled_backward(loss) as scaled:
+            super().backward(scaled, **kwargs)
 
     # ---------------------------------------------------------------- states
     @contextmanager

@@ -262,7 +262,7 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
     def _drop_gradients_of_half_a_step(self, filepath: Any) -> None:
         """After an exception amid accumulation: the checkpoint is of the last step, as without this
         strategy, and the exception stays the one that is seen."""
-        if self.engine.runtime.stepper.has_unstepped_gradients:
+        if self.engine.has_unstepped_gradients():
             _log.warning(
                 "%s: the run was interrupted between a backward and its step; those gradients are "
                 "not in the checkpoint", filepath,
@@ -313,8 +313,7 @@ class _OffloadHalfPrecision(HalfPrecision):  # type: ignore[misc]
         return module
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        with self.engine.runtime.scaled_backward() as scale:
-            scaled = tensor if scale == 1.0 else tensor * scale
+        with self.engine.scaled_backward(tensor) as scaled:
             super().backward(scaled, model, *args, **kwargs)
 
 

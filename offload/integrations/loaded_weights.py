@@ -62,7 +62,7 @@ def overwrite(engine: Engine, folder: Path, found: Mapping[str, LazyTensor]) -> 
     with progress("loading weights", sum(wanted[name].nbytes for name in read)) as came:
         for name, tensor in read.items():
             target = wanted[name]
-            rows = engine.runtime.store.rows_of(target)  # type: ignore[arg-type]
+            rows = engine.store.rows_of(target)  # type: ignore[arg-type]
             for number, row in enumerate(rows):
                 with engine.gathered(row):
                     _fill(row, tensor if row is target else tensor.row(number))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -17,16 +15,26 @@ if TYPE_CHECKING:
     from offload.optimizers.optimizer import OffloadOptimizer
     from offload.report import Report
     from offload.weights.spread_experts import SpreadExperts
-    from offload.zero.groups.values import ParameterValues
-    from offload.zero.step.runtime import Runtime
+    from offload.zero.gradients.loss_scale import LossScale
+    from offload.zero.groups.store import WeightStore
+    from offload.zero.ranks.ranks import Ranks
+    from offload.zero.step.optimizer_state import OptimizerState
+    from offload.zero.step.save_gate import SaveGate
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """The last checkpoint that was saved, and the number of steps before it."""
+class Steps(Protocol):
+    """The steps of a model in tiers (`offload.zero.step.stepper.Stepper` documents its methods)."""
 
-    path: Path
-    step: int
+    taken: int
+    skipped: int
+    checks_passes: bool
+
+    @property
+    def passes_since_step(self) -> int:
+        """The backward passes whose gradients wait for a step."""
+
+    def beside_save(self) -> AbstractContextManager[tuple[SaveGate, int]]: ...
+    def forget(self) -> None: ...
 
 
 class Trained(Protocol):
@@ -36,37 +44,31 @@ class Trained(Protocol):
     optimizer: OffloadOptimizer
     device: torch.device
     config: OffloadConfig
-    values: ParameterValues
     state_dicts: StateDictHooks
     spread: SpreadExperts
+    ranks: Ranks | None  # None for one rank
+    steps: Steps
+    loss_scale: LossScale | None
+    optimizer_states: Sequence[OptimizerState]  # of each group of `store`
     carried: dict[str, Any]
-    last_checkpoint: SavedCheckpoint | None
     made_at: float  # on time.perf_counter
     watching: Any  # its `runs.watch.Watch`, or None
 
     @property
-    def runtime(self) -> Runtime:
-        """Groups, gradients, and pending updates."""
+    def store(self) -> WeightStore:
+        """The weights, in groups."""
 
     @property
     def steps_done(self) -> int:
         """Steps so far, skipped ones included."""
 
     @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-
-    @property
     def swap_folders(self) -> Sequence[str]:
         """The folders that hold swap files."""
 
+    def has_unstepped_gradients(self) -> bool: ...
+    def scaled_backward(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]: ...
     def settle(self) -> None: ...
-    def checkpoint_saved(self, *, wait: bool = True) -> bool: ...
-    def gathered(
-        self, *what: nn.Parameter | nn.Module | Iterable[nn.Parameter]
-    ) -> AbstractContextManager[None]: ...
     def report(self) -> Report: ...
     def waits(self) -> dict[str, float]: ...
     def before_close(self, call: Callable[[], None]) -> None: ...
-    def watch_ended(self, watch: Any) -> None:
-        """Note that its watch was closed."""

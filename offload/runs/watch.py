@@ -67,9 +67,8 @@ class Watch:
             display = Lines(run, _say, every)
         self._outlet = _Outlet([*of_folder, *own], own, display)
         self._before = engine.waits()
-        this = weakref.ref(self)  # neither optimizer nor runtime keep it, and so the engine, alive
+        this = weakref.ref(self)  # the optimizer does not keep it, and so the engine, alive
         self._hook = engine.optimizer.register_step_post_hook(lambda *_: _alive(this)._stepped())
-        engine.runtime.on_forward = lambda: _alive(this)._begins()
         self._finalizer = weakref.finalize(self, _end, self._outlet, os.getpid())
 
     # ---------------------------------------------------------------- for the loop
@@ -103,36 +102,9 @@ class Watch:
         """Show and log the step that has ended now, and not when the next one begins."""
         self._outlet.flush()
 
-    def passed(self, loss: torch.Tensor) -> None:
-        """Add the loss of a backward pass."""
-        if self._is_first and loss.numel() == 1:
-            loss = loss.detach().reshape(()).clone()  # the loop may change it in place
-            self._passes = loss if self._passes is None else self._passes + loss
-
-    def close(self) -> None:
-        """Show and log the last step, and close loggers, except a run folder's. Idempotent."""
-        engine = self._engine()
-        self._is_closed = True
-        try:
-            if self._is_first and self._finalizer.detach() is not None:
-                self._hook.remove()
-                if engine is not None and not engine.is_closed:
-                    engine.runtime.on_forward = None
-                self._outlet.close()
-        finally:
-            if engine is not None:
-                engine.watch_ended(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # ---------------------------------------------------------------- from step to step
-    def _begins(self) -> None:
+    def forward_begins(self) -> None:
         """Begin a step when the model is called."""
-        if not torch.is_grad_enabled():
+        if not self._is_first or not torch.is_grad_enabled():
             return
         engine = self._engine()
         assert engine is not None, "its model is being called"
@@ -147,6 +119,31 @@ class Watch:
             self._before = engine.waits()
         self._begun = True
 
+    def passed(self, loss: torch.Tensor) -> None:
+        """Add the loss of a backward pass."""
+        if self._is_first and loss.numel() == 1:
+            loss = loss.detach().reshape(()).clone()  # the loop may change it in place
+            self._passes = loss if self._passes is None else self._passes + loss
+
+    def close(self) -> None:
+        """Show and log the last step, and close loggers, except a run folder's. Idempotent."""
+        engine = self._engine()
+        self._is_closed = True
+        try:
+            if self._is_first and self._finalizer.detach() is not None:
+                self._hook.remove()
+                self._outlet.close()
+        finally:
+            if engine is not None and engine.watching is self:
+                engine.watching = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- from step to step
     def _stepped(self) -> None:
         """Make the row of a step when the optimizer's step ends."""
         now, engine = time.perf_counter(), self._engine()

@@ -144,7 +144,7 @@ def test_an_engine_is_told_which_experts_come_next(tmp_path: Path) -> None:
         wide = MoE(WIDTH, lambda: nn.Linear(WIDTH, WIDTH), num_experts=300, k=1, drop_tokens=False)
         told: list[list[str]] = []
         with offload.initialize(wide, config(tmp_path, placement)) as engine:
-            store = engine.runtime.store
+            store = engine.store
             announce = store.announce
             store.announce = lambda groups: (  # type: ignore[method-assign]
                 told.append([group.name for group in groups]) or announce(groups)  # type: ignore[func-returns-value]

@@ -127,7 +127,7 @@ def states_of(engine: offload.Engine) -> dict[str, Tensor]:
     """Parameters, masters, moments and step counts, by name."""
     found = parameters_of(engine)
     for name, param in engine.module.named_parameters():
-        if engine.runtime.group_of(param) is not None:
+        if engine.store.group_of(param) is not None:
             state = engine.values.read_state(param)
             found.update({f"{name} {key}": value for key, value in state.items()})
     return found

@@ -77,7 +77,7 @@ def assert_at_rest(engine: offload.Engine) -> None:
     assert _get_current_function_mode_stack() == []
     assert torch._C._len_torch_dispatch_stack() == 0
     assert saved_tensor_hooks() is None
-    assert not any(group.is_entered for group in engine.runtime.groups)
+    assert not any(group.is_entered for group in engine.store.groups)
     assert torch.is_grad_enabled()
     assert threading.active_count() < 100
 

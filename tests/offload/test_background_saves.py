@@ -210,8 +210,8 @@ def test_an_update_in_host_memory_waits_for_its_group_and_gets_it_next(
         losses_of(engine, batches(1))
         engine.save_checkpoint(tmp_path / "behind", wait=False)
         losses_of(engine, batches(1, seed=2))
-        updates = engine.runtime.updates
-        pending = [g.index for g in engine.runtime.groups if updates.is_pending(g.index)]
+        updates = engine._runtime.updates
+        pending = [g.index for g in engine.store.groups if updates.is_pending(g.index)]
         assert len(pending) > 2
         while any(index not in updates.gate._wanted for index in pending):
             time.sleep(0.001)  # until the thread of updates has looked at all of them

@@ -54,7 +54,7 @@ def refusal(engine: offload.Engine, path: Path, intact: Path | None = None) -> s
     before = states_of(engine)
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(path)
-    if engine.runtime.store.unusable is not None:
+    if engine.store.unusable is not None:
         assert intact is not None, "half-way"
         with pytest.raises(StateError, match="load a checkpoint again"):
             states_of(engine)

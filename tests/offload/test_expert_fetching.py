@@ -146,7 +146,7 @@ def _compare(loop: Callable[..., None], how: dict[str, bool], tmp_path: Path) ->
             loop(engine, batches(4))
             found.append(_values(engine))
             if placement is NVME:
-                assert len(engine.runtime.store.tables) == 3
+                assert len(engine.store.tables) == 3
     assert_same_bits(*found)
 
 
@@ -156,9 +156,9 @@ def test_no_routing_disturbs_the_trace_and_backward_finds_what_forward_used(tmp_
     with offload.initialize(seeded(RoutedLM), keys) as engine:
         data = batches(6)
         _plain(engine, data[:1])
-        expected = list(engine.runtime.trace.upcoming())
+        expected = list(engine.store.trace.upcoming())
         absent: list[str] = []
-        store = engine.runtime.store
+        store = engine.store
         fetcher, need = store.fetcher, store.fetcher.need
 
         def noting(item: Any, *, backward: bool = False) -> None:
@@ -169,5 +169,5 @@ def test_no_routing_disturbs_the_trace_and_backward_finds_what_forward_used(tmp_
 
         fetcher.need = noting  # type: ignore[method-assign]
         _in_any_order(engine, data[1:])
-        assert list(engine.runtime.trace.upcoming()) == expected
+        assert list(engine.store.trace.upcoming()) == expected
         assert not absent

@@ -88,7 +88,7 @@ def saved_tensor_hooks() -> Any:
 def assert_at_rest(engine: offload.Engine) -> None:
     assert _get_current_function_mode_stack() == []
     assert saved_tensor_hooks() is None
-    assert not any(group.is_entered for group in engine.runtime.groups)
+    assert not any(group.is_entered for group in engine.store.groups)
 
 
 def uninterrupted(folder: Path, keys: dict[str, Any], build: Any = TinyLM) -> Any:
@@ -179,7 +179,7 @@ def test_an_interrupt_amid_a_release_leaves_no_placeholder_for_a_value(
 ) -> None:
     with offload.initialize(seeded(TinyLM), config(tmp_path, **BLOCKS)) as engine:
         before = states_of(engine)
-        for group in engine.runtime.groups:
+        for group in engine.store.groups:
             placeholder = group._placeholders[0]
 
             class Interrupting:

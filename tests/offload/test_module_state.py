@@ -285,7 +285,7 @@ def test_what_modules_refuse_is_an_error_and_nothing_goes_on_from_a_part_of_it(
         change(model.inner[0])
         with pytest.raises(CheckpointError, match=text):
             engine.load_checkpoint(tmp_path / "saved")
-        if engine.runtime.store.unusable is not None:
+        if engine.store.unusable is not None:
             with pytest.raises(StateError, match="are a mixture"):
                 train(engine.module, engine.optimizer, 1, seed=2)
         engine.close("drop")

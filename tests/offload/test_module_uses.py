@@ -97,7 +97,7 @@ class WideAttention(nn.Module):
 def test_multihead_attention_reads_its_projection_without_calling_it(make: MakeEngine) -> None:
     data = floats(1, 2, 3, 160)  # one step: its key bias has no gradient but rounding
     engine = check(make, WideAttention, square_loss, data)
-    assert len(engine.runtime.groups) > 1
+    assert len(engine.store.groups) > 1
 
 
 class Encoder(nn.Module):

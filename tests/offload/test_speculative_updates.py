@@ -86,7 +86,7 @@ Program = list[tuple[int, list[str]]]  # of each step: backward passes, and acts
 
 def run(engine: Engine, program: Program, *, force: bool) -> tuple[list[Any], dict[str, Tensor]]:
     """What the loop sees, and the values in the end. `force`: every step begins with trials."""
-    model, optimizer, trials = engine.module, engine.optimizer, engine.runtime.stepper.speculative
+    model, optimizer, trials = engine.module, engine.optimizer, engine._runtime.stepper.speculative
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     drawn, seen = torch.Generator().manual_seed(0), []
     for passes, acts in program:
@@ -235,7 +235,7 @@ def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path)
     for interrupted in False, True:
         with engine_of(1, tmp_path, ON_NVME, optimizer={"chunk": 16384}) as engine:
             _step(engine, words)
-            trials, updates = engine.runtime.stepper.speculative, engine.runtime.updates
+            trials, updates = engine._runtime.stepper.speculative, engine._runtime.updates
             go_on, step_here = threading.Event(), updates._step_here
 
             def late(chunk: Any, go_on: Any = go_on, real: Any = step_here) -> None:
@@ -267,7 +267,7 @@ def test_why_an_update_on_trial_failed_is_what_is_raised(
     _step(engine, words)
     engine.settle()
 
-    updates, go_on = engine.runtime.updates, threading.Event()
+    updates, go_on = engine._runtime.updates, threading.Event()
 
     def fails(chunk: Any) -> None:
         go_on.wait(30)
@@ -293,15 +293,15 @@ def test_without_memory_for_old_weights_updates_wait_for_the_step(tmp_path: Path
         for _ in range(3):
             _step(engine, torch.arange(21).view(3, 7))
         trials = engine.report().trials
-        most = sum(group.state.nbytes for group in engine.runtime.groups)
-        assert trials.kept < 3 * len(engine.runtime.groups)
+        most = sum(group.state.nbytes for group in engine.store.groups)
+        assert trials.kept < 3 * len(engine.store.groups)
         assert needed - most < engine.report().tiers["host"].peak_nbytes <= needed
 
 
 def test_where_the_disk_has_become_full_nothing_is_tried(tmp_path: Path) -> None:
     words = torch.arange(21).view(3, 7)
     with engine_of(1, tmp_path, ON_NVME) as engine:
-        engine.runtime.stepper.speculative._free = lambda: 4096
+        engine._runtime.stepper.speculative._free = lambda: 4096
         for _ in range(3):
             _step(engine, words)
         assert not engine.report().trials.kept

@@ -142,7 +142,7 @@ def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stay
     keys["clip_grad_norm"] = 1e-6  # so that updates are made behind the next forward
     budget = {"host": "64MiB", "nvme": "64MiB"}
     with offload.initialize(model, config(tmp_path, NVME, budget=budget, **keys)) as engine:
-        groups = {group.name: Group.of(group.layout.numel) for group in engine.runtime.groups}
+        groups = {group.name: Group.of(group.layout.numel) for group in engine.store.groups}
         assert len(groups) == LAYERS * (1 + EXPERTS)
         counter = Counter(groups, packed=packed, stays=stays)
         for number, routing in zip(range(STEPS), drawn(4), strict=False):
@@ -155,11 +155,11 @@ def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stay
                     out = engine.module(tokens, routing)
                 else:
                     out.square().mean().backward()
-            engine.runtime.updates.settle()
+            engine._runtime.updates.settle()
             if not stays:
                 forget_copies(engine)
             engine.optimizer.step()
             engine.optimizer.zero_grad()
-            engine.runtime.updates.settle()
+            engine._runtime.updates.settle()
             said = counter.step([set(chosen.flatten().tolist()) for chosen in routing])
             assert Moved.until_now(engine) - before == said, number

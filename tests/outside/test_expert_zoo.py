@@ -243,7 +243,7 @@ def compare(
     for least, number in (0, tables), (1 << 40, 0):
         patch.setattr(discovery, "SMALL_TABLE_NUMEL", least)
         with offload.initialize(build_model(), settings) as engine:
-            assert len(engine.runtime.store.tables) == number
+            assert len(engine.store.tables) == number
             found = {}
             for step in range(2):
                 loss = loss_of(engine.module, step)

@@ -52,7 +52,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         keys = config(tmp_path, homes, precision=precision, optimizer=adamw, budget=BUDGET)
         engine = offload.initialize(model, keys, weights=weights)
         engines.append(engine)
-        assert bool(engine.runtime.store.packed) is split
+        assert bool(engine.store.packed) is split
         return engine
 
     yield make

@@ -67,8 +67,8 @@ class Pair:
                 **keys, "placement": placement,
             }  # fmt: skip
             self.engines.append(offload.initialize(model, config, **given))
-        assert bool(self.engines[1].runtime.store.packed)
-        assert not self.engines[0].runtime.store.packed
+        assert bool(self.engines[1].store.packed)
+        assert not self.engines[0].store.packed
         return self.engines
 
     def train(

@@ -187,7 +187,7 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
         def one_pass(action: Pass) -> None:
             tokens = action.tokens[dist.get_rank()]
             if variant.tries:
-                stepper = engine.runtime.stepper
+                stepper = engine._runtime.stepper
                 stepper.speculative.on, stepper.speculative.passes = (
                     True,
                     stepper.passes_since_step + 1,

@@ -79,10 +79,10 @@ def _train(folder: Path, stage: int, where: str) -> Held:
     with offload.initialize(model, loaded) as engine:
         for tokens in batches(STEPS - 1):
             losses_of(engine, [tokens])
-        engine.runtime.settle()
+        engine.settle()
         with Recorded() as recorded:
             losses_of(engine, batches(1))
-            engine.runtime.settle()
+            engine.settle()
         tiers, plan = engine.report().tiers, engine.plan
         shape = discover(build(), ()).shape()
     facts = ActivationFacts(0, 0, 0, "", _NOTHING, _NOTHING)

@@ -102,7 +102,7 @@ def test_a_cycle_without_end_is_ended(monkeypatch):
 def test_an_engine_tells_forwards_alone_from_those_of_a_step(tmp_path: Path) -> None:
     keys = {"groups": {"blocks": ["Block"]}}
     with offload.initialize(seeded(TinyLM), config(tmp_path, **keys)) as engine:
-        trace = engine.runtime.trace
+        trace = engine.store.trace
         for _ in range(3):
             with torch.no_grad():
                 for tokens in batches(4):

@@ -58,7 +58,7 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> Recording:
 def engine(tmp_path: Path, kind: Recording) -> Iterator[offload.Engine]:
     """One whose store takes its device for one of that kind."""
     with offload.initialize(seeded(TinyLM), config(tmp_path, NVME)) as made:
-        made.runtime.store.device = CUDA
+        made.store.device = CUDA
         yield made
 
 

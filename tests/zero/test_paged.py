@@ -240,7 +240,7 @@ def test_an_engine_dropped_with_gradients_alive_is_collected(
     engine = offload.initialize(build(), config(tmp_path, placement))
     param = passed(engine.module)
     param.grad.norm()
-    gone = weakref.ref(engine), weakref.ref(engine.runtime)
+    gone = weakref.ref(engine), weakref.ref(engine._runtime)
     del engine, param
     ends = time.monotonic() + 30
     while any(reference() for reference in gone) and time.monotonic() < ends:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_float
 from dataclasses import dataclass
+
+import torch
 
 from offload.tiers.errors import NonfiniteError
 
@@ -31,9 +34,19 @@ class LossScale:
     growth_interval: int = 2000
     min_scale: float = 0.0
     good_steps: int = 0
+    is_applied: bool = False  # inside `applied`
 
     def __post_init__(self) -> None:
         self.scale = _fp32(self.scale)
+
+    @contextmanager
+    def applied(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the loss times the scale, for its backward inside."""
+        self.is_applied = True
+        try:
+            yield loss * self.scale
+        finally:
+            self.is_applied = False
 
     def update(self, *, overflow: bool) -> None:
         """Change the scale after a step that was skipped for an `overflow`, or made."""

@@ -15,8 +15,8 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -127,9 +127,8 @@ class Runtime:
         work = homes.device_work()
         self._partials = DevicePartials(work.partials) if work.partials is not None else None
         self._ring = work.ring
-        self._scaled_backward = False
         self._called = False  # for a forward, at least once
-        self.on_forward: Callable[[], None] | None = None  # the whole model is about to be called
+        self.on_forward: Callable[[], object] = lambda: None  # before a call of the whole model
         self._backward_thread = 0  # the one that gave the last gradient
         self.rank_work = RankWork()
         with ExitStack() as begun:  # ends the threads started so far if a later line raises
@@ -147,7 +146,6 @@ class Runtime:
                 ranks=self.rank_work, keeper=homes.activations,
             )  # fmt: skip
             self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace
-            self.group_of = self.store.group_of
             self.optimizer_states = [self._optimizer_state(group) for group in self.groups]
             # the update thread must not keep the model alive
             fetcher = weakref.proxy(self.store.fetcher)
@@ -245,8 +243,7 @@ class Runtime:
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
         self.store.check_usable()
-        if self.on_forward is not None:
-            self.on_forward()
+        self.on_forward()
         if not self._called:
             self._called = True
             _check_schedule(self.options.step_rules)
@@ -270,7 +267,7 @@ class Runtime:
 
     def _arrive(self, state: OptimizerState, index: int, gradient: torch.Tensor) -> None:
         """Take one parameter's gradient of a backward pass into its accumulator."""
-        if self.loss_scale is not None and not self._scaled_backward:
+        if self.loss_scale is not None and not self.loss_scale.is_applied:
             raise StateError(
                 "precision fp16 scales the loss: call engine.backward(loss) instead of "
                 "loss.backward(); a GradScaler is not needed"
@@ -297,15 +294,6 @@ class Runtime:
         if self.reductions.await_progress(in_backward=in_backward):
             return True
         return self.updates.await_progress()
-
-    @contextmanager
-    def scaled_backward(self) -> Iterator[float]:
-        """Yield the scale to multiply the loss by (1 without loss scaling)."""
-        self._scaled_backward = True
-        try:
-            yield self.loss_scale.scale if self.loss_scale is not None else 1.0
-        finally:
-            self._scaled_backward = False
 
     # ---------------------------------------------------------------- step
     @defer_signals

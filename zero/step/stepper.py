@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,6 +42,7 @@ from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.step.chunks import GroupUpdate, Segment
 from offload.zero.step.lazy_updates import LazyUpdates, ZeroUpdates
 from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
+from offload.zero.step.save_gate import SaveGate
 from offload.zero.step.speculative_updates import SpeculativeUpdates, Terms
 from offload.zero.step.update import UpdateQueue, merge
 
@@ -121,6 +123,17 @@ class Stepper:
     def passes_since_step(self) -> int:
         """The backward passes whose gradients wait for a step: the most that any parameter has."""
         return max((int(each.max()) for each in self._passes if each.size), default=0)
+
+    @contextmanager
+    def beside_save(self) -> Iterator[tuple[SaveGate, int]]:
+        """Yield the gate through which updates go on beside a save in the background, and the
+        bytes for versions in files that it is lent; both end with the block."""
+        lent = self.speculative.lend()
+        try:
+            yield self._updates.gate, lent
+        finally:
+            self._updates.gate.open()
+            self.speculative.give_back(lent)
 
     @property
     def updates_in_backward(self) -> bool:

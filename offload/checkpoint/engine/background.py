@@ -63,7 +63,7 @@ class _Cancelled(OffloadError):
 
 def _why_not(engine: Trained) -> str:
     """The reason why a save of this engine cannot go on while it trains; empty if it can."""
-    if engine.runtime.ranks is not None:
+    if engine.ranks is not None:
         return "several ranks write it together"
     for state in _states(engine):
         if not state.can_snapshot:
@@ -72,7 +72,7 @@ def _why_not(engine: Trained) -> str:
 
 
 def _states(engine: Trained) -> Iterator[State]:
-    for each in engine.runtime.optimizer_states:
+    for each in engine.optimizer_states:
         yield from (state for state in (each.group.state, *each.records) if state.nbytes)
 
 
@@ -112,12 +112,8 @@ class BackgroundSave:
         fixed = _fixed(saver, snapshots)
         for number in fixed:
             saver.write_parameters(number)
-        speculative = engine.runtime.stepper.speculative
         with defer_signals:
-            lent = speculative.lend()
-            held.callback(speculative.give_back, lent)
-        gate = engine.runtime.updates.gate
-        held.callback(gate.open)
+            gate, lent = held.enter_context(engine.steps.beside_save())
         room = min(lent, _room_on_disk(engine, folder.path, saver.nbytes()))
         gate.close(_held(engine, saver, snapshots, fixed), room)
         saver.came = self._check
@@ -253,7 +249,7 @@ def _held(
     the groups whose parameters were written."""
     written = {group.index for number in fixed for group in saver.saved[number].groups}
     held: dict[int, int | None] = {}
-    for each in engine.runtime.optimizer_states:
+    for each in engine.optimizer_states:
         weights = () if each.group.index in written else (each.group.state,)
         left = [state for state in (*weights, *each.records) if state.nbytes]
         if left:

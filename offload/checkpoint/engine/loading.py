@@ -53,27 +53,27 @@ def load_engine(engine: Trained, path: Path) -> dict[str, Any]:
     checkpoint verify` looks without loading.
     """
     engine.settle()
-    engine.runtime.store.refuse_amid_use("a checkpoint cannot be loaded")
-    runtime, failed = engine.runtime, f"{path} was not loaded"
+    engine.store.refuse_amid_use("a checkpoint cannot be loaded")
+    ranks, failed = engine.ranks, f"{path} was not loaded"
     with ExitStack() as stack:
-        with on_all(runtime.ranks, failed):
+        with on_all(ranks, failed):
             loader, beside = _open(engine, path, stack)
-        if runtime.ranks is not None:
-            loader.check_alike(runtime.ranks)
-        half_way = runtime.store.unusable = (
+        if ranks is not None:
+            loader.check_alike(ranks)
+        half_way = engine.store.unusable = (
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
         )
-        with on_all(runtime.ranks, failed), progress(f"loading {path.name}", loader.nbytes) as came:
+        with on_all(ranks, failed), progress(f"loading {path.name}", loader.nbytes) as came:
             loader.apply(came)
-        runtime.store.unusable = None  # modules may look at their parameters
+        engine.store.unusable = None  # modules may look at their parameters
         try:
-            with on_all(runtime.ranks, failed):
+            with on_all(ranks, failed):
                 beside.modules.apply()
         except BaseException:
-            runtime.store.unusable = half_way  # on every rank: one alone would wait for this one
+            engine.store.unusable = half_way  # on every rank: one alone would wait for this one
             raise
-        with on_all(runtime.ranks, failed):
+        with on_all(ranks, failed):
             beside.apply()
         return beside.state
 
@@ -97,15 +97,14 @@ class _Loader:
         self, engine: Trained, reader: CheckpointReader, records: dict[str, ParameterRecord]
     ) -> None:
         self._engine = engine
-        self._runtime = engine.runtime
         self._reader = reader
         self._manifest = reader.manifest
         self._records = records  # by the engine's first name
         self._entries = model.Entries(engine)
         self._saved_format = model.saved_format(engine)
-        states = [group.state for group in self._runtime.groups]
-        updated = [r for state in self._runtime.optimizer_states for r in state.records]
-        self._access = PieceAccess([*states, *updated])
+        self._states = engine.optimizer_states
+        updated = [record for state in self._states for record in state.records]
+        self._access = PieceAccess([*(each.group.state for each in self._states), *updated])
 
     def check_alike(self, ranks: Ranks) -> None:
         """Raise CheckpointError, on every rank, unless all of them have opened the same checkpoint:
@@ -126,18 +125,18 @@ class _Loader:
     @property
     def nbytes(self) -> int:
         """The number of bytes of all states that are loaded here."""
-        return sum(state.nbytes for state in self._runtime.optimizer_states)
+        return sum(state.nbytes for state in self._states)
 
     def apply(self, came: Callable[[int], None]) -> None:
         """Load everything, group by group; returns when every byte is home. `came` is called with
         the number of bytes that have arrived."""
-        self._runtime.stepper.forget()
-        for group, state in zip(self._runtime.groups, self._runtime.optimizer_states, strict=True):
+        self._engine.steps.forget()
+        for state in self._states:
             self._read_parameters(state)
             self._read_optimizer(state)
-            self._read_steps(group)
-            group.invalidate()  # handles of activations saved before are stale
-            group.state.settle()
+            self._read_steps(state)
+            state.group.invalidate()  # handles of activations saved before are stale
+            state.group.state.settle()
             for record in state.records:
                 record.settle()
             came(state.nbytes)
@@ -212,21 +211,19 @@ class _Loader:
                 stored = self._reader.field(self._records[spec.name], field)
                 self._reader.read_into(stored, start, view)
 
-    def _read_steps(self, group: ParamGroup) -> None:
-        for index, spec in enumerate(group.layout.params):
+    def _read_steps(self, state: OptimizerState) -> None:
+        for index, spec in enumerate(state.group.layout.params):
             if spec.trainable:
-                record = self._records[self._entries.whole(spec).name]
-                self._runtime.optimizer_states[group.index].steps[index] = record.steps
+                state.steps[index] = self._records[self._entries.whole(spec).name].steps
 
     def _read_numbers(self) -> None:
-        manifest, runtime = self._manifest, self._runtime
-        runtime.stepper.taken = manifest.steps_taken
-        runtime.stepper.skipped = manifest.steps_skipped
-        if runtime.loss_scale is not None and manifest.loss_scale is not None:
-            runtime.loss_scale.scale = manifest.loss_scale.scale
-            runtime.loss_scale.good_steps = manifest.loss_scale.good_steps
+        manifest, engine = self._manifest, self._engine
+        engine.steps.taken, engine.steps.skipped = manifest.steps_taken, manifest.steps_skipped
+        if engine.loss_scale is not None and manifest.loss_scale is not None:
+            engine.loss_scale.scale = manifest.loss_scale.scale
+            engine.loss_scale.good_steps = manifest.loss_scale.good_steps
         saved = manifest.optimizer.param_groups
-        for group, record in zip(self._engine.optimizer.param_groups, saved, strict=True):
+        for group, record in zip(engine.optimizer.param_groups, saved, strict=True):
             model.restore_numbers(group, record.numbers)
 
 
@@ -263,7 +260,7 @@ def _check_numbers_format(engine: Trained, manifest: Manifest, path: Path) -> No
             f"{path} has the optimizer states {_fields(saved)}, this engine keeps {_fields(mine)}; "
             f"set optimizer.states and amsgrad as when it was saved, or {_WEIGHTS}"
         )
-    if (manifest.loss_scale is None) != (engine.runtime.loss_scale is None):
+    if (manifest.loss_scale is None) != (engine.loss_scale is None):
         has = "no loss scale" if manifest.loss_scale is None else "a loss scale"
         raise CheckpointError(f"{path} has {has}, unlike any with precision: {manifest.precision}")
 

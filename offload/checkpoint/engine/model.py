@@ -40,8 +40,7 @@ _log = logging.getLogger("offload")
 
 def check_stepped(engine: Trained) -> None:
     """Raise StateError if a save would lose gradients."""
-    engine.runtime.drop_cleared_gradients()
-    if engine.runtime.stepper.has_unstepped_gradients:
+    if engine.has_unstepped_gradients():
         raise StateError(
             "gradients wait for optimizer.step() and are no part of a checkpoint: what is resumed "
             "from it would differ; save after the step, or drop them with optimizer.zero_grad()"
@@ -72,7 +71,7 @@ class SavedGroup:
 def saved_groups(engine: Trained) -> list[SavedGroup]:
     """The saved groups in the order of groups: the experts of a module are side by side."""
     found: list[SavedGroup] = []
-    store = engine.runtime.store
+    store = engine.store
     for group in store.groups:
         table = store.table_of(group)
         if table is None:
@@ -87,7 +86,7 @@ class Entries:
     part (the row of one expert)."""
 
     def __init__(self, engine: Trained) -> None:
-        store = engine.runtime.store
+        store = engine.store
         # by the name in the group: the whole parameter, and the number of the part's first element
         self._wholes = {
             spec.name: store.whole_of(param)
@@ -118,15 +117,14 @@ StepsOf = Callable[[ParamGroup, int], Array]  # of the trained parameters of a g
 def parameter_records(engine: Trained, steps_of: StepsOf | None = None) -> list[ParameterRecord]:
     """Every managed parameter of all ranks, in the order of groups and layouts. Without `steps_of`
     (see `steps_everywhere`) all ranks' experts have the numbers of steps of this rank's."""
-    runtime = engine.runtime
-    dtype = DTYPE_NAMES[runtime.options.dtype]
+    dtype = DTYPE_NAMES[engine.store.dtype]
     found = []
     for number, saved in enumerate(saved_groups(engine)):
         for group, rank in [*saved.of_all_ranks()][: 1 if saved.packed else None]:
-            own = runtime.optimizer_states[group.index].steps
+            own = engine.optimizer_states[group.index].steps
             steps = own if steps_of is None else steps_of(group, rank)
             for index, param in enumerate(group.params):
-                spec, _ = runtime.store.whole_of(param)
+                spec, _ = engine.store.whole_of(param)
                 found.append(
                     ParameterRecord(
                         names=[engine.spread.name_on(rank, name) for name in spec.names],
@@ -140,11 +138,11 @@ def parameter_records(engine: Trained, steps_of: StepsOf | None = None) -> list[
 
 def steps_everywhere(engine: Trained) -> StepsOf:
     """The numbers of updates of parameters, on all ranks together where experts are spread."""
-    runtime = engine.runtime
-    mine = [state.steps for state in runtime.optimizer_states]
+    mine = [state.steps for state in engine.optimizer_states]
     if engine.spread.ep_size == 1:
         return lambda group, _: mine[group.index]
-    rows = runtime.rank_work.exchange(np.concatenate(mine).tolist(), "how often each was updated")
+    updates = np.concatenate(mine).tolist()
+    rows = engine.store.ranks.exchange(updates, "how often each was updated")
     ends = np.cumsum([len(each) for each in mine])
     return lambda group, rank: np.split(rows[rank], ends)[group.index]
 
@@ -177,10 +175,10 @@ def model_record(model: nn.Module) -> ModelRecord | None:
 def saved_format(engine: Trained) -> RecordFormat:
     """The format in which a checkpoint keeps optimizer records: that of the engine; fp32 if rows of
     a packed parameter would share a block of 8-bit states."""
-    states = engine.runtime.optimizer_states
+    states = engine.optimizer_states
     kept = next((state.record_format for state in states if state.records), _EMPTY)
     uneven = kept.state_format is StateFormat.INT8 and any(
-        packed.rows[0].numel() % BLOCK for packed in engine.runtime.store.packed
+        packed.rows[0].numel() % BLOCK for packed in engine.store.packed
     )
     return replace(kept, state_format=StateFormat.FP32) if uneven else kept
 
@@ -214,7 +212,7 @@ def optimizer_record(engine: Trained) -> OptimizerRecord:
 
 def _names_of(engine: Trained, param: nn.Parameter) -> list[str]:
     """The names of a parameter; of an expert that is spread, also those on other ranks."""
-    spec = engine.runtime.store.spec_of(param)
+    spec = engine.store.spec_of(param)
     assert spec is not None, "the optimizer takes managed parameters only"
     return [engine.spread.name_on(rank, spec.name) for rank in engine.spread.owners(spec.name)]
 
@@ -244,7 +242,7 @@ def restore_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> None:
 
 
 def loss_scale_record(engine: Trained) -> LossScaleRecord | None:
-    scale = engine.runtime.loss_scale
+    scale = engine.loss_scale
     if scale is None:
         return None
     return LossScaleRecord(scale=scale.scale, good_steps=scale.good_steps)

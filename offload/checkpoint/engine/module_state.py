@@ -81,7 +81,7 @@ def _in_tiers(engine: Trained) -> set[str]:
 
 def _is_in_tiers(engine: Trained, value: object) -> bool:
     is_param = isinstance(value, nn.Parameter)
-    return is_param and engine.runtime.store.spec_of(value) is not None  # type: ignore[arg-type]
+    return is_param and engine.store.spec_of(value) is not None  # type: ignore[arg-type]
 
 
 class ModuleLoading:

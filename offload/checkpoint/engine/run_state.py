@@ -134,7 +134,7 @@ class RunState:
         """The state of all ranks, which call it together; that of the first rank has everything.
 
         UnsupportedError, with the name, for a value that cannot be kept."""
-        ranks = engine.runtime.ranks
+        ranks = engine.ranks
         with on_all(ranks, "no checkpoint was saved"):
             modules = ModuleState.of(engine)
             own = _own_archives(engine, state, modules)
@@ -218,7 +218,7 @@ class Restoring:
         self._engine, self._reader = engine, reader
         self._sets: list[tuple[str, Callable[[], object]]] = []
         self.state: dict[str, Any] = {}
-        ranks = engine.runtime.ranks
+        ranks = engine.ranks
         self._rank, self._ranks = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         buffers = {n: t.to(engine.device) for n, t in buffers_of(reader).items()}
         try:

@@ -56,19 +56,19 @@ def save_engine(engine: Trained, path: Path, state: Mapping[str, Any] | None) ->
     """
     check_savable(engine)
     saver = Saver(engine, RunState.of(engine, state))
-    refresh(engine.runtime)
-    with on_all(engine.runtime.ranks, f"{path} was not saved"):
+    refresh(engine.store)
+    with on_all(engine.ranks, f"{path} was not saved"):
         saver.save(path)
 
 
 def check_savable(engine: Trained) -> None:
     """Wait for pending updates. Raise StateError if the save would hold half of a step."""
-    engine.runtime.store.check_usable()
+    engine.store.check_usable()
     model.check_stepped(engine)
     engine.settle()
-    engine.runtime.store.refuse_amid_use("a checkpoint cannot be saved")
-    states = engine.runtime.optimizer_states
-    for packed in engine.runtime.store.packed:
+    engine.store.refuse_amid_use("a checkpoint cannot be saved")
+    states = engine.optimizer_states
+    for packed in engine.store.packed:
         if packed.spec.trainable:  # a checkpoint has one number of updates for all its rows
             steps = {int(states[group.index].steps[at]) for group, at in packed.places}
             assert len(steps) == 1, f"the experts of {packed.name} were updated {steps} times"
@@ -82,7 +82,7 @@ class Saver:
     ) -> None:  # fmt: skip
         """Prepare to save the engine's states as they are when read, or `snapshots` of all of them,
         which can be read in any order."""
-        self._runtime = engine.runtime
+        self._states = engine.optimizer_states
         self._run = run
         self._saved_format = model.saved_format(engine)
         self._saved = model.saved_groups(engine)
@@ -90,8 +90,8 @@ class Saver:
         self._name_on = engine.spread.name_on  # maps an expert's name to its name on another rank
         self._manifest = Manifest(
             precision=engine.config.precision,
-            steps_taken=self._runtime.stepper.taken,
-            steps_skipped=self._runtime.stepper.skipped,
+            steps_taken=engine.steps.taken,
+            steps_skipped=engine.steps.skipped,
             loss_scale=model.loss_scale_record(engine),
             optimizer=model.optimizer_record(engine),
             groups=[
@@ -105,10 +105,10 @@ class Saver:
             model=model.model_record(engine.module),
             run=run.record,
         )
-        states = [group.state for group in self._runtime.groups]
-        records = [r for state in self._runtime.optimizer_states for r in state.records]
+        records = [record for state in self._states for record in state.records]
+        states = [state.group.state for state in self._states]
         self._access = PieceAccess([*states, *records], snapshots)
-        self._reader = ShardReader(self._access, self._runtime.ranks, self._runtime.own.nbytes)
+        self._reader = ShardReader(self._access, engine.ranks, engine.store.own.nbytes)
         self._has_parameters: set[int] = set()  # groups whose parameters were written
         self.came: Callable[[int], None] = lambda nbytes: None
         # set by `begin`, on the rank that writes
@@ -186,7 +186,7 @@ class Saver:
         sections = self._sections(number, [[info_of(record) for record in self._of(number)]])
         reader.attempt(self._open, name, sections, {"format": "pt", "group": saved.name})
         for group, rank in saved.of_all_ranks():
-            state = self._runtime.optimizer_states[group.index]
+            state = self._states[group.index]
             for elements, raw in reader.weights(state, rank):
                 reader.attempt(self._append_weights, group, elements, raw, rank)
                 del raw
@@ -203,7 +203,7 @@ class Saver:
         reader.attempt(self._open, name, sections, {"group": record.name})
         for group, rank in saved.of_all_ranks():
             if group.layout.numel_trainable:
-                state = self._runtime.optimizer_states[group.index]
+                state = self._states[group.index]
                 for elements, arrays in reader.records(state, self._saved_format, rank):
                     reader.attempt(self._append_records, group, elements, arrays, rank)
                     arrays.clear()

@@ -19,11 +19,11 @@ from offload.kernels.floats import Array
 from offload.swap.states.state import State
 from offload.tiers.errors import CheckpointError, OffloadError
 from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.store import WeightStore
 from offload.zero.ranks.gathered import SharedState
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.records import RecordFormat
-from offload.zero.step.runtime import Runtime
 
 Weights = Iterator[tuple[range, torch.Tensor]]
 Records = Iterator[tuple[range, dict[str, Array]]]
@@ -56,11 +56,11 @@ def on_all(ranks: Ranks | None, failed: str) -> Iterator[None]:
         raise CheckpointError(f"{failed}; {told}")
 
 
-def refresh(runtime: Runtime) -> None:
+def refresh(store: WeightStore) -> None:
     """Fetch the parts that other ranks have updated, where parameters are kept whole."""
-    if runtime.ranks is not None:
-        runtime.rank_work.refresh(runtime.groups)
-        for group in runtime.groups:
+    if store.ranks.has_others:
+        store.ranks.refresh(store.groups)
+        for group in store.groups:
             group.state.settle()
 
 

@@ -210,13 +210,12 @@ def stream_weights(engine: Engine, take: Take) -> None:
             "write no others; use engine.save_checkpoint, which writes all, and `offload "
             "checkpoint export`"
         )
-    runtime = engine.runtime
-    itemsize = runtime.own.nbytes
-    nbytes = itemsize * sum(spec.numel for g in runtime.groups for spec in g.layout.params)
-    access = PieceAccess([whole_state(group) for group in runtime.groups])
-    reader = ShardReader(access, runtime.ranks, itemsize)
+    groups, itemsize = engine.store.groups, engine.store.own.nbytes
+    nbytes = itemsize * sum(spec.numel for group in groups for spec in group.layout.params)
+    access = PieceAccess([whole_state(group) for group in groups])
+    reader = ShardReader(access, engine.ranks, itemsize)
     with (
-        on_all(runtime.ranks, "the model's weights were not saved"),
+        on_all(engine.ranks, "the model's weights were not saved"),
         progress("saving weights", nbytes) as came,
     ):
         for spec, elements, raw in _parts(engine, reader):
@@ -227,15 +226,14 @@ def stream_weights(engine: Engine, take: Take) -> None:
 
 
 def _parts(engine: Engine, reader: ShardReader) -> Iterator[tuple[ParamSpec, range, Tensor]]:
-    runtime = engine.runtime
-    runtime.store.check_usable()
+    engine.store.check_usable()
     engine.values.adopt_changes()
     engine.settle()
-    engine.runtime.store.refuse_amid_use("weights cannot be saved")
-    refresh(runtime)
-    itemsize = runtime.own.nbytes
+    engine.store.refuse_amid_use("weights cannot be saved")
+    refresh(engine.store)
+    itemsize = engine.store.own.nbytes
     entries = engine_model.Entries(engine)
-    for state in runtime.optimizer_states:
+    for state in engine.optimizer_states:
         for elements, raw in reader.weights(state):
             for spec, here, there in entries.overlaps(state.group.layout.params, elements):
                 part = raw[here.start * itemsize : here.stop * itemsize]

@@ -75,7 +75,7 @@ class StreamedSave:
             PreTrainedModel.save_pretrained(model, *args, **kwargs)
             return
         engines = [each for each in owners if isinstance(each, Engine)]
-        ranks = next((each.runtime.ranks for each in engines), None)
+        ranks = next((each.ranks for each in engines), None)
         if ranks is None and not given["is_main_process"]:
             return
         if ranks is not None and ranks.rank > 0:

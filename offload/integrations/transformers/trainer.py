@@ -188,7 +188,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         for prepared in model, engine.optimizer:
             prepared._is_accelerate_prepared = True  # type: ignore[union-attr]
         engine.before_close(lambda: vars(model).pop("_is_accelerate_prepared", None))
-        scale = engine.runtime.loss_scale
+        scale = engine.loss_scale
         if scale is not None:
             self.accelerator.scaler = _LossScaler(engine, scale)
         if self.args.torch_compile:
@@ -201,7 +201,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     @staticmethod
     def _check_saving(engine: Engine) -> None:
         streams = isinstance(vars(engine.module).get("save_pretrained"), StreamedSave)
-        if engine.runtime.ranks is not None and not streams:
+        if engine.ranks is not None and not streams:
             raise UnsupportedError(
                 f"saving a {type(engine.module).__name__} on several ranks: only models with "
                 "transformers' own save_pretrained are; set save_strategy='no', and save with "
@@ -277,7 +277,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
-        if self.engine.runtime.loss_scale is None:  # else `engine.backward` has noted it
+        if self.engine.loss_scale is None:  # else `engine.backward` has noted it
             self.engine.note_pass(loss)
         return loss
 
@@ -319,7 +319,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         engine = self.engine
         self._check_saving(engine)
         super().save_model(output_dir, _internal_call)
-        if engine.runtime.ranks is not None and not self.args.should_save:
+        if engine.ranks is not None and not self.args.should_save:
             stream_weights(engine, lambda *_: None)  # this rank's part of the first one's files
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
