@@ -9,6 +9,7 @@ from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.sections import WrittenFor
 from offload.config.training import ModelConfig, TrainConfig
+from offload.display.plain_text import plain
 from offload.display.words import duration
 from offload.planning.plan.plan import needed_nbytes
 from offload.process import machine
@@ -22,6 +23,7 @@ from offload.tools.memest.show import view
 from offload.tools.memest.source.model_source import ModelSource
 
 _MIB = 1 << 20
+_MOST = 200  # characters of a name
 _PRETRAINED_LR = 1e-5
 _DEFAULTS = OffloadConfig().model_dump(mode="json", exclude_none=True)
 # Of training alone, or written anew.
@@ -42,7 +44,7 @@ def config_yaml(estimate: Estimate, case: Case, asked: OffloadConfig, file_name:
     elif estimate.inference is None:
         given = source.config.train if source.config is not None else None
         values["train"] = _train(estimate, source.train_model, given)
-    header = "\n".join(_header(estimate, case, _one_line(file_name)))
+    header = "\n".join(_header(estimate, case, plain(file_name, _MOST)))
     return f"{header}\n\n{dump_yaml(values)}"
 
 
@@ -50,8 +52,8 @@ def _header(estimate: Estimate, case: Case, file_name: str) -> Iterator[str]:
     profile, inference = case.profile, estimate.inference
     if not estimate.fits:
         yield f"# DOES NOT FIT: {view.missing_text(estimate)}"
-    yield f"# {view.model_text(estimate, _one_line(estimate.model))}"
-    yield f"# on {_one_line(estimate.hardware)}, {view.workload_text(estimate)}"
+    yield f"# {view.model_text(estimate, plain(estimate.model, _MOST))}"
+    yield f"# on {plain(estimate.hardware, _MOST)}, {view.workload_text(estimate)}"
     if estimate.step is not None:
         time = duration(estimate.step.seconds)
         rate = view.per_second(estimate.step.tokens_per_s)
@@ -169,7 +171,7 @@ def _written_for(estimate: Estimate, source: ModelSource) -> dict[str, Any]:
     if estimate.inference is not None:
         sequence = estimate.inference.generation.prompt
     written = WrittenFor(
-        model=_one_line(source.name), parameters=estimate.numel, source=source.location,
+        model=plain(source.name, _MOST), parameters=estimate.numel, source=source.location,
         batch=estimate.workload.batch, sequence=sequence,
     )  # fmt: skip
     return written.model_dump(exclude_none=True)
@@ -192,7 +194,3 @@ def _changed(values: Mapping[str, Any], usual: Mapping[str, Any]) -> Iterator[tu
     for name, value in values.items():
         if value is not None and value != usual.get(name):
             yield name, value
-
-
-def _one_line(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in text)[:200]
