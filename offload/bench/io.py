@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offload.bench.io_raw import RAW, Shape, ThreadsLoop, cut, fill, noise, raw_loop
+from offload.bench.io_raw import RAW, Shape, ThreadsLoop, fill, noise, raw_loop
 from offload.bench.record import Kind, Record, Target
 from offload.bench.rounds import Say, Timed, measure, moving
 from offload.bench.table import Column, number
@@ -106,12 +106,11 @@ def _our_systems(
     options: IoOptions, folder: Path, nbytes: int, stack: ExitStack, say: Say
 ) -> list[Timed]:  # fmt: skip
     count = min(_IN_FLIGHT, nbytes // BLOCK_NBYTES)
-    buffer = noise(count * BLOCK_NBYTES)
-    parts = cut(buffer, count, BLOCK_NBYTES)
+    parts = noise(count, BLOCK_NBYTES)
     file = SwapFile(folder)
     stack.callback(file.close)
     file.reserve(nbytes + count * BLOCK_NBYTES)
-    fill(file, buffer, nbytes + count * BLOCK_NBYTES, say)
+    fill(file, parts[0], nbytes + count * BLOCK_NBYTES, say)
     loop = StoreLoop(file, parts, nbytes // BLOCK_NBYTES, backend=options.backend)
     stack.callback(loop.close)
     loop.write()

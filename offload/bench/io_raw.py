@@ -42,32 +42,30 @@ def raw_loop(
     until the file is written."""
     file = opened.enter_context(SwapFile(folder))
     file.reserve(nbytes)
-    buffer = noise(shape.depth * shape.block_nbytes)
-    fill(file, buffer, nbytes, say)
-    loop = ThreadsLoop(shape, file, buffer, nbytes)
+    blocks = noise(shape.depth, shape.block_nbytes)
+    fill(file, blocks[0], nbytes, say)
+    loop = ThreadsLoop(shape, file, blocks, nbytes)
     opened.callback(loop.close)
     return loop
 
 
-def noise(nbytes: int) -> memoryview:
-    """Page-aligned memory full of bytes that no device compresses.
+def noise(count: int, nbytes: int) -> list[memoryview]:
+    """Blocks of page-aligned memory full of bytes that no device compresses.
 
     It is what the tiers have: with small pages, or shared ones, some disks are a third as fast.
     """
-    buffer = memoryview(AnonymousMemory(nbytes))
-    for start in range(0, nbytes, _MIB):
+    buffer = memoryview(AnonymousMemory(count * nbytes))
+    for start in range(0, buffer.nbytes, _MIB):
         part = buffer[start : start + _MIB]
         part[:] = os.urandom(part.nbytes)
-    return buffer
+    return [buffer[i * nbytes : (i + 1) * nbytes] for i in range(count)]
 
 
-def fill(file: SwapFile, buffer: memoryview, nbytes: int, say: Say) -> None:
+def fill(file: SwapFile, block: memoryview, nbytes: int, say: Say) -> None:
     """Write `nbytes` once, untimed."""
     say(f"writing {format_bytes(nbytes)} to a file")
-    step = min(16 * _MIB, buffer.nbytes)
-    for offset in range(0, nbytes, step):
-        part = buffer[: min(step, nbytes - offset)]
-        os.pwritev(file.fd, [part], offset)
+    for offset in range(0, nbytes, block.nbytes):
+        os.pwritev(file.fd, [block[: nbytes - offset]], offset)
 
 
 @dataclass(frozen=True)
@@ -89,11 +87,11 @@ class ThreadsLoop:
     """Moves the whole blocks of the first `nbytes` of a file, once, in either direction: `depth`
     threads, each with one buffer, take the next block when they are done."""
 
-    def __init__(self, shape: Shape, file: SwapFile, buffer: memoryview, nbytes: int) -> None:
+    def __init__(self, shape: Shape, file: SwapFile, blocks: list[memoryview], nbytes: int) -> None:
         self.name, self.file = str(shape), file
         self._block = shape.block_nbytes
         self.nbytes = nbytes // self._block * self._block
-        self._buffers = cut(buffer, shape.depth, shape.block_nbytes)
+        self._blocks = blocks
         self._pool = ThreadPoolExecutor(shape.depth, thread_name_prefix="offload-bench-io")
 
     def run(self, *, write: bool) -> None:
@@ -114,10 +112,13 @@ class ThreadsLoop:
                 if turn is None:
                     return
                 index, write = turn
-                move_all(self.file.fd, part, index * self._block, write=write)
+                move = os.pwritev if write else os.preadv
+                count = move(self.file.fd, [part], index * self._block)
+                if count < part.nbytes:
+                    raise StorageError(f"a raw loop moved {count} of {part.nbytes} bytes at a time")
 
         try:
-            for done in [self._pool.submit(work, part) for part in self._buffers]:
+            for done in [self._pool.submit(work, part) for part in self._blocks]:
                 done.result()
         finally:
             todo = iter(())
@@ -139,27 +140,3 @@ def _mix(reads: int, writes: int) -> Iterator[tuple[int, bool]]:
     turns = [((i + 0.5) / reads, i, False) for i in range(reads)]
     turns += [((i + 0.5) / writes, i, True) for i in range(writes)]
     return ((index, write) for _, index, write in sorted(turns))
-
-
-def move_all(fd: int, part: memoryview, offset_bytes: int, *, write: bool) -> None:
-    """Move one whole block; OSError of the call, StorageError at the end of the file."""
-    done = 0
-    while done < part.nbytes:
-        call = os.pwritev if write else os.preadv
-        count = call(fd, [part[done:]], offset_bytes + done)
-        if count == 0:
-            raise StorageError(
-                f"a raw loop met the end of its file at {offset_bytes + done} bytes",
-                offset_bytes=offset_bytes + done, nbytes=part.nbytes - done,
-            )  # fmt: skip
-        done += count
-
-
-def cut(buffer: memoryview, count: int, nbytes: int) -> list[memoryview]:
-    """The first `count` parts of `nbytes` each. ValueError if the buffer is shorter: a slice past
-    its end would be, too, and a loop would move less than its row says."""
-    if buffer.nbytes < count * nbytes:
-        raise ValueError(
-            f"{count} blocks of {nbytes} bytes do not fit in the buffer's {buffer.nbytes}"
-        )
-    return [buffer[i * nbytes : (i + 1) * nbytes] for i in range(count)]
