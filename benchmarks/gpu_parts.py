@@ -48,19 +48,15 @@ class Outcome:
 
 
 def run_part(name: str, options: Mapping[str, Any], limit_s: float, folder: Path) -> Outcome:
-    """Run a part for `limit_s` at most, named by `name` up to a colon; output stays in `folder`."""
-    return run_program(name, PROGRAMS[name.split(":")[0]], options, limit_s, folder)
+    """Run a part for `limit_s` at most, named by `name` up to a colon; output stays in `folder`.
 
-
-def run_program(
-    name: str, program: str, options: Mapping[str, Any], limit_s: float, folder: Path
-) -> Outcome:
-    """Run a program. Its last answer counts, even if it did not finish afterwards. All that it
-    started, and left in its session, is ended with it."""
+    Its last answer counts, even if it did not finish afterwards. All that it started, and left in
+    its session, is ended with it.
+    """
     started = time.perf_counter()
     here = folder / name
     here.mkdir()
-    child = Child(name, program, options, here)
+    child = Child(name, PROGRAMS[name.split(":")[0]], options, here)
     result: dict[str, Any] = {}
     status, note = Status.DONE, ""
     try:

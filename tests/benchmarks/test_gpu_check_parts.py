@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_parts import Outcome, Status, run_part, run_program
+from benchmarks.gpu_parts import PROGRAMS, Outcome, Status, run_part
 from benchmarks.gpu_tests import run_files
 
 
@@ -21,12 +21,13 @@ from benchmarks.gpu_tests import run_files
 def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """How a part ends that runs these lines, with `parent` to be answered."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(PROGRAMS, "part", "a_part:run")
 
     def run(lines: str, limit_s: float = 60) -> Outcome:
         body = lines.replace("\n", "\n    ")
         (tmp_path / "a_part.py").write_text(f"def run(options, parent):\n    {body}\n")
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        return run_program("part", "a_part:run", {}, limit_s, folder)
+        return run_part("part", {}, limit_s, folder)
 
     return run
 
