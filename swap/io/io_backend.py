@@ -111,15 +111,13 @@ class IOBackend(ABC):
         """Finish what is in flight, and end the threads. Calling it again does nothing. What does
         not end is given up, see `__init__`."""
         with self._idle:
-            if self._closed:
+            if self._closed or os.getpid() != self._pid:  # a forked child has none of the threads
                 return
             self._closed = True
-            if os.getpid() == self._pid:  # a forked child has the counts but not the threads
-                while not self._idle.wait_for(lambda: not self._in_flight, STALL_S):
-                    _log.warning("still waiting for %d requests; see `dmesg`", len(self._in_flight))
-        if os.getpid() == self._pid:
-            self.watch.close()
-            self._stop()
+            while not self._idle.wait_for(lambda: not self._in_flight, STALL_S):
+                _log.warning("still waiting for %d requests; see `dmesg`", len(self._in_flight))
+        self.watch.close()
+        self._stop()
 
     def __enter__(self) -> Self:
         return self

@@ -47,13 +47,14 @@ class _Cycle:
             self._positions.setdefault(group, []).append(position)
         self._in_forward: dict[Table, list[int]] = {}
         self._in_backward: dict[Table, list[int]] = {}
-        self._backward_at: dict[int, list[Table]] = {}
+        # by position, the tables that a backward pass came to before the use there
+        self.backward_at: dict[int, list[Table]] = {}
         self.places = list(dict.fromkeys(places))
         for position, table, backward in self.places:
             way = self._in_backward if backward else self._in_forward
             way.setdefault(table, []).append(position)
             if backward:
-                self._backward_at.setdefault(position, []).append(table)
+                self.backward_at.setdefault(position, []).append(table)
 
     def next_position(self, group: int, start: int) -> int | None:
         """The next position of `group` at or after `start`; None if there is none."""
@@ -70,18 +71,10 @@ class _Cycle:
         place = _first_from(self._in_backward.get(table, ()), start)
         return place if place <= stop else math.inf
 
-    def backward_at(self, position: int) -> Sequence[Table]:
-        """The tables that a backward pass came to before the use at `position`."""
-        return self._backward_at.get(position, ())
-
     def end_of_pass(self, start: int) -> int:
         """The position at which the next forward pass begins, at or after `start`."""
         index = bisect.bisect_left(self._forwards, start)
         return self._forwards[index] if index < len(self._forwards) else len(self.uses)
-
-    def pass_from(self, start: int) -> list[int]:
-        """The uses from `start` on, before the next forward begins."""
-        return self.uses[start : self.end_of_pass(start)]
 
 
 class Trace:
@@ -264,7 +257,7 @@ class Trace:
         distances: dict[int, float] = {}
         for distance in range(min(count, len(uses))):
             position = start + distance
-            for table in self._expected.backward_at(position):
+            for table in self._expected.backward_at.get(position, ()):
                 for item in self._coming_back(table, count):
                     distances.setdefault(item, self.next_use(item))
             if len(distances) >= count:
@@ -280,7 +273,8 @@ class Trace:
     def rest(self) -> Iterator[int]:
         """Groups like those of `upcoming`, but after this pass of the model: a step may have
         changed the uses there."""
-        yield from self._expected.pass_from(self._cursor)
+        cycle, cursor = self._expected, self._cursor
+        yield from cycle.uses[cursor : cycle.end_of_pass(cursor)]
 
     def is_over(self, group: int) -> bool:
         """Whether this pass, which is in its backward, is expected not to use the group again: as
