@@ -26,7 +26,7 @@ from offload.checkpoint.format.steps import has_steps
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.loggers import Logger, Values
-from offload.planning.choice.run_check import (
+from offload.planning.choice.run_records import (
     MEASURED,
     PREDICTION,
     Measured,

@@ -156,7 +156,7 @@ def check(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Of `offload train`.")],
 ) -> None:
     """Compare the predicted and measured bytes per tier, and time, of a run."""
-    from offload.tools.memest.commands.run_machine import print_check
+    from offload.tools.memest.commands.run_check import print_check
 
     print_check(run)
 

@@ -1,4 +1,4 @@
-"""`memest calibrate` and `memest check`: what this machine does, and what a run did."""
+"""`memest calibrate`: what this machine does."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
 from offload.display.console import PlainConsole, table
 from offload.display.words import counted, duration
-from offload.planning.choice.run_check import Row, check_run
 from offload.planning.machine.baseline import machine_baseline
 from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
@@ -64,32 +62,3 @@ def to_table(speeds: Speeds) -> Table:
             shown.add_row(name, f"{rate / 1e9:,.3g} GB/s")
     shown.add_row("one operation", duration(speeds.operation_s))
     return shown
-
-
-# ---------------------------------------------------------------- predicted and measured
-# How far apart a prediction may be, by figure: beyond, the line is marked.
-_TOLERANCES = {"RSS": 0.08, "step": 0.20}
-_TOLERANCE = 0.03  # of a tier's ledger
-
-
-def print_check(folder: Path) -> None:
-    """Print one line per figure. Raise ConfigError if the folder holds no checkable run."""
-    found = check_run(folder)
-    shown = table("", "predicted", "measured", "apart", numbers=range(1, 4))
-    for row in found.rows:
-        apart = row.ratio - 1
-        far = abs(apart) > _TOLERANCES.get(row.name, _TOLERANCE)
-        far = far and not (row.is_bound and apart > 0)
-        shown.add_row(
-            f"{row.name}, at most" if row.is_bound else row.name,
-            _figure(row, row.predicted), _figure(row, row.measured),
-            Text(f"{apart:+.1%}", style="yellow" if far else "green"),
-        )  # fmt: skip
-    PlainConsole().print(shown)
-    for reason in found.missing:
-        print(reason)
-    print(f"{found.steps:,} step{'' if found.steps == 1 else 's'}")
-
-
-def _figure(row: Row, value: float) -> str:
-    return duration(value) if row.unit == "seconds" else format_bytes(int(value))
