@@ -11,7 +11,6 @@ from offload.cli.plan import plan_of
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.choice.planner import lay_out_plan
-from offload.planning.choice.run_plan import remedy
 from offload.planning.choice.solver import Candidate, solve
 from offload.planning.plan.estimate import MemoryClass, Workload
 from offload.planning.plan.plan import Hardware, breakdown, gathered_nbytes, needed_nbytes
@@ -21,6 +20,7 @@ from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
+from offload.tools.memest.estimate.shortfalls import remedy
 from offload.tools.memest.hardware.read_profile import read_profile
 from offload.tools.memest.source.read_model import read_stated, read_yaml
 from offload.tools.memest.source.stated_sizes import StatedSizes

@@ -21,7 +21,6 @@ from pydantic import Field
 from offload.planning.machine.disk_cache import Nbytes, key_of, load, remembered
 from offload.process import machine
 from offload.tiers.errors import OffloadError
-from offload.tiers.units import format_bytes
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -89,24 +88,6 @@ class Baseline:
             self, ram_nbytes=max(self.ram_nbytes, GPU_RAM_NBYTES),
             gpu_nbytes=GPU_CONTEXT_NBYTES + GPU_WORKSPACES_NBYTES,
         )  # fmt: skip
-
-    @property
-    def note(self) -> str:
-        """A sentence on the source of the figures."""
-        ram = format_bytes(self.ram_nbytes)
-        if self.gpu_nbytes:
-            return (
-                f"Python, PyTorch with CUDA and kernels are assumed to take {ram} of RAM; beside "
-                f"budget.device and tensors, {format_bytes(self.gpu_nbytes)} of GPU memory are for "
-                f"the context ({format_bytes(GPU_CONTEXT_NBYTES)}, as measured on an H100 with "
-                f"torch 2.11) and cuBLAS's workspaces (Hopper's default)"
-            )
-        if self.measured:
-            return f"Python, PyTorch and kernels take {ram} of RAM, as measured on this machine"
-        return (
-            f"Python, PyTorch and kernels take {ram} of RAM: a default, measured on another "
-            "machine (2 cores, torch 2.13)"
-        )
 
 
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:

@@ -17,6 +17,7 @@ from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.step.step_time import estimate_step
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.result import Estimate, InferenceEstimate, active_numel
+from offload.tools.memest.estimate.shortfalls import baseline_note, run_shortfalls
 from offload.tools.memest.generation import (
     CacheShape,
     Generation,
@@ -46,8 +47,8 @@ class Estimator:
             plan=best.plan,
             memory=planned.memory,
             step=step,
-            shortfalls=planned.shortfalls,
-            notes=(planned.run.baseline.note,),
+            shortfalls=run_shortfalls(planned),
+            notes=(baseline_note(planned.run.baseline),),
             active_numel=active_numel(case.shape) if case.shape.tables else None,
             inference=None if case.generation is None else self._inference(case, planned),
             system_nbytes=case.profile.system_nbytes // case.profile.ranks_per_node,
