@@ -64,20 +64,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Target:
-    """The ratio to reach on two cores without a GPU: at least, or at most, `value`."""
-
-    value: float
-    at_most: bool = False
-
-    def met(self, ratio: float) -> bool:
-        return ratio <= self.value if self.at_most else ratio >= self.value
-
-    def __str__(self) -> str:
-        return f"{'<=' if self.at_most else '>='} {self.value:g}"
-
-
-@dataclass(frozen=True)
 class Ratio:
     """The ratio of `measure` between the rows `of` and `to`, round by round."""
 
@@ -85,7 +71,6 @@ class Ratio:
     to: str
     measure: str
     rounds: tuple[float, ...]
-    target: Target | None = None
 
     @property
     def median(self) -> float:
@@ -108,13 +93,13 @@ class Record:
         """The row of this name, if there is one and it was measured."""
         return next((row for row in self.rows if row.name == name and row.measured), None)
 
-    def compare(self, of: str, to: str, measure: str, target: Target | None = None) -> None:
+    def compare(self, of: str, to: str, measure: str) -> None:
         """Add the ratio of two rows, if both were measured."""
         above, below = self.measured(of), self.measured(to)
         if above is not None and below is not None:
             pairs = zip(above.values(measure), below.values(measure), strict=True)
             rounds = tuple(a / b for a, b in pairs)
-            self.ratios.append(Ratio(of, to, measure, rounds, target))
+            self.ratios.append(Ratio(of, to, measure, rounds))
 
     def note_rounds(self, rounds: int) -> None:
         """Say so if the medians rest on few rounds."""
@@ -129,17 +114,13 @@ class Record:
             {**asdict(row), "medians": {name: row.median(name) for name in row.measures}}
             for row in self.rows
         ]
-        ratios = [
-            {**asdict(each), "target": str(each.target) if each.target else None,
-             "median": each.median}
-            for each in self.ratios
-        ]  # fmt: skip
+        ratios = [{**asdict(each), "median": each.median} for each in self.ratios]
         own = {**asdict(self), "rows": rows, "ratios": ratios}
         return {"format": FORMAT, "offload": __version__, **own}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Record:
-        """The record of `to_dict`'s values, without the targets."""
+        """The record of `to_dict`'s values."""
         rows = [Row(row["name"], Kind(row["kind"]), row["measures"], row["facts"], row["note"])
                 for row in found["rows"]]  # fmt: skip
         ratios = [Ratio(ratio["of"], ratio["to"], ratio["measure"], tuple(ratio["rounds"]))

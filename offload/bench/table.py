@@ -72,14 +72,10 @@ def _rows(record: Record, columns: Sequence[Column]) -> Table:
 
 
 def _ratios(record: Record) -> Table:
-    """Return a table of the ratios; those that miss their target are yellow."""
-    headings = ("ratio, within rounds", "of", "median", "range", "target")
+    headings = ("ratio, within rounds", "of", "median", "range")
     shown = table(*headings, numbers=range(2, len(headings)))
     for ratio in record.ratios:
-        met = ratio.target is None or ratio.target.met(ratio.median)
-        shown.add_row(
-            f"{ratio.of} / {ratio.to}", _MEASURES.get(ratio.measure, ratio.measure),
-            f"{ratio.median:.3f}", span(ratio.rounds),
-            "" if ratio.target is None else str(ratio.target), style="" if met else "yellow",
-        )  # fmt: skip
+        measure = _MEASURES.get(ratio.measure, ratio.measure)
+        median, covered = f"{ratio.median:.3f}", span(ratio.rounds)
+        shown.add_row(f"{ratio.of} / {ratio.to}", measure, median, covered)
     return shown
