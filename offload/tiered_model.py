@@ -30,7 +30,7 @@ from offload.memory.tier_manager import (
     nvme_paths,
     this_machine,
 )
-from offload.models.closing import GivenBack, Keep, check_keep
+from offload.models.closing import GivenBack, Keep
 from offload.models.conversions import Conversions
 from offload.models.foreign_wrappers import refuse_wrapped
 from offload.models.state import StateDictHooks
@@ -40,7 +40,13 @@ from offload.planning.plan.plan import Plan
 from offload.process import machine
 from offload.report import tier_reports
 from offload.swap.threads.shield import defer_signals
-from offload.tiers.errors import BudgetError, OffloadError, StateError, UnsupportedError
+from offload.tiers.errors import (
+    BudgetError,
+    ConfigError,
+    OffloadError,
+    StateError,
+    UnsupportedError,
+)
 from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import make_real
@@ -272,7 +278,8 @@ class TieredModel(abc.ABC):
         then. After an error while parameters come back it is closed, and the model has no values.
         On several ranks all pass the same `keep`. Calling it again does nothing.
         """
-        check_keep(keep)
+        if keep not in (None, "host", "drop"):
+            raise ConfigError(f"close(keep={keep!r}): expected one of host, drop")
         if self._closed:
             return
         if self._pid != os.getpid():  # a forked child: it is the parent's

@@ -15,7 +15,6 @@ from torch import nn
 
 from offload.memory.tier_manager import TieredHomes
 from offload.process import machine
-from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import WeightStore
@@ -25,14 +24,7 @@ from offload.zero.tensors.paged import PagedTensor
 from offload.zero.tensors.placeholders import exchanging
 
 Keep = Literal["host", "drop"]
-_KINDS = "host", "drop"
 _GIVE_BACK_NBYTES = 16 << 20  # copied before the RAM of what is free in the tier is given back
-
-
-def check_keep(keep: Keep | None) -> None:
-    """Raise ConfigError for an unknown value."""
-    if keep is not None and keep not in _KINDS:
-        raise ConfigError(f"close(keep={keep!r}): expected one of {', '.join(_KINDS)}")
 
 
 @dataclass(eq=False, slots=True)
@@ -72,23 +64,17 @@ class GivenBack:
         self._store = store
         self._values = values
         self._homes = homes
+        found = [
+            (param, kind, spec.shape) for group in store.groups
+            for (param, kind), spec in zip(group.own_classes(), group.layout.params, strict=True)
+            if id(param) not in store.whole  # no row
+        ]  # fmt: skip
+        found += [(each.param, each.own_class, each.spec.shape) for each in store.packed]
         self._given: dict[int, _Given] = {}
-        self.nbytes = 0  # of all of them
-        for group in store.groups:
-            for (param, kind), spec in zip(group.own_classes(), group.layout.params, strict=True):
-                if id(param) not in store.whole:  # no row
-                    self._add(param, kind, spec.shape, dtypes)
-        for packed in store.packed:
-            self._add(packed.param, packed.own_class, packed.spec.shape, dtypes)
-
-    def _add(
-        self, param: nn.Parameter, kind: type, shape: tuple[int, ...],
-        dtypes: Mapping[int, torch.dtype],
-    ) -> None:  # fmt: skip
-        own = self._store.dtype
-        dtype = torch.promote_types(dtypes.get(id(param), own), own)
-        self._given[id(param)] = found = _Given(param, kind, tuple(shape), dtype)
-        self.nbytes += found.nbytes
+        for param, kind, shape in found:
+            dtype = torch.promote_types(dtypes.get(id(param), store.dtype), store.dtype)
+            self._given[id(param)] = _Given(param, kind, tuple(shape), dtype)
+        self.nbytes = sum(each.nbytes for each in self._given.values())
 
     # ---------------------------------------------------------------- is there room?
     def refusal(self, *, within_budget: bool) -> str | None:
