@@ -151,32 +151,30 @@ class PageFormat:
             yield slice(start, min(start + step, tokens))
 
     def _encode(self, shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _encode(shape, states) if self.int8 else (states,)
+        """Return vectors [..., dim] as they are stored; words and codes are of vectors that were
+        rounded to the model's format first."""
+        if not self.int8:
+            return (states,)
+        coded, size = coded_dim(shape.dim), group_of(shape.dim)
+        values = functional.pad(states.to(shape.dtype), (0, coded - shape.dim)).contiguous()
+        words = values.new_empty((*values.shape[:-1], coded // size), dtype=torch.int32)
+        codes = torch.empty_like(values, dtype=torch.uint8)
+        encode_int8(values, words, codes)
+        return words, codes
 
     def _decode(self, shape: KVShape, *stored: torch.Tensor) -> torch.Tensor:
-        return _decode(shape, *stored) if self.int8 else stored[0]
+        """Return the vectors [..., dim]."""
+        if not self.int8:
+            return stored[0]
+        words, codes = stored
+        values = torch.empty_like(codes, dtype=shape.dtype)
+        decode_int8(words.contiguous(), codes.contiguous(), values)
+        return values[..., : shape.dim]
 
 
 def _chosen(stored: torch.Tensor, span: slice, rows: torch.Tensor | None) -> torch.Tensor:
     some = stored[:, :, span]
     return some if rows is None else some.index_select(0, rows)
-
-
-def _encode(shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return words and codes of vectors [..., dim], rounded to the model's format first."""
-    coded, size = coded_dim(shape.dim), group_of(shape.dim)
-    values = functional.pad(states.to(shape.dtype), (0, coded - shape.dim)).contiguous()
-    words = values.new_empty((*values.shape[:-1], coded // size), dtype=torch.int32)
-    codes = torch.empty_like(values, dtype=torch.uint8)
-    encode_int8(values, words, codes)
-    return words, codes
-
-
-def _decode(shape: KVShape, words: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return the vectors [..., dim]."""
-    values = torch.empty_like(codes, dtype=shape.dtype)
-    decode_int8(words.contiguous(), codes.contiguous(), values)
-    return values[..., : shape.dim]
 
 
 def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) -> None:

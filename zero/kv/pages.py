@@ -264,19 +264,18 @@ class KVPages:
             )
         if self._known is None:
             return
-        ours, theirs = self._format, (KVShape.of(keys, keys.dtype), KVShape.of(values, keys.dtype))
-        for own, other in zip((ours.keys, ours.values), theirs, strict=True):
+        for own, given in ((self._format.keys, keys), (self._format.values, values)):
+            other = KVShape.of(given, given.dtype)
             if (self.batch, own.heads, own.dim) != (keys.shape[0], other.heads, other.dim):
                 raise StateError(
                     f"{self.name} has a batch of {self.batch} with {own.heads} heads of {own.dim}, "
                     f"and is given one of {keys.shape[0]} with {other.heads} heads of {other.dim}; "
                     "use a new cache for another batch"
                 )
-        for own, given in ((ours.keys, keys.dtype), (ours.values, values.dtype)):
-            if torch.promote_types(own.dtype, given) != own.dtype:
+            if torch.promote_types(own.dtype, given.dtype) != own.dtype:
                 raise UnsupportedError(
-                    f"{self.name} holds {own.dtype}, and is given {given}; compute all tokens of a "
-                    "cache in one format"
+                    f"{self.name} holds {own.dtype}, and is given {given.dtype}; compute all "
+                    "tokens of a cache in one format"
                 )
 
     def _learn(self, keys: torch.Tensor, values: torch.Tensor) -> None:
