@@ -85,10 +85,8 @@ class PackedGradients:
 
     def came(self, row: torch.Tensor) -> None:
         packed = self._of_row.get(id(row))
-        if packed is not None and packed not in self._shown:
-            self._show(packed)
-
-    def _show(self, packed: PackedParam) -> None:
+        if packed is None or packed in self._shown:
+            return
         param = packed.param
         with torch._C.DisableTorchFunctionSubclass():
             if param.grad is not None:
@@ -106,16 +104,12 @@ class PackedGradients:
                     raise UnsupportedError(_refusal(packed, "was set to a tensor"))
                 if gradient is None:
                     if handle is not None:
-                        self._part(packed)
+                        source = self._shown.pop(packed).source
+                        assert isinstance(source, PackedGradientSource), "made here"
+                        source.used_up = CLEARED
                     for row in packed.rows:  # also those of a backward that was interrupted
                         if row.grad is not None:
                             row.grad = None
-
-    def _part(self, packed: PackedParam) -> None:
-        """Separate a handle from `.grad`, which was set to None."""
-        source = self._shown.pop(packed).source
-        assert isinstance(source, PackedGradientSource), "made here"
-        source.used_up = CLEARED
 
     def forget(self, why: str) -> None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -52,7 +52,7 @@ def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
         arrays = state.record_format.arrays(record.blank(), len(elements))
         for name in arrays:  # no name for a view: a copy with views is not evicted
             arrays[name][:] = 0
-        _store(full, weights[elements.start : elements.stop], own, arrays)
+        store_full(full, weights[elements.start : elements.stop], own, arrays)
         del arrays
         record.mark_dirty()
     _fill(part.frozen_in(host), part.frozen, own, window)
@@ -93,7 +93,7 @@ class _Window:
         return full
 
 
-def _store(full: Array, weights: Array, own: Float, arrays: dict[str, Array]) -> None:
+def store_full(full: Array, weights: Array, own: Float, arrays: dict[str, Array]) -> None:
     """Store full-precision values in the weights and, if it has one, the record's master."""
     if "low" in arrays:
         split_master(full, weights, arrays["low"])

@@ -7,7 +7,6 @@ step works through: at most one group's weights and one record are in memory at 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload.kernels.cpu.convert import decode, encode, join_master, split_master
+from offload.kernels.cpu.convert import decode, join_master
 from offload.kernels.floats import Array, Float
 from offload.kernels.variants import Master
-from offload.swap.states.state import State
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import StateError
 from offload.zero.groups.bits import array_of, flat_array
 from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.loading import store_full
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.records import RecordFormat
@@ -89,7 +88,12 @@ class ParameterValues(WeightValues):
         host = self._host_weights(group)
         for chunk in self._chunks(group, index, host, write=True):
             if field == "master":
-                self._set_master(flat[chunk.there], chunk)
+                there = chunk.arrays.keys() & {"low", "master"}
+                store_full(
+                    np.ascontiguousarray(flat[chunk.there]), chunk.weights[chunk.here], self._own,
+                    # no name for them: it would keep the record in memory
+                    {name: chunk.arrays[name][chunk.here] for name in there},
+                )  # fmt: skip
             else:
                 values = flat[chunk.there]
                 chunk.record_format.write_state(chunk.arrays, field, chunk.here, values)
@@ -113,16 +117,6 @@ class ParameterValues(WeightValues):
             decode(weights, full, self._own)
         return full
 
-    def _set_master(self, full: Array, chunk: _ParamInChunk) -> None:
-        full = np.ascontiguousarray(full)
-        weights = chunk.weights[chunk.here]
-        if "low" in chunk.arrays:
-            split_master(full, weights, chunk.arrays["low"][chunk.here])
-            return
-        encode(full, weights, self._own)
-        if "master" in chunk.arrays:
-            chunk.arrays["master"][chunk.here] = full
-
     def _chunks(
         self, group: ParamGroup, index: int, host: torch.Tensor, *, write: bool
     ) -> Iterator[_ParamInChunk]:
@@ -143,11 +137,13 @@ class ParameterValues(WeightValues):
                 continue
             here = slice(lo - elements.start, hi - elements.start)
             there = slice(lo - spec.offset + part.start, hi - spec.offset + part.start)
-            with _record(record, write=write) as buffer:
-                arrays = kept.arrays(buffer, len(elements))
-                yield _ParamInChunk(
-                    arrays, kept, weights[elements.start : elements.stop], here, there
-                )
+            if write:
+                record.settle()
+            buffer = record.tensor()
+            arrays = kept.arrays(buffer, len(elements))
+            yield _ParamInChunk(arrays, kept, weights[elements.start : elements.stop], here, there)
+            if write:
+                record.mark_dirty()
             # not before it was marked as written: a copy without views may be dropped; but now, or
             # the caller's name for the arrays would keep the record in memory
             arrays.clear()
@@ -260,12 +256,3 @@ def _row_of(state: dict[str, Any], number: int) -> dict[str, Any]:
         name: value[number] if isinstance(value, torch.Tensor) and value.dim() else value
         for name, value in state.items()
     }
-
-
-@contextmanager
-def _record(record: State, *, write: bool) -> Iterator[torch.Tensor]:
-    if write:
-        record.settle()
-    yield record.tensor()
-    if write:
-        record.mark_dirty()
