@@ -391,12 +391,10 @@ class Engine(TieredModel):
                         engine.save_checkpoint("checkpoint")
                         break
         """
-        ranks = self._open().ranks
+        ranks = self.store.ranks
 
         def came() -> bool:
-            seen = interrupts.seen
-            if ranks is not None:
-                seen = bool(ranks.exchange([seen], "whether a signal came").any())
+            seen = bool(ranks.exchange([interrupts.seen], "whether a signal came").any())
             interrupts.told = interrupts.told or seen
             return seen
 

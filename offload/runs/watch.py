@@ -67,8 +67,7 @@ class Watch:
             display = Lines(run, _say, every)
         self._outlet = _Outlet([*of_folder, *own], own, display)
         self._before = engine.waits()
-        this = weakref.ref(self)  # the optimizer does not keep it, and so the engine, alive
-        self._hook = engine.optimizer.register_step_post_hook(lambda *_: _alive(this)._stepped())
+        self._hook = engine.optimizer.register_step_post_hook(lambda *_: self._stepped())
         self._finalizer = weakref.finalize(self, _end, self._outlet, os.getpid())
 
     # ---------------------------------------------------------------- for the loop
@@ -244,12 +243,6 @@ def _number(name: str, value: Any) -> Any:
 
 def _say(text: str) -> None:
     echo(text, err=True)
-
-
-def _alive(reference: weakref.ref[Watch]) -> Watch:
-    watch = reference()
-    assert watch is not None, "the engine holds it for as long as it has hooks"
-    return watch
 
 
 def _end(outlet: _Outlet, pid: int) -> None:

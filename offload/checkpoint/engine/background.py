@@ -17,12 +17,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from offload.checkpoint.engine.model import saved_states
 from offload.checkpoint.engine.run_state import RunState
 from offload.checkpoint.engine.saving import Saver, check_savable
 from offload.checkpoint.format.disk import device_of, free_nbytes, storage_errors
@@ -65,15 +66,10 @@ def _why_not(engine: Trained) -> str:
     """The reason why a save of this engine cannot go on while it trains; empty if it can."""
     if engine.ranks is not None:
         return "several ranks write it together"
-    for state in _states(engine):
+    for state in saved_states(engine):
         if not state.can_snapshot:
             return f"{state.name} is at home in the device's memory, or in codes"
     return ""
-
-
-def _states(engine: Trained) -> Iterator[State]:
-    for each in engine.optimizer_states:
-        yield from (state for state in (each.group.state, *each.records) if state.nbytes)
 
 
 class BackgroundSave:
@@ -222,7 +218,7 @@ def _snapshots(engine: Trained, held: ExitStack) -> Snapshots:
     """The snapshots of all states, valid until `held` is closed."""
     found: dict[State, Snapshot] = {}
     held.callback(_let_go_all, found)
-    for state in _states(engine):
+    for state in saved_states(engine):
         with defer_signals:
             found[state] = state.snapshot()
     return found

@@ -23,7 +23,7 @@ from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
-from offload.zero.ranks.ranks import Ranks
+from offload.zero.ranks.rank_weights import RankWeights
 from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.records import RecordFormat
 
@@ -58,8 +58,7 @@ def load_engine(engine: Trained, path: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         with on_all(ranks, failed):
             loader, beside = _open(engine, path, stack)
-        if ranks is not None:
-            loader.check_alike(ranks)
+        loader.check_alike(engine.store.ranks)
         half_way = engine.store.unusable = (
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
@@ -103,10 +102,9 @@ class _Loader:
         self._entries = model.Entries(engine)
         self._saved_format = model.saved_format(engine)
         self._states = engine.optimizer_states
-        updated = [record for state in self._states for record in state.records]
-        self._access = PieceAccess([*(each.group.state for each in self._states), *updated])
+        self._access = PieceAccess(model.saved_states(engine))
 
-    def check_alike(self, ranks: Ranks) -> None:
+    def check_alike(self, ranks: RankWeights) -> None:
         """Raise CheckpointError, on every rank, unless all of them have opened the same checkpoint:
         if each looks for the newest one, or has a disk of its own, one may find another."""
         steps, digest = self._manifest.steps_taken, self._reader.digest

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from offload.checkpoint.format.writer import fields_of
 from offload.kernels.floats import Array
 from offload.kernels.rules import BLOCK, StateFormat
 from offload.kernels.variants import Master
+from offload.swap.states.state import State
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.groups.group import ParamGroup
@@ -66,6 +68,12 @@ class SavedGroup:
     @property
     def is_trained(self) -> bool:
         return any(group.layout.numel_trainable for group in self.groups)
+
+
+def saved_states(engine: Trained) -> list[State]:
+    """The states with a checkpoint's tensors: of each group the parameters, then the records."""
+    states = [(each.group.state, *each.records) for each in engine.optimizer_states]
+    return [state for state in chain(*states) if state.nbytes]
 
 
 def saved_groups(engine: Trained) -> list[SavedGroup]:

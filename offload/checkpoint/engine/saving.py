@@ -105,9 +105,7 @@ class Saver:
             model=model.model_record(engine.module),
             run=run.record,
         )
-        records = [record for state in self._states for record in state.records]
-        states = [state.group.state for state in self._states]
-        self._access = PieceAccess([*states, *records], snapshots)
+        self._access = PieceAccess(model.saved_states(engine), snapshots)
         self._reader = ShardReader(self._access, engine.ranks, engine.store.own.nbytes)
         self._has_parameters: set[int] = set()  # groups whose parameters were written
         self.came: Callable[[int], None] = lambda nbytes: None
