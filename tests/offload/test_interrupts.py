@@ -180,15 +180,19 @@ def test_an_interrupt_amid_a_release_leaves_no_placeholder_for_a_value(
     with offload.initialize(seeded(TinyLM), config(tmp_path, **BLOCKS)) as engine:
         before = states_of(engine)
         for group in engine.store.groups:
-            placeholder = group._placeholders[0]
+            managed = group._managed
 
             class Interrupting:
-                def __iter__(self, placeholder: Any = placeholder) -> Any:
-                    yield placeholder
-                    raise KeyboardInterrupt
+                is_gathered = False
+
+                def __iter__(self, managed: Any = managed) -> Any:
+                    yield from managed[:1] if self.is_gathered else managed
+                    if self.is_gathered:
+                        raise KeyboardInterrupt
+                    self.is_gathered = True
 
             with monkeypatch.context() as patch:
-                patch.setattr(group, "_placeholders", Interrupting())
+                patch.setattr(group, "_managed", Interrupting())
                 if len(group.params) > 1:
                     with pytest.raises(KeyboardInterrupt), engine.gathered(*group.params):
                         pass
