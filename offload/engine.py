@@ -366,12 +366,10 @@ class Engine(TieredModel):
 
         Raises UnsupportedError for objects without such a state, StateError for a name in use.
         """
-        from offload.checkpoint.engine.run_state import check_carried, check_unnamed
+        from offload.checkpoint.engine.run_state import check_carried
 
         self._check_open()
-        check_unnamed(self.carried, objects)
-        for name, value in objects.items():
-            check_carried(name, value)
+        check_carried(self.carried, objects)
         self.carried.update(objects)
 
     @contextmanager

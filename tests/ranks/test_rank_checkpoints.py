@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offload
-from offload.checkpoint.engine.pieces import PieceAccess
+from offload.checkpoint.engine.shards import PieceAccess
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter
 from offload.errors import CheckpointError, PathError, StateError, StorageError
 from offload.integrations.transformers.hub_format import stream_weights

@@ -12,9 +12,15 @@ import numpy as np
 import torch
 
 from offload.checkpoint.engine import model
-from offload.checkpoint.engine.pieces import PieceAccess, elements_of
 from offload.checkpoint.engine.run_state import Restoring
-from offload.checkpoint.engine.shards import on_all, own_ranges, shifted, whole_state
+from offload.checkpoint.engine.shards import (
+    PieceAccess,
+    elements_of,
+    on_all,
+    own_ranges,
+    shifted,
+    whole_state,
+)
 from offload.checkpoint.format.folder import adopt
 from offload.checkpoint.format.manifest import Manifest, OptimizerRecord, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -73,8 +74,16 @@ class Stateful(Protocol):
 Carried = Stateful | Generator
 
 
-def check_carried(name: str, value: object) -> None:
-    """Raise UnsupportedError, with a remedy, for an object without a state to save and load."""
+def check_carried(carried: Mapping[str, Carried], new: Mapping[str, object]) -> None:
+    """Raise StateError for a name that another object has; UnsupportedError, with a remedy, for an
+    object without a state to save and load."""
+    for name, value in new.items():
+        if carried.get(name, value) is not value:
+            raise StateError(f"{name} is registered already, for another object; take another name")
+        _check_object(name, value)
+
+
+def _check_object(name: str, value: object) -> None:
     if isinstance(value, nn.Module | torch.optim.Optimizer):
         raise UnsupportedError(
             f"{name} is a {type(value).__name__}: the engine's model and optimizer are in each "
@@ -105,29 +114,19 @@ def _check_state(name: str, value: Carried) -> None:
         ) from None
 
 
-def check_unnamed(carried: Mapping[str, Carried], new: Mapping[str, object]) -> None:
-    """Raise StateError for a name that another object has."""
-    for name, value in new.items():
-        if carried.get(name, value) is not value:
-            raise StateError(f"{name} is registered already, for another object; take another name")
-
-
 def _state_of(value: Carried) -> Any:
     # it may be a generator all the same
     return value.state_dict() if isinstance(value, Stateful) else state_of(value)
 
 
 # --------------------------------------------------------------------------- saving
+@dataclass(frozen=True)
 class RunState:
     """The state of a run that a checkpoint keeps, from the moment at which this was made."""
 
-    def __init__(
-        self, others: dict[str, torch.Tensor], config: dict[str, Any], archives: Archives
-    ) -> None:  # fmt: skip
-        """`others` are the model's tensors that are not in tiers, live."""
-        self.others = others
-        self.tensors = archives
-        self.record = RunRecord(config=config, tensors=tensor_records(archives))
+    others: dict[str, torch.Tensor]  # the model's tensors that are not in tiers, live
+    tensors: Archives
+    record: RunRecord
 
     @classmethod
     def of(cls, engine: Trained, state: Mapping[str, Any] | None) -> RunState:
@@ -143,7 +142,9 @@ class RunState:
         every = [own] if ranks is None else _on_first(ranks, own)
         with defer_signals:  # pydantic takes a Ctrl-C for an error of its own
             config = engine.config.to_dict()
-        return cls(modules.tensors, config, _merged(every) if every else {})
+        archives = _merged(every) if every else {}
+        record = RunRecord(config=config, tensors=tensor_records(archives))
+        return cls(modules.tensors, archives, record)
 
 
 def _own_archives(

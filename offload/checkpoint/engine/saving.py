@@ -15,12 +15,15 @@ import numpy as np
 import torch
 
 from offload.checkpoint.engine import model
-from offload.checkpoint.engine.model import SavedGroup
-from offload.checkpoint.engine.pieces import PieceAccess
 from offload.checkpoint.engine.run_state import RunState
-from offload.checkpoint.engine.shards import ShardReader, on_all, refresh
+from offload.checkpoint.engine.shards import PieceAccess, ShardReader, on_all, refresh
 from offload.checkpoint.format.folder import PendingFolder
-from offload.checkpoint.format.manifest import BUFFERS, RUN, Manifest, ParameterRecord
+from offload.checkpoint.format.manifest import (
+    BUFFERS,
+    RUN,
+    Manifest,
+    ParameterRecord,
+)
 from offload.checkpoint.format.safetensors_file import (
     SafetensorsWriter,
     info_of,
@@ -85,7 +88,7 @@ class Saver:
         self._states = engine.optimizer_states
         self._run = run
         self._saved_format = model.saved_format(engine)
-        self._saved = model.saved_groups(engine)
+        self.saved = model.saved_groups(engine)  # by their numbers
         self._entries = model.Entries(engine)
         self._name_on = engine.spread.name_on  # maps an expert's name to its name on another rank
         self._manifest = Manifest(
@@ -96,7 +99,7 @@ class Saver:
             optimizer=model.optimizer_record(engine),
             groups=[
                 group_record(number, saved.name, is_trained=saved.is_trained)
-                for number, saved in enumerate(self._saved)
+                for number, saved in enumerate(self.saved)
             ],
             parameters=model.parameter_records(engine, model.steps_everywhere(engine)),
             buffers=tensor_records(run.others),
@@ -114,18 +117,13 @@ class Saver:
         self._files: CheckpointWriter
         self._file: SafetensorsWriter  # the one that is being filled
 
-    @property
-    def saved(self) -> Sequence[SavedGroup]:
-        """The saved groups, by their numbers."""
-        return self._saved
-
     def save(self, path: Path) -> None:
         """Write the checkpoint `path`; on ranks other than 0, send this rank's parts to rank 0."""
         reader = self._reader
         with ExitStack() as stack:
             reader.attempt(self._begin_beside, path, stack)
             reader.meet()
-            self.write_groups(range(len(self._saved)))
+            self.write_groups(range(len(self.saved)))
             reader.attempt(self.finish)
             reader.raise_failure()
             if reader.writes:
@@ -150,7 +148,7 @@ class Saver:
         for number in numbers:
             if number not in self._has_parameters:
                 self.write_parameters(number)
-            if self._saved[number].is_trained:
+            if self.saved[number].is_trained:
                 self._write_records(number)
 
     def finish(self) -> None:
@@ -172,14 +170,14 @@ class Saver:
     def _sections(self, number: int, sections: Sections) -> Sections:
         """Return the sections of a group's file. Each packed parameter gets its own section, which
         holds the rows of one expert after another."""
-        if not self._saved[number].packed:
+        if not self.saved[number].packed:
             return sections
         return [[info] for info in chain(*sections)]
 
     # ---------------------------------------------------------------- writing
     def write_parameters(self, number: int) -> None:
         """Write one group's file of parameters, one expert after another."""
-        saved, name = self._saved[number], self._manifest.groups[number].parameters
+        saved, name = self.saved[number], self._manifest.groups[number].parameters
         reader = self._reader
         sections = self._sections(number, [[info_of(record) for record in self._of(number)]])
         reader.attempt(self._open, name, sections, {"format": "pt", "group": saved.name})
@@ -194,7 +192,7 @@ class Saver:
 
     def _write_records(self, number: int) -> None:
         """Write one group's file of optimizer states."""
-        saved, record = self._saved[number], self._manifest.groups[number]
+        saved, record = self.saved[number], self._manifest.groups[number]
         reader, name = self._reader, record.optimizer
         states = optimizer_sections(self._of(number), self._manifest.optimizer.fields)
         sections = self._sections(number, states)

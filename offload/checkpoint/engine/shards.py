@@ -1,4 +1,5 @@
-"""Every rank's part of a group, in the order of the group's elements, for the rank that writes.
+"""Pieces of states from any tier, and every rank's part of a group, in the order of the group's
+elements, for the rank that writes.
 
 A checkpoint does not say how many ranks there were: the first rank writes what one rank alone would
 write, and is sent the others' parts piece by piece. So any number of ranks can take it over.
@@ -7,17 +8,20 @@ Experts that are spread over ranks are sent whole, each by the rank that has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from offload.checkpoint.engine.pieces import PieceAccess, elements_of
 from offload.kernels.floats import Array
-from offload.swap.states.state import State
+from offload.swap.states.coded_state import CodedState
+from offload.swap.states.state import Snapshot, State
 from offload.tiers.errors import CheckpointError, OffloadError
+from offload.tiers.host_region import HostRegion
+from offload.tiers.tier import PAGE_NBYTES
+from offload.tiers.units import round_up
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import WeightStore
 from offload.zero.ranks.gathered import SharedState
@@ -88,6 +92,75 @@ def own_ranges(state: OptimizerState, elements: range) -> Iterator[tuple[range, 
         first += len(region)
 
 
+# --------------------------------------------------------------------------- pieces
+class PieceAccess:
+    """Reads and overwrites whole pieces of settled states, one at a time in host memory.
+
+    Works through the update side of `State`, so no copy is fetched, evicted or reordered: a save
+    leaves every residency as it was, except that weights stored in codes are decoded group by
+    group. It takes memory beyond the engine's budgets: a buffer for the largest piece.
+    """
+
+    def __init__(
+        self, states: Sequence[State], snapshots: Mapping[State, Snapshot] | None = None
+    ) -> None:  # fmt: skip
+        """States with a snapshot are read from it, and each piece is let go afterwards."""
+        self._snapshots = snapshots or {}
+        plain = [state for state in states if not isinstance(state, CodedState)]
+        largest = max((min(state.piece_nbytes, state.nbytes) for state in plain), default=0)
+        # page-aligned, as direct I/O wants it, and returned to the system with this object
+        size = round_up(max(1, largest), PAGE_NBYTES)
+        self._buffer = HostRegion(size).tensor(0, size)
+
+    @contextmanager
+    def reading(self, state: State, piece: int) -> Iterator[torch.Tensor]:
+        """The piece's bytes (1D uint8, host memory), valid and unchanged within the block."""
+        if isinstance(state, CodedState):  # decoded into memory of its own budget
+            yield state.host_tensor()[state.span(piece)]
+            return
+        snapshot = self._snapshots.get(state)
+        source = state if snapshot is None else snapshot
+        found = source.host_piece(piece)
+        if found is not None:
+            yield found.wait()
+            found = None  # a view of a slot would keep it
+        else:
+            span = state.span(piece)
+            source.read_piece(piece, _pages(self._buffer, span)).wait()
+            yield self._buffer[: span.stop - span.start]
+        if snapshot is not None:
+            snapshot.let_go(piece)
+
+    @contextmanager
+    def overwriting(self, state: State, piece: int) -> Iterator[torch.Tensor]:
+        """Yield memory for all of the piece's bytes, its content undefined; they are written to the
+        home after the block, unless it raises."""
+        span = state.span(piece)
+        if isinstance(state, CodedState):
+            values = state.host_tensor()
+            yield values[span]
+            state.mark_host_dirty()
+            return
+        found = state.host_piece(piece)
+        if found is not None:
+            yield found.wait()
+            state.mark_piece_dirty(piece)
+            return
+        yield self._buffer[: span.stop - span.start]
+        state.write_piece(piece, _pages(self._buffer, span)).wait()
+
+
+def _pages(buffer: torch.Tensor, span: slice) -> torch.Tensor:
+    return buffer[: round_up(span.stop - span.start, PAGE_NBYTES)]
+
+
+def elements_of(state: State, piece: int, itemsize: int) -> range:
+    """A piece's range of the flat buffer."""
+    span = state.span(piece)
+    return range(span.start // itemsize, span.stop // itemsize)
+
+
+# --------------------------------------------------------------------------- ranks
 class ShardReader:
     """Reads groups for the writing rank. On the others, the same iterations send their parts and
     yield nothing.

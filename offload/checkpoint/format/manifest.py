@@ -181,8 +181,6 @@ class Manifest(_Record):
                     f"{what} is damaged or was edited: its XXH3 does not match; load another "
                     "checkpoint"
                 )
-        except RecursionError:
-            raise CheckpointError(f"{what} is malformed: nested too deeply") from None
         except ValueError as error:
             raise CheckpointError(f"{what} is damaged: {error}; load another checkpoint") from None
         try:

@@ -35,7 +35,9 @@ from offload.process.bounded_json import MOST_NBYTES
 from offload.tiers.errors import CheckpointError, NoCheckpointError
 from offload.tiers.units import format_bytes
 
-_NOT_THERE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG)  # for this user
+_NOT_THERE = (  # for this user
+    errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG,
+)  # fmt: skip
 _NOT_INSIDE = (
     "is a link or no regular file, and of a checkpoint nothing outside of its folder is opened; "
     "`cp -rL` makes a copy without links"
@@ -247,12 +249,10 @@ class CheckpointReader:
 def _open_folder(path: Path) -> OpenFile:
     try:
         return OpenFile(path, _FOLDER)
-    except (ValueError, FileNotFoundError, NotADirectoryError) as error:  # ValueError: a NUL
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        if isinstance(error, OSError) and error.errno not in _NOT_THERE:
+            raise storage_error(error, "opening", path) from None
         raise NoCheckpointError(
             f"no checkpoint at {str(path)!r}: {error}; name a folder that engine.save_checkpoint "
             "wrote"
         ) from None
-    except OSError as error:
-        if error.errno in _NOT_THERE:
-            raise CheckpointError(f"cannot open the checkpoint {path}: {error.strerror}") from None
-        raise storage_error(error, "opening", path) from None

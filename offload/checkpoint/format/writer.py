@@ -10,11 +10,9 @@ import torch
 
 from offload.checkpoint.format.disk import check_room, make_folder, storage_errors, write_text
 from offload.checkpoint.format.manifest import (
-    BUFFERS,
     MANIFEST,
     OPTIMIZER,
     PARAMETERS,
-    RUN,
     BufferRecord,
     FileRecord,
     GroupRecord,
@@ -59,10 +57,6 @@ class CheckpointWriter:
             make_folder(folder / PARAMETERS)
             make_folder(folder / OPTIMIZER)
 
-    def has(self, name: str) -> bool:
-        """Whether all of a file was written."""
-        return name in self._files
-
     def open(self, name: str, sections: Sections, metadata: Mapping[str, str]) -> SafetensorsWriter:
         """A new file, to be filled."""
         bound_to = self._manifest.bound_to(name)
@@ -87,9 +81,7 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Write the manifest. CheckpointError if it is inconsistent."""
-        groups = self._manifest.groups
-        names = [name for group in groups for name in (group.parameters, group.optimizer) if name]
-        files = {name: self._files[name] for name in (*names, BUFFERS, RUN) if self.has(name)}
+        files = dict(sorted(self._files.items()))  # groups may be written in any order
         text = self._manifest.model_copy(update={"files": files}).to_json()
         Manifest.from_json(text.encode(), str(self._folder / MANIFEST))
         write_text(self._folder / MANIFEST, text)

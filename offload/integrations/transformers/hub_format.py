@@ -20,8 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from offload.checkpoint.engine import model as engine_model
-from offload.checkpoint.engine.pieces import PieceAccess
-from offload.checkpoint.engine.shards import ShardReader, on_all, refresh, whole_state
+from offload.checkpoint.engine.shards import PieceAccess, ShardReader, on_all, refresh, whole_state
 from offload.checkpoint.foreign.exporting import Write
 from offload.display.byte_progress import progress
 from offload.engine import Engine
