@@ -38,7 +38,7 @@ from offload.report import Report
 from offload.swap.threads.lanes import waits_s
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiered_model import DTYPES, TieredModel, refuse_shared
-from offload.tiers.errors import UnsupportedError
+from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.safetensors_weights import first_weights
@@ -431,7 +431,11 @@ class Engine(TieredModel):
         _refuse_parts("save_checkpoint", self._open())
         if state is None:
             self.tell_of_scheduler()
-        earlier = self._saves.failure()
+        earlier: OffloadError | None = None
+        try:
+            self._saves.wait()
+        except OffloadError as error:
+            earlier = error
         self.values.adopt_changes()
         saved = SavedCheckpoint(path, self.steps_done)
         note = partial(_note, weakref.ref(self), saved)

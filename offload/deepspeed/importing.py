@@ -27,9 +27,10 @@ from offload.checkpoint.format.manifest import (
     OptimizerRecord,
     ParameterRecord,
     ParamGroupRecord,
+    RunRecord,
 )
 from offload.checkpoint.format.safetensors_file import optimizer_sections
-from offload.checkpoint.format.user_state import packed, run_of, tensor_records
+from offload.checkpoint.format.user_state import STATE, packed, tensor_records
 from offload.checkpoint.format.writer import CheckpointWriter, fields_of, group_record
 from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
@@ -129,7 +130,8 @@ class _Importer:
             )
         self._format = RecordFormat(_MASTERS[self._precision], states, StateFormat.FP32)
         self._params = self._listed({**found.shared, **tied})
-        self._run, self._run_tensors = run_of(_loop_state(found).entry)
+        run = {STATE: packed(_loop_state(found).entry, STATE)}
+        self._run, self._run_tensors = RunRecord(tensors=tensor_records(run)), [*run.values()]
         self._manifest = self._new_manifest()
 
     def _listed(self, tied: dict[str, str]) -> dict[str, ParameterRecord]:

@@ -19,10 +19,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint import latest, prune, step_path
+from offload.checkpoint import has_steps, latest, prune, step_path
 from offload.checkpoint.engine.run_state import saved_run
 from offload.checkpoint.format.disk import OpenFile, lock_folder, make_folder, unlock
-from offload.checkpoint.format.steps import has_steps
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.loggers import Logger, Values

@@ -199,14 +199,6 @@ class BackgroundSaves:
                 if self.under_way.has_ended:  # a Ctrl-C ends the wait alone
                     self.under_way = None
 
-    def failure(self) -> OffloadError | None:
-        """Block until the save has ended; returns its error, once, or None."""
-        try:
-            self.wait()
-        except OffloadError as error:
-            return error
-        return None
-
     def give_up(self) -> None:
         """End the save, and leave nothing."""
         if self.under_way is not None:

@@ -17,7 +17,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from torch.utils._pytree import tree_map_only
 
-from offload.checkpoint.format.manifest import BufferRecord, RunRecord
+from offload.checkpoint.format.manifest import BufferRecord
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import StoredTensor
 from offload.display.plain_text import plain
@@ -104,13 +104,6 @@ def tensor_records(tensors: Mapping[str, torch.Tensor]) -> list[BufferRecord]:
         BufferRecord(name=name, dtype=DTYPE_NAMES[tensor.dtype], shape=list(tensor.shape))
         for name, tensor in tensors.items()
     ]
-
-
-def run_of(state: Mapping[str, Any]) -> tuple[RunRecord, list[torch.Tensor]]:
-    """A run that has nothing but this state, and the tensors of its record, in order.
-    UnsupportedError for a value that cannot be kept."""
-    tensors = {STATE: packed(dict(state), STATE)}
-    return RunRecord(tensors=tensor_records(tensors)), [*tensors.values()]
 
 
 def value_of(reader: CheckpointReader, record: BufferRecord) -> Any:
