@@ -238,9 +238,8 @@ class Engine(TieredModel):
         return runtime
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
-        runtime = self._open()
-        load_group(runtime.optimizer_states[group.index], runtime.own, values)
-        runtime.store.adopt(group)
+        load_group(self.optimizer_states[group.index], self.store.own, values)
+        self.store.adopt(group)
 
     def _values_of(
         self, group: ParamGroup, first: WeightInitialisation
@@ -256,10 +255,8 @@ class Engine(TieredModel):
     def _make_optimizer(self, given: Any, config: OptimizerConfig) -> OffloadOptimizer:
         if given is None:
             # as one param group: that may be empty (a frozen model), a list of parameters may not
-            params: Any = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
-        else:
-            params = given
-        return optimizer_class(config.type)(self._open(), self.values, params, config)
+            given = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
+        return optimizer_class(config.type)(self._open(), self.values, given, config)
 
     def check_numbers(self, parameters: list[Any], config: OptimizerConfig) -> None:
         """Raise what `initialize` raises for the numbers of these param groups."""
@@ -286,15 +283,13 @@ class Engine(TieredModel):
         runtime.drop_cleared_gradients()
         return runtime.stepper.has_unstepped_gradients
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Gradients of the backward passes inside add up on this rank; the first pass outside, or
         the step, reduces their sum with the other ranks'. Has no effect on a single rank.
 
         Meanwhile a rank holds gradients whole, where `placement.gradients` puts them.
         """
-        with self._open().reductions.no_sync():
-            yield
+        return self._open().reductions.no_sync()
 
     def gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return a copy of the gradient accumulated for `param` (`param.grad` is a handle of it),
@@ -307,8 +302,7 @@ class Engine(TieredModel):
     def report(self) -> Report:
         """Return bytes per tier, bytes moved, steps, and seconds waited so far. It waits for
         nothing: numbers of operations in progress may change while they are read."""
-        runtime = self._open()
-        return Report.of(runtime, self.optimizer.last_step, waits=self.waits(), **self._seen())
+        return Report.of(self._open(), self.optimizer.last_step, waits=self.waits(), **self._seen())
 
     @property
     def steps_done(self) -> int:

@@ -62,10 +62,9 @@ def on_all(ranks: Ranks | None, failed: str) -> Iterator[None]:
 
 def refresh(store: WeightStore) -> None:
     """Fetch the parts that other ranks have updated, where parameters are kept whole."""
-    if store.ranks.has_others:
-        store.ranks.refresh(store.groups)
-        for group in store.groups:
-            group.state.settle()
+    store.ranks.refresh(store.groups)
+    for group in store.groups:
+        group.state.settle()
 
 
 def shifted(elements: range, by: int) -> range:
