@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import offload
-from offload.checkpoint.foreign.model_files import carried_files
+from offload.checkpoint.foreign.model_files import carry
 from offload.errors import CheckpointError
 from tests.offload.engine_cases import HOST, assert_same_bits, config
 from tests.outside.trainer_cases import quiet, tiny_llama, values_of
@@ -241,4 +241,4 @@ def test_an_export_carries_no_file_from_elsewhere(folder: Path) -> None:
     (folder.parent / "secret").write_text("key")
     (folder / "tokenizer.json").symlink_to(folder.parent / "secret")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json leads to .*secret"):
-        carried_files(folder)
+        carry(folder, folder)

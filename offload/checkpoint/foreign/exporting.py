@@ -25,10 +25,8 @@ from offload.checkpoint.foreign.model_files import (
     GENERATION_CONFIG,
     INDEX,
     SINGLE,
-    carried_files,
     carry,
     read_json,
-    write_json,
 )
 from offload.checkpoint.format.disk import (
     check_new,
@@ -37,6 +35,7 @@ from offload.checkpoint.format.disk import (
     pending_output,
     replace_text,
     storage_errors,
+    write_text,
 )
 from offload.checkpoint.format.manifest import ModelRecord, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
@@ -111,9 +110,10 @@ def write_others(
         if name == CONFIG:
             content.pop("torch_dtype", None)  # its older name
             content.update(config)
-        write_json(pending / name, content)
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        write_text(pending / name, text)
         written.append(name)
-    return written + carry(carried_files(source) if source is not None else [], pending)
+    return written + (carry(source, pending) if source is not None else [])
 
 
 def _content(model: ModelRecord | None, source: Path | None, name: str) -> dict[str, Any] | None:

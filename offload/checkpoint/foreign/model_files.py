@@ -3,15 +3,14 @@ names, and those beside them."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.format.disk import storage_errors, write_text
+from offload.checkpoint.format.disk import storage_errors
 from offload.process import bounded_json
 from offload.tiers.errors import CheckpointError, ConfigError
 
@@ -108,24 +107,12 @@ def check_counts(config: Any, tensors: int, where: str | Path) -> None:
             )
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def carried_files(folder: Path) -> list[Path]:
-    """The files of a model's folder for its tokenizer or processor. CheckpointError for a link that
-    leads elsewhere: what is exported may be published."""
+def carry(folder: Path, into: Path) -> list[str]:
+    """Copy the files of a model's folder for its tokenizer or processor; return their names.
+    CheckpointError for a link that leads elsewhere: what is exported may be published."""
     found = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
-    return sorted(
-        own_file(folder, path.name) for path in found if path.suffix not in (".safetensors", ".bin")
-    )
-
-
-def carry(files: Iterable[Path], into: Path) -> list[str]:
-    """Copy files, and return their names."""
-    names = []
-    for path in files:
+    names = sorted(each.name for each in found if each.suffix not in (".safetensors", ".bin"))
+    for path in [own_file(folder, name) for name in names]:
         with storage_errors("copying", path):
             shutil.copyfile(path, into / path.name)  # of a link, what it leads to
-        names.append(path.name)
     return names

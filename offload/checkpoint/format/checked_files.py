@@ -75,9 +75,6 @@ class _Block:
     nbytes: int
     xxh3: str
 
-    def __str__(self) -> str:
-        return f"{self.section} ({format_bytes(self.nbytes)} at byte {self.start})"
-
 
 class _File:
     """One file, open until it is closed."""
@@ -94,11 +91,6 @@ class _File:
                 self._starts.append(end)
                 self._sections.append(section)
             end += section.nbytes
-
-    def block_at(self, offset_bytes: int) -> _Block:
-        """The block that this byte of the file lies in."""
-        index = bisect_right(self._starts, offset_bytes) - 1
-        return self._block(index, (offset_bytes - self._starts[index]) // BLOCK_NBYTES)
 
     def _block(self, index: int, number: int) -> _Block:
         section, first = self._sections[index], number * BLOCK_NBYTES
@@ -119,11 +111,13 @@ class _File:
         found = block_hash(into, self._bound_to, block.start)
         if found == block.xxh3:
             return None
-        return f"{self.file.path} is damaged: {block} has XXH3 {found} instead of {block.xxh3}"
+        where = f"{block.section} ({format_bytes(block.nbytes)} at byte {block.start})"
+        return f"{self.file.path} is damaged: {where} has XXH3 {found} instead of {block.xxh3}"
 
     def read(self, offset_bytes: int, into: memoryview) -> int:
         """Fill the front of `into` with bytes of one block; returns their number."""
-        block = self.block_at(offset_bytes)
+        index = bisect_right(self._starts, offset_bytes) - 1
+        block = self._block(index, (offset_bytes - self._starts[index]) // BLOCK_NBYTES)
         skipped = offset_bytes - block.start
         count = min(block.nbytes - skipped, into.nbytes)
         if count == block.nbytes:
