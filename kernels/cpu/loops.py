@@ -21,18 +21,11 @@ def sweep(builder: ir.IRBuilder, lo: Value, hi: Value, burst: int, step: Step) -
     """Emit loops of `step` over [lo, hi): bursts of several vectors, single vectors, elements."""
     wide, single = Lanes(builder, WIDTH), Lanes(builder, 1)
     for span, vector in dict.fromkeys([(burst, wide), (WIDTH, wide), (1, single)]):
-        lo = _loop(builder, lo, hi, span, vector, step)
-
-
-def _loop(
-    builder: ir.IRBuilder, lo: Value, hi: Value, span: int, lanes: Lanes, step: Step
-) -> Value:
-    """Emit `step` on every whole `span` of elements in [lo, hi); return where they end."""
-    end = builder.sub(hi, builder.urem(builder.sub(hi, lo), I64(span)))
-    with cgutils.for_range_slice(builder, lo, end, I64(span), I64) as (index, _):
-        starts = [builder.add(index, I64(offset)) for offset in range(0, span, lanes.width)]
-        interleave([step(lanes, start) for start in starts])
-    return end
+        end = builder.sub(hi, builder.urem(builder.sub(hi, lo), I64(span)))
+        with cgutils.for_range_slice(builder, lo, end, I64(span), I64) as (index, _):
+            starts = [builder.add(index, I64(offset)) for offset in range(0, span, vector.width)]
+            interleave([step(vector, start) for start in starts])
+        lo = end
 
 
 def interleave(steps: Sequence[Iterator[None]]) -> None:
