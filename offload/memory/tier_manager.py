@@ -17,7 +17,7 @@ import torch
 from offload.kernels.gpu import triton_launch
 from offload.memory.device_homes import DeviceHomes
 from offload.memory.memory_guard import MemoryGuard, read_headroom
-from offload.planning.plan.plan import Plan, needed_nbytes, read_hardware, spare_nbytes
+from offload.planning.plan.plan import Hardware, Plan, needed_nbytes, spare_nbytes
 from offload.process import machine
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
@@ -54,7 +54,6 @@ from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.config import NvmeConfig, OffloadConfig
-    from offload.planning.plan.plan import Hardware
 
 _log = logging.getLogger("offload")
 
@@ -425,14 +424,12 @@ def this_machine(
     here = ranks_here() if here is None else here
     looking = TimeoutThread("looking at", ", ".join(free), _free_nbytes, nvme, free, here)
     free_nbytes = looking.result(nvme.timeout_s)
-    hardware = read_hardware(accelerator.free_nbytes(device), free_nbytes)
     computes = accelerator.is_accelerator(device)
     missing = triton_launch.missing(device) if computes else "the model computes on the CPU"
-    return replace(
-        hardware, kernels_missing=missing, sharding=sharding,
-        host_nbytes=hardware.host_nbytes // here,
-        host_free_nbytes=hardware.host_free_nbytes // here,
-        cores=max(1, hardware.cores // here),
+    return Hardware(
+        accelerator.free_nbytes(device), machine.memory_limit_nbytes() // here,
+        machine.available_memory_nbytes() // here, free_nbytes, missing, sharding,
+        max(1, machine.cpu_count() // here),
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ import offload
 from offload.gpt import build_meta_model
 from offload.planning.machine.baseline import Baseline, machine_baseline
 from offload.planning.plan.estimate import MemoryEstimate
-from offload.planning.step.memory import checkpoint_nbytes
 from offload.tiers.tier import Tier
+from offload.tools.memest.estimate.estimator import checkpoint_nbytes
 from tests.planning.memory_cases import Case, draw, measure, predict
 
 RSS = 0.08  # most that a prediction is off

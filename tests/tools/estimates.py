@@ -59,7 +59,7 @@ def memory(gpu: bool = False, scale: float = 1.0) -> MemoryEstimate:
             24 * GiB, sized(activations=9.3, staging=4.1, fragmentation=0.05, framework=0.7)
         )
     peaks = {tier: place.peak_nbytes for tier, place in places.items()}
-    return MemoryEstimate(places, peaks, int(84 * GiB * scale))
+    return MemoryEstimate(places, peaks)
 
 
 def step(scale: float = 1.0) -> StepEstimate:
@@ -88,6 +88,7 @@ def estimate(gpu: bool = False, fits: bool = True, scale: float = 1.0, **changed
         config=OffloadConfig.load({"precision": "bf16"}),
         plan=plan({"precision": "bf16"}),
         memory=memory(gpu, scale),
+        checkpoint_nbytes=int(84 * GiB * scale),
         step=step(scale),
         notes=("activations of one block, traced without values, times 60",
                "speed of the SSD is that of its data sheet"),

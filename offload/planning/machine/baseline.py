@@ -32,9 +32,6 @@ _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
 # CPUs, numba 0.68, kernels from numba's cache.
 _DEFAULT_RAM_NBYTES = {"fp32": 410 << 20, "bf16": 422 << 20, "fp16": 422 << 20}
 _DEFAULT_COMPILER_NBYTES = 107 << 20
-# transformers with a tokenizer and `generate`, beside what training takes: 141 MiB in two runs of
-# `offload generate` on the same machine, transformers 5.17.
-_TRANSFORMERS_NBYTES = 141 << 20
 # With a CUDA build of torch: its libraries' code and data in RAM. A round figure for CUDA 12 and
 # 13, not measured by us.
 GPU_RAM_NBYTES = 1536 << 20
@@ -77,10 +74,6 @@ class Baseline:
         """The baseline of the same process when it predicts its own run: it traces, which takes
         torch's compiler as checkpoints do."""
         return replace(self, ram_nbytes=self.ram_nbytes + self.compiler_nbytes, compiler_nbytes=0)
-
-    def with_transformers(self) -> Baseline:
-        """The baseline of the same process when it generates text."""
-        return replace(self, ram_nbytes=self.ram_nbytes + _TRANSFORMERS_NBYTES)
 
     def beside_gpu(self) -> Baseline:
         """The baseline of the same process with CUDA, from constants rather than measurements."""

@@ -58,9 +58,9 @@ class MemoryEstimate:
 
     places: Mapping[Tier, PlaceEstimate]
     ledger_peaks: Mapping[Tier, int]  # what the ledger of each tier will have reached
-    checkpoint_nbytes: int  # on disk, of one saved checkpoint
     # Of these the ledger's peak depends on the moment (how far moves are behind), and what is
-    # predicted is the most that it can be; of the others it is exact.
+    # predicted is the most that it can be. Of the others it is exact for one rank; of several,
+    # collectives have their buffers for as long as they take.
     bounds: frozenset[Tier] = frozenset()
 
 

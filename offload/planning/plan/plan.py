@@ -17,7 +17,6 @@ from offload.planning.plan.sizes import (
     pages,
     tiers_of,
 )
-from offload.process import machine
 from offload.tiers.ledger import OldBytes, StateClass
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Medium, Tier
 from offload.tiers.units import format_bytes, round_up
@@ -53,14 +52,6 @@ class Hardware:
             Tier.DEVICE: self.device_nbytes, Tier.HOST: self.host_nbytes,
             Tier.NVME: self.nvme_free_nbytes,
         }  # fmt: skip
-
-
-def read_hardware(device_nbytes: int, nvme_free_nbytes: int) -> Hardware:
-    """Read the resources of this machine that this process may use."""
-    return Hardware(
-        device_nbytes, machine.memory_limit_nbytes(), machine.available_memory_nbytes(),
-        nvme_free_nbytes, cores=machine.cpu_count(),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 _MOST_CHUNKS_HELD = 1000  # whose copies are looked at one by one, as no bytes are asked for
 _MOST_COPIED = 2048  # groups whose copies are looked at one by one
 _FILE_GROWTH_NBYTES = 256 << 20  # as `swap/io/block_store.py` lengthens a file
-# Beside a parameter's values: its entry in the manifest, and one in the header of each file.
-_NAMED_NBYTES, _TENSOR_NBYTES = 230, 120
 ByClass = dict[MemoryClass, int]
 _SHOWN_AS = {
     each: MemoryClass.CACHE if each is StateClass.KV else MemoryClass(str(each))
@@ -141,7 +139,6 @@ class PlannedMemory:
                 Tier.HOST: min(plan.budgets[Tier.HOST], host),
                 Tier.NVME: sum(on_nvme.values()),
             },
-            checkpoint_nbytes=checkpoint_nbytes(plan, self._config, self._model),
             bounds=frozenset(tier for tier, bound in is_bound.items() if bound),
         )
 
@@ -329,17 +326,3 @@ def _record_split(kept: RecordFormat, numel: int) -> tuple[int, int]:
         else:
             states += nbytes
     return master, states
-
-
-def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> int:
-    """The bytes of the files of one checkpoint, with all ranks' experts: the states without padding
-    and about what their names take. The model's persistent buffers, which are not in a
-    `ModelShape`, are left out. Two checkpoints exist while one replaces another."""
-    kept, total = plan.record_format, 0
-    for group in model.groups:
-        for spec in group.layout.params:
-            states = sum(_record_split(kept, spec.numel)) if spec.trainable else 0
-            saved = 1 + (len(kept.fields) if spec.trainable else 0)
-            named = _NAMED_NBYTES + saved * (_TENSOR_NBYTES + len(spec.names[0]))
-            total += group.ep_size * (spec.numel * ITEMSIZE[config.precision] + states + named)
-    return total

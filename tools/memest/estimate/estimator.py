@@ -3,7 +3,7 @@ and the time of its step or passes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import NOTHING, ActivationFacts
@@ -13,6 +13,7 @@ from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import Workload
+from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.step.step_time import estimate_step
 from offload.tools.memest.estimate.case import Case
@@ -24,6 +25,13 @@ from offload.tools.memest.generation import (
     GenerationFacts,
     generation_facts,
 )
+from offload.zero.groups.model_shape import ModelShape
+
+# transformers with a tokenizer and `generate`, beside what training takes: 141 MiB in two runs of
+# `offload generate` on 2 cores, transformers 5.17.
+_TRANSFORMERS_NBYTES = 141 << 20
+# Beside a parameter's values: its entry in the manifest, and one in the header of each file.
+_NAMED_NBYTES, _TENSOR_NBYTES = 230, 120
 
 
 @dataclass
@@ -46,6 +54,7 @@ class Estimator:
             config=resolved_config(best.config, best.plan, "cuda" if best.plan.gpu else "cpu"),
             plan=best.plan,
             memory=planned.memory,
+            checkpoint_nbytes=checkpoint_nbytes(best.plan, best.config, case.shape),
             step=step,
             shortfalls=run_shortfalls(planned),
             notes=(baseline_note(planned.run.baseline),),
@@ -108,7 +117,7 @@ class Estimator:
     def _planned(self, case: Case) -> RunPlan:
         baseline = known_baseline(case.config.precision, gpu=case.profile.gpu_free_nbytes > 0)
         if case.generation is not None:
-            baseline = baseline.with_transformers()
+            baseline = replace(baseline, ram_nbytes=baseline.ram_nbytes + _TRANSFORMERS_NBYTES)
         elif case.source.has_graph:
             baseline = baseline.that_plans()
         run = RunFacts(
@@ -120,3 +129,18 @@ class Estimator:
 
 def _device(case: Case) -> str:
     return "cuda" if case.profile.gpu_nbytes else "cpu"
+
+
+def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> int:
+    """The bytes of the files of one checkpoint, with all ranks' experts: the states without padding
+    and about what their names take. The model's persistent buffers, which are not in a
+    `ModelShape`, are left out. Two checkpoints exist while one replaces another."""
+    kept, total = plan.record_format, 0
+    for group in model.groups:
+        for spec in group.layout.params:
+            fields = kept.fields if spec.trainable else ()
+            states = sum(each.numel(spec.numel) * each.dtype.itemsize for each in fields)
+            saved = 1 + len(fields)
+            named = _NAMED_NBYTES + saved * (_TENSOR_NBYTES + len(spec.names[0]))
+            total += group.ep_size * (spec.numel * ITEMSIZE[config.precision] + states + named)
+    return total

@@ -57,6 +57,7 @@ class Estimate:
     config: OffloadConfig  # resolved
     plan: Plan
     memory: MemoryEstimate
+    checkpoint_nbytes: int  # on disk, of one saved checkpoint
     step: StepEstimate | None  # None where nothing is known of speeds
     shortfalls: tuple[Shortfall, ...] = ()
     changes: tuple[Change, ...] = ()

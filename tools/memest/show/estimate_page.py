@@ -61,7 +61,7 @@ def _figures(estimate: Estimate) -> Iterator[Figure]:
         yield Figure("written per step", format_bytes(step.written_nbytes), "to nvme")
         if step.written_nbytes:
             yield _life(estimate, step)
-    checkpoint = format_bytes(estimate.memory.checkpoint_nbytes)
+    checkpoint = format_bytes(estimate.checkpoint_nbytes)
     yield Figure("checkpoint", checkpoint, "on disk, each")
 
 

@@ -48,7 +48,7 @@ def to_dict(estimate: Estimate) -> dict[str, Any]:
             for tier, place in memory.places.items()
         },
         "ledger_peaks": {str(tier): nbytes for tier, nbytes in memory.ledger_peaks.items()},
-        "checkpoint_nbytes": memory.checkpoint_nbytes,
+        "checkpoint_nbytes": estimate.checkpoint_nbytes,
         "step": None if estimate.step is None else _step(estimate.step),
         "inference": None if estimate.inference is None else _inference(estimate.inference),
         "ssd": {
