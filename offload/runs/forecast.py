@@ -15,8 +15,7 @@ from offload.config import OffloadConfig
 from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
-from offload.planning.choice.planner import chosen_config
-from offload.planning.choice.run_plan import RunPlan, plan_run
+from offload.planning.choice.planner import RunPlan, chosen_config, plan_run
 from offload.planning.choice.run_records import Prediction
 from offload.planning.choice.solver import RunFacts, Solution
 from offload.planning.machine.baseline import known_baseline

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import NOTHING, ActivationFacts
-from offload.planning.choice.planner import resolved_config
-from offload.planning.choice.run_plan import RunPlan, plan_run
+from offload.planning.choice.planner import RunPlan, plan_run, resolved_config
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL

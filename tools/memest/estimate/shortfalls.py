@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from offload.planning.choice.run_plan import RunPlan
+from offload.planning.choice.planner import RunPlan
 from offload.planning.choice.solver import Candidate
 from offload.planning.machine.baseline import GPU_CONTEXT_NBYTES, Baseline
 from offload.planning.plan.estimate import MemoryClass, Shortfall, Workload
