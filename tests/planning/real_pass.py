@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.pass_watch import PassWatch
-from offload.planning.activations.saved_elsewhere import SavedElsewhere
-from offload.planning.activations.trace import as_the_engine, facts_of, run_of
+from offload.planning.activations.trace import SavedElsewhere, as_the_engine, facts_of, run_of
 from offload.planning.activations.traced_blocks import watched_blocks
 from offload.planning.activations.valueless import unpacked_sequences
 from offload.planning.plan.estimate import Workload

@@ -75,19 +75,17 @@ class Baseline:
         torch's compiler as checkpoints do."""
         return replace(self, ram_nbytes=self.ram_nbytes + self.compiler_nbytes, compiler_nbytes=0)
 
-    def beside_gpu(self) -> Baseline:
-        """The baseline of the same process with CUDA, from constants rather than measurements."""
-        return replace(
-            self, ram_nbytes=max(self.ram_nbytes, GPU_RAM_NBYTES),
-            gpu_nbytes=GPU_CONTEXT_NBYTES + GPU_WORKSPACES_NBYTES,
-        )  # fmt: skip
-
 
 def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
-    """Return the earlier measurement for `precision`, or the default; at once, without torch."""
+    """Return the earlier measurement for `precision`, or the default; at once, without torch.
+    With CUDA (`gpu`) the rest is from constants."""
     kept = load(_KIND, _key(precision), Baseline)
     found = kept[0] if kept is not None else Baseline(_DEFAULT_RAM_NBYTES[precision])
-    return found.beside_gpu() if gpu else found
+    if not gpu:
+        return found
+    ram_nbytes = max(found.ram_nbytes, GPU_RAM_NBYTES)
+    gpu_nbytes = GPU_CONTEXT_NBYTES + GPU_WORKSPACES_NBYTES
+    return replace(found, ram_nbytes=ram_nbytes, gpu_nbytes=gpu_nbytes)
 
 
 def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:
