@@ -215,7 +215,8 @@ def compare(options: argparse.Namespace, batch: int) -> Record:
 
 def _turn(child: Child) -> dict[str, Any]:
     child.send("turn")
-    return child.answer()
+    found: dict[str, Any] = child.answer()
+    return found
 
 
 def _add_rows(

@@ -17,6 +17,7 @@ from typing import Any
 
 from offload.bench.record import Kind, Record, Row
 from offload.bench.rounds import Say, interleaved
+from offload.bench.systems import Turn
 from offload.config import OffloadConfig
 from offload.process import machine
 from offload.process.child import Child, ChildFailed
@@ -70,18 +71,6 @@ def all_on(tier: str, **others: str) -> tuple[str, ...]:
     return tuple(f"placement.{name}={home}" for name, home in homes.items())
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One turn's measurements; see `systems.Turns`."""
-
-    losses: tuple[float, ...]
-    seconds: float
-    forward_backward_s: float
-    read_nbytes: int
-    written_nbytes: int
-    peak_rss_nbytes: int
-
-
 _TIMES = ("seconds", "forward_backward_s")
 _BYTES = ("read_nbytes", "written_nbytes", "peak_rss_nbytes")
 _MEASURES = ("seconds", "forward_backward_s", "read_nbytes", "written_nbytes")
@@ -120,7 +109,9 @@ class Contender:
         if self.reason:
             return None
         try:
-            turns = self._turns()
+            for child in self._children:
+                child.send("turn")
+            turns: list[Turn] = [child.answer() for child in self._children]
         except ChildFailed as error:
             self.kill()
             self._failed(error, "")
@@ -130,12 +121,6 @@ class Contender:
         together = {name: sum(getattr(turn, name) for turn in turns) for name in _BYTES}
         self.turns.append(Turn(turns[0].losses, **slowest, **together))
         return self.turns[-1]
-
-    def _turns(self) -> list[Turn]:
-        for child in self._children:
-            child.send("turn")
-        answers = [child.answer() for child in self._children]
-        return [Turn(**{**answer, "losses": tuple(answer["losses"])}) for answer in answers]
 
     def _failed(self, error: ChildFailed, but: str) -> None:
         """Record a peer's failure; raise one of our own systems, which ends the bench."""

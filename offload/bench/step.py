@@ -1,7 +1,7 @@
 """`offload bench step`: whole training steps of one model, each system in a process of its own.
 
 Systems step in turn, so that a machine whose speed drifts treats all alike. How a turn is timed:
-see `systems.Turns`. What bounds a step here is measured in the same rounds:
+see `systems.train_a_turn`. What bounds a step here is measured in the same rounds:
 
     compute     forward and backward of the plain model, everything in RAM, no optimizer
     disk        the step's bytes through a raw loop

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from itertools import count
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +102,20 @@ class Ours(System):
 
 
 # ---------------------------------------------------------------- turns
-class Turns:
-    """Trains a turn: one timed step, found as a long run would find it.
+@dataclass(frozen=True)
+class Turn:
+    """One turn's measurements, with the losses of all its steps."""
+
+    losses: tuple[float, ...]
+    seconds: float
+    forward_backward_s: float
+    read_nbytes: int
+    written_nbytes: int
+    peak_rss_nbytes: int
+
+
+def train_a_turn(system: System, batches: Iterator[Batch], each: int) -> Turn:
+    """Train a turn: one timed step, of `each` batches, found as a long run would find it.
 
     A system that defers work leaves some of each step to the next. Stepping in turn with others,
     that work would be untimed, and would slow the others down. So such a system first takes a step
@@ -114,32 +127,18 @@ class Turns:
                      |  deferred work of k    |  deferred work of k + 1
     """
 
-    def __init__(self, system: System, config: OffloadConfig, batches: int) -> None:
-        """A step takes `batches` of the configuration's, one after the other."""
-        self._system = system
-        self._count = batches
-        # each of several ranks has every so-manieth batch
-        rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
-        self._batches = (batch_of(config, number) for number in count(rank, ranks))
+    def step() -> StepTimes:
+        return system.step(list(islice(batches, each)))
 
-    def turn(self) -> dict[str, Any]:
-        """The measurements, with the losses of all steps of the turn."""
-        system = self._system
-        losses = [self._step()[0]] if system.defers else []
-        before = system.moved()
-        loss, times = self._step()
-        moved = between(before, system.moved())
-        system.settle()
-        return {
-            "losses": [*losses, loss], **times,
-            "read_nbytes": moved["nvme read"], "written_nbytes": moved["nvme write"],
-            "peak_rss_nbytes": peak_rss_nbytes(),
-        }  # fmt: skip
-
-    def _step(self) -> tuple[float, dict[str, float]]:
-        times = self._system.step([next(self._batches) for _ in range(self._count)])
-        parts = {"seconds": times.seconds, "forward_backward_s": times.forward_backward_s}
-        return times.loss, parts
+    losses = [step().loss] if system.defers else []
+    before = system.moved()
+    times = step()
+    moved = between(before, system.moved())
+    system.settle()
+    return Turn(
+        (*losses, times.loss), times.seconds, times.forward_backward_s, moved["nvme read"],
+        moved["nvme write"], peak_rss_nbytes(),
+    )  # fmt: skip
 
 
 def between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
@@ -158,8 +157,10 @@ def made(options: Mapping[str, Any]) -> tuple[System, OffloadConfig]:
 def serve(options: Mapping[str, Any], parent: Parent) -> None:
     """Report that the system is ready, then train a turn per command."""
     system, config = made(options)
-    turns = Turns(system, config, options["batches"])
+    # each of several ranks has every so-manieth batch
+    rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    batches = (batch_of(config, number) for number in count(rank, ranks))
     parent.answer({"ready": True})
     for _ in parent.commands():
-        parent.answer(turns.turn())
+        parent.answer(train_a_turn(system, batches, options["batches"]))
     system.close()

@@ -70,23 +70,22 @@ class Child:
         except ConnectionError as error:
             raise self._failed("ended early") from error
 
-    def answer(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> dict[str, Any]:
+    def answer(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
         """Return the next answer. Raises ChildFailed if there is none."""
         found = self.next_answer(timeout_s)
         if found is None:
             raise self._failed(self._end())
         return found
 
-    def next_answer(self, timeout_s: float) -> dict[str, Any] | None:
+    def next_answer(self, timeout_s: float) -> Any:
         """Return the next answer, or None if there will be none. Raises ChildTimedOut if none
         arrives in time."""
         try:
             if not self._pipe.poll(timeout_s):
                 raise self._timed_out(f"gave no answer in {timeout_s:.0f} s")
-            found: dict[str, Any] = self._pipe.recv()
+            return self._pipe.recv()
         except (EOFError, ConnectionError):
             return None
-        return found
 
     def close(self, timeout_s: float | None = None) -> None:
         """Let the process end by itself, with its own checks. Raises ChildFailed if they fail."""
@@ -161,8 +160,8 @@ class Parent:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def answer(self, found: Mapping[str, Any]) -> None:
-        self._pipe.send(dict(found))
+    def answer(self, found: Any) -> None:
+        self._pipe.send(found)
 
     def commands(self) -> Iterator[Any]:
         """Yield the parent's commands until it hangs up."""
