@@ -281,7 +281,13 @@ def _precision(config: OffloadConfig, model: nn.Module) -> tuple[OffloadConfig, 
     for _, param in named:
         numels[param.dtype] += param.numel()
     if "precision" in config.model_fields_set or not numels:
-        _say_cast(config.precision, named)
+        width = DTYPES[config.precision].itemsize
+        wide = [each for each in named if each[1].dtype.itemsize > width]
+        if wide and len(wide) < len(named):
+            _log.warning(
+                "precision: %s rounds %s, which have more bits than the other weights",
+                config.precision, _listed(wide),
+            )  # fmt: skip
         return config, None
     most = numels.most_common(1)[0][0]
     formats = [name for name, known in DTYPES.items() if known is most]
@@ -298,15 +304,6 @@ def _precision(config: OffloadConfig, model: nn.Module) -> tuple[OffloadConfig, 
             format_bytes(sum(param.nbytes for _, param in others)),
         )  # fmt: skip
     return config.model_copy(update={"precision": formats[0]}), most
-
-
-def _say_cast(precision: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    wide = [each for each in named if each[1].dtype.itemsize > DTYPES[precision].itemsize]
-    if wide and len(wide) < len(named):
-        _log.warning(
-            "precision: %s rounds %s, which have more bits than the other weights",
-            precision, _listed(wide),
-        )  # fmt: skip
 
 
 def _listed(named: Sequence[tuple[str, torch.Tensor]]) -> str:

@@ -122,11 +122,21 @@ class TieredModel(abc.ABC):
         sharding = ALONE if self.ranks is None else self.ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
         shape = discovery.shape()
-        _say_if_another(config, self.module, shape.numel_of_all_ranks)
+        written_for, numel = config.written_for, shape.numel_of_all_ranks
+        if written_for is not None and written_for.parameters != numel:
+            _log.warning(
+                "this configuration was written for %s, and %s has %s: budgets, placement and "
+                "chunks were chosen for the other one",
+                written_for, type(self.module).__name__, f"{numel:,}",
+            )  # fmt: skip
         self.plan = make_plan(config, shape, hardware)
         self.config = resolved_config(config, self.plan, self.device.type)
         _look_ahead(self.plan, config, self.module)
-        _say_slow(config.precision, self.device)
+        if self.device.type == "cpu" and config.precision in machine.slow_matmul_precisions():
+            _log.warning(
+                "precision: %s is computed on this CPU without a fast kernel: matrix products can "
+                "take 100 times as long as in fp32; use precision: fp32 here", config.precision,
+            )  # fmt: skip
 
     def _initialisation(
         self, discovery: Discovery, dtype: torch.dtype, lazy: LazyWeights,
@@ -436,23 +446,6 @@ def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
     freed = sum(local_of(p).nbytes for p in here)
     for warning in preflight(plan, nvme_paths(config.nvme), freed_nbytes=freed):
         _log.warning("%s", warning)
-
-
-def _say_if_another(config: OffloadConfig, model: nn.Module, numel: int) -> None:
-    written_for = config.written_for
-    if written_for is not None and written_for.parameters != numel:
-        _log.warning(
-            "this configuration was written for %s, and %s has %s: budgets, placement and chunks "
-            "were chosen for the other one", written_for, type(model).__name__, f"{numel:,}",
-        )  # fmt: skip
-
-
-def _say_slow(precision: str, device: torch.device) -> None:
-    if device.type == "cpu" and precision in machine.slow_matmul_precisions():
-        _log.warning(
-            "precision: %s is computed on this CPU without a fast kernel: matrix products can take "
-            "100 times as long as in fp32; use precision: fp32 here", precision,
-        )  # fmt: skip
 
 
 def _check_model(model: nn.Module) -> None:

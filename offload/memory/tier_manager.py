@@ -116,7 +116,12 @@ class TieredHomes:
             self.swap_folders = paths
             spare = spare_nbytes(self.plan)
             self.spare = replace(spare, files=min(spare.files, self.free_nvme_nbytes()))
-            options = _backend_options(nvme, self.plan)
+            options: dict[str, float] = {"timeout_s": nvme.timeout_s}
+            if nvme.threads != "auto":
+                options["workers"] = nvme.threads
+            if not self.plan.trains and any(group.table for group in self.plan.groups):
+                # experts that a router chose wait for the calls of what is being read ahead
+                options["io_block_nbytes"] = _BESIDE_EXPERTS_NBYTES
             backend = opened.enter_context(open_backend(nvme.backend, **options))
             store = BlockStore(files, tier, backend, lock=self.lock)
             opened.pop_all()
@@ -351,16 +356,6 @@ class TieredHomes:
             if self.store is not None:
                 last_first.callback(self.store.close)
             last_first.callback(self._run.close)
-
-
-def _backend_options(nvme: NvmeConfig, plan: Plan) -> dict[str, float]:
-    options: dict[str, float] = {"timeout_s": nvme.timeout_s}
-    if nvme.threads != "auto":
-        options["workers"] = nvme.threads
-    if not plan.trains and any(group.table for group in plan.groups):
-        # experts that a router chose wait for the calls of what is being read ahead
-        options["io_block_nbytes"] = _BESIDE_EXPERTS_NBYTES
-    return options
 
 
 def nvme_paths(nvme: NvmeConfig) -> list[str]:
