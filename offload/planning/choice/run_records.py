@@ -6,18 +6,16 @@ measured.json      written after the last: ledger peaks, peak RSS, seconds of a 
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Self
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, TypeAdapter
 
 from offload.planning.machine.disk_cache import Nbytes, Positive
 
 PREDICTION, MEASURED = "prediction.json", "measured.json"
-FORMAT = 1
 SETTLING_STEPS = 2  # the first learns the order of uses, the second is the first to fetch ahead
 
 
@@ -25,15 +23,12 @@ class _Kept:
     """A dataclass that is stored as JSON."""
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"  # type: ignore[call-overload]
+        return TypeAdapter(type(self)).dump_json(self, indent=1).decode() + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Parse the text that `to_json` wrote. Raise ValueError for any other text."""
-        values = json.loads(text)
-        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise ValueError(f"not of format {FORMAT}")
-        return TypeAdapter(cls).validate_python(values)
+        return TypeAdapter(cls).validate_json(text)
 
 
 @dataclass(frozen=True)
@@ -44,6 +39,7 @@ class Prediction(_Kept):
     rss_nbytes: Nbytes
     seconds: Positive | None  # None: the speeds of the machine are not known
     bounds: tuple[str, ...] = ()  # tiers of which the most is predicted that can come
+    format: Literal[1] = 1
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,7 @@ class Measured(_Kept):
     steps: Nbytes
     cut_short: bool = False  # by an error, or by a Ctrl-C or SIGTERM before all steps were saved
     stopped: bool = False  # by a Ctrl-C or SIGTERM, and all steps are saved
+    format: Literal[1] = 1
 
 
 def usual_step_s(seconds: Sequence[float]) -> float | None:
