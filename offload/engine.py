@@ -124,6 +124,8 @@ class Engine(TieredModel):
 
     `module` is the model, `optimizer` its `OffloadOptimizer`, `device` where it computes and wants
     its inputs, `config` the configuration with every `auto` resolved, `plan` each state's tier.
+    Checkpoints and trainers of other libraries read `ranks` (None for one), `steps`, `loss_scale`
+    (None except under fp16) and `optimizer_states`, one for each group of `store`.
 
     What trains, reads or saves is a StateError on a closed engine. On several ranks, `gathered`,
     `gradient`, `save_checkpoint` and `load_checkpoint` are for all ranks together.

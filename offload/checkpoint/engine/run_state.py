@@ -40,6 +40,7 @@ from offload.checkpoint.format.user_state import (
 )
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import CheckpointError, StateError, UnsupportedError
+from offload.zero.ranks.rank_weights import RankWeights
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.recompute.random_state import (
     Generator,
@@ -137,8 +138,7 @@ class RunState:
         with on_all(ranks, "no checkpoint was saved"):
             modules = ModuleState.of(engine)
             own = _own_archives(engine, state, modules)
-        if ranks is not None:
-            _check_names(ranks, engine.carried)
+        _check_names(engine.store.ranks, engine.carried)
         every = [own] if ranks is None else _on_first(ranks, own)
         with defer_signals:  # pydantic takes a Ctrl-C for an error of its own
             config = engine.config.to_dict()
@@ -169,7 +169,7 @@ def _own_archives(
     return found
 
 
-def _check_names(ranks: Ranks, names: Iterable[str]) -> None:
+def _check_names(ranks: RankWeights, names: Iterable[str]) -> None:
     """Raise StateError, on all ranks, unless all have registered the same names."""
     mine = crc32("\n".join(sorted(names)).encode()) >> 1
     if len({*ranks.exchange([mine], "what is registered")[:, 0].tolist()}) > 1:
