@@ -87,6 +87,11 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
             device_placement = False  # its states would be copied, and loaded again
         return super().prepare_optimizer(optimizer, device_placement)
 
+    def free_memory(self, *objects: Any) -> Any:
+        """Release what was prepared as Accelerator does, and the engine: another may follow."""
+        self._engine = None
+        return super().free_memory(*objects)
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         if self.engine is None:
             super().backward(loss, **kwargs)

@@ -59,9 +59,15 @@ class OptimizerEntries(Mapping[Any, Mapping[str, torch.Tensor]]):
         """Return a parameter's states, as in torch empty without any."""
         kept = self._kept_of(param)
         if kept is None:
-            return {}
+            return MappingProxyType({})
         names = self._values.state_names(param)
         return MappingProxyType({name: self._paged(name, kept, param) for name in names})
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        """Return a parameter's states; `default` if it has none, which `self[param]` never says."""
+        if param not in self:
+            return default
+        return self[param]
 
     def _paged(self, name: str, kept: Kept, param: Any) -> PagedTensor:
         source = _StateSource(self._values, param, name, f"{name} of {kept.name}")

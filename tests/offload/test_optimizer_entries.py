@@ -94,6 +94,7 @@ QUESTIONS: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
     "items": lambda o, ps: [list(s) for _, s in o.state.items()],
     "values": lambda o, ps: [dict(s) for s in o.state.values()],
     "dict": lambda o, ps: [{**s} for s in dict(o.state).values()],
+    "get": lambda o, ps: [o.state.get(ps[0], []) == [], o.state.get(None)],
     "copy": lambda o, ps: [s.copy() for s in o.state.values()],
     "len of one": lambda o, ps: len(o.state[ps[0]]),
     "step": lambda o, ps: [s["step"].item() for s in o.state.values() if s],

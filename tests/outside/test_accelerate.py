@@ -156,6 +156,8 @@ def test_a_second_engine_is_refused(tmp_path: Path) -> None:
         first.close()
         accelerator.prepare(second.module, second.optimizer)
         assert accelerator.engine is second
+        accelerator.free_memory()
+        assert accelerator.engine is None
 
 
 def test_two_precisions_are_refused(tmp_path: Path) -> None:
