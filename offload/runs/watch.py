@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -64,7 +65,7 @@ class Watch:
         if show and display is None:
             budgets = {name: t.budget_nbytes for name, t in engine.report().tiers.items()}
             run = Run(engine.steps_done, steps, budgets)
-            display = Lines(run, _say, every)
+            display = Lines(run, partial(echo, err=True), every)
         self._outlet = _Outlet([*of_folder, *own], own, display)
         self._before = engine.waits()
         self._hook = engine.optimizer.register_step_post_hook(lambda *_: self._stepped())
@@ -202,16 +203,13 @@ class _Outlet:
         if self.display is not None:
             self.display.log(values, row.step)
 
-    def stop_showing(self) -> None:
-        if self.display is not None:
-            self.display.close()
-
     def close(self) -> None:
         with closing_all(self.own):
             try:
                 self.flush()
             finally:
-                self.stop_showing()
+                if self.display is not None:
+                    self.display.close()
 
 
 def _completed(held: _Held) -> StepMetrics:
@@ -239,10 +237,6 @@ def _number(name: str, value: Any) -> Any:
             f"watch.log({name}=...) got a {type(value).__name__}{shape}, and a figure is one "
             "number; log its mean, or several figures by name"
         ) from None
-
-
-def _say(text: str) -> None:
-    echo(text, err=True)
 
 
 def _end(outlet: _Outlet, pid: int) -> None:
