@@ -38,11 +38,9 @@ _UNPACK = (
 class _Scheme:
     """The way the weights of some modules are stored."""
 
-    name: str
     targets: tuple[str, ...]
     bits: int
     symmetric: bool
-    strategy: str
     group_size: int
 
 
@@ -101,7 +99,7 @@ def _schemes(settings: Mapping[str, Any]) -> list[_Scheme]:
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError("quantization_config in config.json has no config_groups")
-    return [_scheme(str(name), group, settings) for name, group in groups.items()]
+    return [_scheme(name, group, settings) for name, group in groups.items()]
 
 
 def _refuse(settings: Mapping[str, Any]) -> None:
@@ -119,7 +117,7 @@ def _refuse(settings: Mapping[str, Any]) -> None:
         )
 
 
-def _scheme(name: str, group: Any, settings: Mapping[str, Any]) -> _Scheme:
+def _scheme(name: Any, group: Any, settings: Mapping[str, Any]) -> _Scheme:
     where = f"config_groups.{name} of quantization_config in config.json"
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
@@ -143,8 +141,7 @@ def _scheme(name: str, group: Any, settings: Mapping[str, Any]) -> _Scheme:
             f"{strategy!s:.20}; read are int, 4 and 8, {', '.join(_STRATEGIES)}; {_UNPACK}"
         )
     return _Scheme(
-        name, tuple(names(group, "targets")), bits,
-        weights.get("symmetric") is not False, strategy,
+        tuple(names(group, "targets")), bits, weights.get("symmetric") is not False,
         number(weights, "group_size") if strategy == "group" else -1,
     )  # fmt: skip
 
