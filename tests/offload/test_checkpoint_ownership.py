@@ -15,6 +15,7 @@ import pytest
 import offload
 from offload import checkpoint
 from offload.checkpoint.format import disk
+from offload.checkpoint.format.disk import lock_folder, unlock
 from offload.checkpoint.format.folder import discard, pending_name, recover, remove
 from offload.errors import PathError
 from tests.offload.engine_cases import HOST, TinyLM, config, seeded
@@ -235,6 +236,16 @@ def test_a_link_with_a_marked_name_is_left(original: Path, tmp_path: Path) -> No
 
 
 # ------------------------------------------------------------------------- pruning
+def test_what_another_process_has_locked_is_not_removed(original: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(original, tmp_path / "saved"))
+    lock = lock_folder(path)
+    assert not discard(path)
+    assert tree(path) == tree(original)
+    unlock(lock)
+    assert discard(path)
+    assert os.listdir(tmp_path) == []
+
+
 def test_pruning_counts_whole_checkpoints_and_leaves_links(
     engine: offload.Engine, original: Path, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ class PendingFolder:
             check_replaceable(self.target)  # another process may have put something there
             replaced = _publish(self.path, self.target)
             self._is_pending = False
+            self._unlock()  # it may be removed
             sync_folder(self.target.parent)
         if replaced is not None:
             remove(replaced)
@@ -219,13 +220,17 @@ def _adopt(leftover: Path, target: Path) -> bool:
 
 # --------------------------------------------------------------------------- removing
 def discard(path: Path) -> bool:
-    """Remove a checkpoint, by one rename; False if there is none. PathError, and nothing is
-    changed, if `path` holds something else. StorageError."""
+    """Remove a checkpoint, by one rename; False if there is none, or another process removes it.
+    PathError, and nothing is changed, if `path` holds something else. StorageError."""
     with storage_errors("removing", path):
         if not is_there(path):
             return False
         check_replaceable(path)
-        doomed, lock = pending_name(path), lock_folder(path)
+        doomed = pending_name(path)
+        try:
+            lock = lock_folder(path)
+        except (BlockingIOError, FileNotFoundError):
+            return False
         try:
             rename(path, doomed)
             sync_folder(path.parent)  # a crash must not bring back the name with half of it
