@@ -21,9 +21,9 @@ from offload.planning.choice.solver import RunFacts, Solution
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import NOMINAL, Speeds
+from offload.planning.plan.chunk_and_prefetch import WORTH_MEASURING_NBYTES
 from offload.planning.plan.estimate import Workload
 from offload.planning.plan.sizes import ITEMSIZE
-from offload.planning.plan.tuning import WORTH_MEASURING_NBYTES
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.tier import Tier

@@ -19,6 +19,7 @@ from offload.planning.plan.buffers import (
     plan_shared,
     staging_nbytes_of,
 )
+from offload.planning.plan.chunk_and_prefetch import chunk_in_memory, prefetch_depth, streamed_chunk
 from offload.planning.plan.kv_plan import plan_kv
 from offload.planning.plan.plan import (
     ActivationPlan,
@@ -39,7 +40,6 @@ from offload.planning.plan.sizes import (
     sizes_of,
     tiers_of,
 )
-from offload.planning.plan.tuning import chunk_in_memory, prefetch_depth, streamed_chunk
 from offload.tiers.errors import ConfigError
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Master
-from offload.planning.plan.tuning import USUAL_PREFETCH
+from offload.planning.plan.chunk_and_prefetch import USUAL_PREFETCH
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
