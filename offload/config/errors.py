@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from offload.config.fields import KeyedError, UnknownNameError, kind_of, section_of
 from offload.config.file import KeyPath
-from offload.config.remedies import model_at, suggestion, unknown_key
+from offload.config.suggestions import model_at, suggestion, unknown_key
 from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 from offload.config.fields import Kind, kind_of, section_of
 from offload.config.file import dump_yaml
 from offload.config.optimizer import KINDS
-from offload.config.remedies import unknown_key
 from offload.config.sections import OffloadConfig
+from offload.config.suggestions import unknown_key
 from offload.tiers.errors import ConfigError
 
 

@@ -34,8 +34,8 @@ from offload.config.fields import (
 from offload.config.file import dump_yaml
 from offload.config.optimizer import OptimizerConfig
 from offload.config.paths import StrPath
-from offload.config.remedies import near
 from offload.config.source import ConfigSource, load_source
+from offload.config.suggestions import near
 from offload.config.training import TrainConfig
 from offload.errors import ConfigError
 from offload.kernels.weight_formats import Code, WeightFormat

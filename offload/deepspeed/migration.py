@@ -15,7 +15,7 @@ from typing import Any
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.paths import StrPath, path_of
-from offload.config.remedies import suggestion
+from offload.config.suggestions import suggestion
 from offload.deepspeed.keys import (
     ALSO,
     FILLED,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from torch.optim import lr_scheduler
 
-from offload.config.remedies import suggestion
+from offload.config.suggestions import suggestion
 from offload.deepspeed.keys import Number, read
 from offload.tiers.errors import ConfigError
 

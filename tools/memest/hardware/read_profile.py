@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from offload.config.remedies import suggestion
+from offload.config.suggestions import suggestion
 from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes, parse_bytes
