@@ -26,7 +26,7 @@ from offload.swap.device.device_state import Links, MirroredState
 from offload.swap.device.streams import CopyStream, mark_here
 from offload.swap.io.backends import measured_speed, open_backend
 from offload.swap.io.block_store import BlockStore
-from offload.swap.io.io_request import Operation
+from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.swap_file import SwapFile, check_directory, free_space
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.swap.states.coded_state import CodedState

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.swap.io.io_backend import IOBackend
-from offload.swap.io.io_request import Operation
+from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.transfer import Transfer, all_of

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from offload.swap.io.io_backend import IOBackend, Priority
-from offload.swap.io.io_request import Operation
+from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer

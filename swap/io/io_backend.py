@@ -14,8 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
-from offload.swap.io.io_request import IOPiece, IORequest, Operation, Priority
 from offload.swap.io.io_watch import TIMEOUT_S, IOWatch, stuck_error
+from offload.swap.io.requests_and_retries import IOPiece, IORequest, Operation, Priority
 from offload.swap.threads.lanes import Lane, WaitFor
 from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import STALL_S, Failure, Transfer

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from offload.swap.io.io_request import IOPiece
+from offload.swap.io.requests_and_retries import IOPiece
 from offload.tiers.errors import StuckError
 from offload.tiers.units import format_bytes
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from offload.swap.io.io_backend import IO_BLOCK_NBYTES, IOBackend, Priority
-from offload.swap.io.io_request import IOPiece, IORequest, Operation
 from offload.swap.io.io_watch import TIMEOUT_S
+from offload.swap.io.requests_and_retries import IOPiece, IORequest, Operation
 from offload.swap.threads.lanes import profiled
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up

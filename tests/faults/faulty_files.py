@@ -15,8 +15,8 @@ import pytest
 from offload.memory import tier_manager as homes
 from offload.swap.io.backends import open_backend
 from offload.swap.io.io_backend import IOBackend
-from offload.swap.io.io_request import Operation
 from offload.swap.io.io_watch import LOOKS
+from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.threads_backend import ThreadsBackend
 from tests.aio import refuse_o_direct
 

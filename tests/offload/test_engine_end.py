@@ -19,7 +19,7 @@ from torch import nn
 
 import offload
 from offload.errors import StateError
-from offload.swap.io.io_request import Operation
+from offload.swap.io.requests_and_retries import Operation
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import (
     HOST,

@@ -24,7 +24,7 @@ from offload.planning.plan.plan import Hardware
 from offload.planning.step import planned_run
 from offload.planning.step.representatives import representatives
 from offload.planning.step.step_time import estimate_step, step_traffic
-from offload.swap.io.io_request import IORequest
+from offload.swap.io.requests_and_retries import IORequest
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import BudgetError, ConfigError
 from offload.tiers.tier import Tier

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from offload.swap.io.backends import open_backend, probe_backends
 from offload.swap.io.io_backend import IOBackend, Priority
-from offload.swap.io.io_request import MAX_RETRIES, Operation
+from offload.swap.io.requests_and_retries import MAX_RETRIES, Operation
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.transfer import Transfer, all_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offload.swap.io.io_request import Operation
+from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads import shield
 from offload.swap.threads.shield import check_whole, defer_signals, interrupted_in_waits

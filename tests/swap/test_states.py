@@ -11,7 +11,7 @@ import torch
 from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device.device_state import MirroredState
 from offload.swap.device.streams import StreamEvent
-from offload.swap.io.io_request import Operation
+from offload.swap.io.requests_and_retries import Operation
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import State

@@ -13,8 +13,8 @@ import pytest
 
 from offload.swap.io.backends import open_backend
 from offload.swap.io.io_backend import IOBackend
-from offload.swap.io.io_request import Operation
 from offload.swap.io.io_watch import LOOKS
+from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.threads.transfer import Transfer, all_of
 from offload.tiers.errors import StorageError, StuckError, TierFullError

@@ -42,7 +42,7 @@ from offload.planning.plan.estimate import Workload
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import checksum_of
 from offload.swap.io.io_backend import IOBackend
-from offload.swap.io.io_request import Operation
+from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.swap_file import SwapFile, file_system_of, free_space
 from offload.swap.threads.transfer import Transfer, all_of
 from offload.swap.threads.worker import ParallelRunner, available_cores

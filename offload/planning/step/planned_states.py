@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import record_kinds
 from offload.planning.step.representatives import Representatives
-from offload.swap.io.io_request import Priority
+from offload.swap.io.requests_and_retries import Priority
 from offload.swap.states.slot_pool import MADE_HERE, SlotPool
 from offload.tiers.arena import Arena
 from offload.tiers.errors import TierFullError

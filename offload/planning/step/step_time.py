@@ -48,7 +48,7 @@ TO_DEVICE, TO_HOST = "host to device", "device to host"
 
 _STEPS = 4  # of which the last one counts
 # What one request takes of the interpreter, which the model's thread has to share: measured where
-# chunks are chosen (`tuning`), on two cores of an AMD EPYC.
+# chunks are chosen (`chunk_and_prefetch.py`), on two cores of an AMD EPYC.
 _REQUEST_CALL_S = 150e-6
 
 
