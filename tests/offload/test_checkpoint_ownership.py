@@ -162,6 +162,33 @@ def test_the_root_a_mount_and_names_that_no_folder_can_have_are_refused(
     assert os.listdir(tmp_path) == []
 
 
+def test_an_empty_folder_where_a_disk_is_mounted_is_refused_before_anything_is_written(
+    engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "disk")
+    with pytest.raises(PathError, match="where a disk is mounted; name a folder in it"):
+        engine.save_checkpoint(tmp_path / "disk")
+    assert os.listdir(tmp_path) == ["disk"]
+
+
+def test_a_name_that_another_process_gives_first_is_replaced(
+    engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, perform = tmp_path / "saved", disk.perform
+
+    def another_first(operation: str, of: Path, function: Callable[..., Any], *args: Any) -> Any:
+        if operation == "rename" and not path.exists():
+            shutil.copytree(original, path)
+        return perform(operation, of, function, *args)
+
+    monkeypatch.setattr(disk, "perform", another_first)
+    engine.save_checkpoint(path)
+    assert os.listdir(tmp_path) == ["saved"]
+    assert tree(path) != tree(original)
+    engine.load_checkpoint(path)
+
+
 # ------------------------------------------------------------------------- what lies beside it
 @pytest.mark.parametrize("kind", ["old", "tmp", "del"])
 @pytest.mark.parametrize("digits", [12, 30])

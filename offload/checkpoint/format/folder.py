@@ -138,9 +138,12 @@ class PendingFolder:
 
 def _publish(new: Path, target: Path) -> Path | None:
     """Give `new` the name `target`; returns the new path of the folder that had it before."""
-    if not is_there(target):
-        rename(new, target)
+    try:
+        rename(new, target)  # it is not there, or empty
         return None
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
     if exchange(new, target):
         return new
     old = pending_name(target)
@@ -280,6 +283,8 @@ def check_replaceable(target: Path) -> None:
         return
     if not is_folder(target):
         raise PathError(f"{target} is a file, a checkpoint is a folder; name another path")
+    if make_call("stat", target, os.path.ismount, target):
+        raise PathError(f"{target} is where a disk is mounted; name a folder in it")
     names = [entry.name for entry in entries(target)]
     foreign, why = _foreign(target), "no checkpoint has such a file"
     if MANIFEST not in names:

@@ -111,7 +111,10 @@ class CheckpointReader:
         try:
             return self._open(name)
         except FileNotFoundError:
-            raise CheckpointError(f"{self.path / name} is missing; {REMEDY}") from None
+            raise CheckpointError(
+                f"{self.path / name} is missing; load {self.path} again if another process has "
+                f"just replaced it, else {REMEDY}"
+            ) from None
 
     # ---------------------------------------------------------------- tensors
     def parameter(self, record: ParameterRecord) -> StoredTensor:
