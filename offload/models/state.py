@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.group import GroupState
 from offload.zero.groups.store import WeightStore
 from offload.zero.groups.weight_values import WeightValues
 
@@ -103,7 +102,7 @@ class StateDictHooks:
         model = self._model()
         assert model is not None, "whoever calls this has it"
         found = [(p, self._store.group_of(p)) for p in model.parameters()]
-        here = [p for p, at in found if at and at[0].residing is GroupState.GATHERED]
+        here = [p for p, at in found if at and at[0].is_gathered]
         self._leaves_parameters = True
         try:
             # copied onto itself, one would count as written

@@ -79,7 +79,7 @@ def test_training_goes_on_after_an_exception_as_if_it_had_not_been(
     assert all(tier.peak_nbytes <= tier.budget_nbytes for tier in report.values())
     held = engine.report().tiers["host"].used_nbytes
     assert held <= plain.report().tiers["host"].budget_nbytes
-    assert all(group.residing.value == "released" for group in engine.store.groups)
+    assert all(not group.is_gathered for group in engine.store.groups)
 
 
 class _Raising(torch.autograd.Function):

@@ -29,7 +29,6 @@ from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.discovery import discover
-from offload.zero.groups.group import GroupState
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.store import NextUse, WeightStore
 from offload.zero.groups.weight_values import WeightValues
@@ -158,7 +157,7 @@ def test_a_model_generates_from_the_store_alone_with_the_same_bits(
     assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
     if in_files:  # the groups that do not fit were given up, and fetched again
         assert homes.pool.evictions > 0
-        assert all(group.residing is GroupState.RELEASED for group in store.groups)
+        assert all(not group.is_gathered for group in store.groups)
     store.close()
 
 

@@ -2,20 +2,19 @@
 
 Who owns the memory of `param.data` (of a DTensor's local tensor, likewise):
 
-    RELEASED   a placeholder of the parameter's full shape (placeholders.py); the state owns
+    released   a placeholder of the parameter's full shape (placeholders.py); the state owns
                the bytes, in any tier. The parameter's class fetches them when it is read
                (released.py)
-    GATHERED   views of the state's buffer; while one of them lives, the buffer cannot be dropped
+    gathered   views of the state's buffer; while one of them lives, the buffer cannot be dropped
 
-A group whose home is the memory it is used in stays GATHERED, except while its update runs in the
+A group whose home is the memory it is used in stays gathered, except while its update runs in the
 background, so that half an update is never read. Where all its states are in memory the step waits
-for the update, and the group always stays GATHERED. A group with masters is released there as well:
-writes to its parameters have to reach the masters.
+for the update, and the group always stays gathered. A group with masters is released after each use
+even there: writes to its parameters have to reach the masters.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,8 +44,8 @@ def digest(param: torch.Tensor) -> int:
     return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
 
 
-def _uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors share this one's memory (and storages of Python's)."""
+def _references(tensor: torch.Tensor) -> int:
+    """Return how many tensors and Python storage objects refer to the memory of `tensor`."""
     memory = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(memory._cdata))
 
@@ -65,8 +64,8 @@ def _outside_inference(function: Callable[[ParamGroup], None]) -> Callable[[Para
 
 
 class RankCopies:
-    """This rank's copies of the parts of a group's buffer that other ranks update. This base class
-    has none, and its methods do nothing."""
+    """This rank's copies of the parts of a group's buffer that other ranks update. One rank alone
+    has no copies: the methods of this base class do nothing."""
 
     @property
     def is_outdated(self) -> bool:
@@ -86,15 +85,10 @@ class RankCopies:
         the same order, also those that only some of them use."""
 
     def overwritten(self) -> None:
-        """Note that all ranks overwrote the whole buffer: each part counts as its owner's."""
+        """Note that all ranks wrote to the whole buffer: of each part, its owner's values count."""
 
     def on_last_release(self) -> None:
         """Note that no module or caller uses the whole buffer any more, for now."""
-
-
-class GroupState(enum.Enum):
-    RELEASED = "released"
-    GATHERED = "gathered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +104,11 @@ class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
     __slots__ = (
-        "__weakref__", "_catch_up", "_managed", "_shown", "_users", "_uses",
-        "_watched", "_written", "check_assigned", "copies", "device", "dtype", "ep_size",
-        "has_masters", "index", "is_lazy", "layout", "name", "on_trial", "params", "pending",
-        "permanent", "residing", "state", "updated_at", "version", "written_at",
+        "__weakref__", "_catch_up", "_managed", "_references", "_shown", "_users",
+        "_watched", "_written", "all_in_place", "check_assigned", "copies", "device",
+        "dtype", "ep_size", "has_masters", "index", "is_gathered", "is_lazy", "layout",
+        "name", "on_trial", "params", "pending", "state", "updated_at", "version",
+        "written_at",
     )  # fmt: skip
 
     def __init__(
@@ -133,18 +128,18 @@ class ParamGroup:
         self.state = state
         self.copies = state if isinstance(state, RankCopies) else RankCopies()
         self.device = device
-        self.permanent = False  # True: every state is at home in the memory where it is used
+        self.all_in_place = False  # True: every state is at home in the memory where it is used
         self.has_masters = False  # True: a write to a parameter has to reach its master, too
         # True: without gradients a module's call gathers only what has to be decoded, when it is
         # needed, and computes with codes until then (coded_uses.py)
         self.is_lazy = False
-        # of the parameters' values, as they were gathered last
+        # the address and strides of each parameter's values when they were gathered last
         self._shown: list[tuple[int, tuple[int, ...]]] = []
-        self._uses = 0  # tensors over the buffer's memory then
+        self._references = 0  # to the buffer's memory, when it was gathered last
         self.version = 0  # counts updates and users' writes
         self.updated_at = 0  # the version that the last update made
         self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
-        self.residing = GroupState.RELEASED
+        self.is_gathered = False  # else `param.data` is a view of the buffer
         self.pending: Transfer[None] | None = None  # an update that readers have to wait for
         # undoes a pending update that no step has made yet (speculative_updates.py)
         self.on_trial: Callable[[], None] | None = None
@@ -174,13 +169,13 @@ class ParamGroup:
     @property
     def is_left_in_codes(self) -> bool:
         """Whether a module's call has entered, and nothing was decoded since."""
-        return self.is_lazy and self.is_entered and self.residing is GroupState.RELEASED
+        return self.is_lazy and self.is_entered and not self.is_gathered
 
     def fall_behind(self, catch_up: Callable[[ParamGroup], None]) -> None:
         """Note that a step was missed: before anything is read, `catch_up` begins its update."""
         self._catch_up = catch_up
         self.invalidate()
-        if self.residing is GroupState.GATHERED:
+        if self.is_gathered:
             self.unmap()
 
     def caught_up(self) -> None:
@@ -195,9 +190,9 @@ class ParamGroup:
             self._catch_up(self)
 
     def has_kept_views(self) -> bool:
-        """Return whether there are views, other than the group's own, of the values where an update
-        would write to them. The group's own end."""
-        if self.residing is GroupState.GATHERED:
+        """Take the group's own views away, and return whether others have views of the values
+        that an update would write to."""
+        if self.is_gathered:
             self.unmap()
         written = self.state.undoable()
         return written is not None and written.has_views()
@@ -209,7 +204,7 @@ class ParamGroup:
         return self.pending
 
     def wait_for_update(self) -> None:
-        """Block until a pending update of this group is visible, and that by the steps that it
+        """Block until the group's pending update is visible, and the update by the steps that it
         missed. Every reader of weights or optimizer states comes here."""
         self.decided_update()
         self.begin_missed()
@@ -220,13 +215,13 @@ class ParamGroup:
                 self.pending = None
 
     def flat(self) -> torch.Tensor:
-        """Return the whole buffer, 1D, valid: waits for a pending update and for its arrival."""
+        """Return the whole buffer in one dimension, once it is updated and has arrived."""
         self.wait_for_update()
         return self.state.tensor().view(self.dtype)
 
     def gather(self) -> None:
         """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
-        if self.residing is GroupState.GATHERED and not self.copies.is_outdated:
+        if self.is_gathered and not self.copies.is_outdated:
             if self.state.in_place:
                 self.wait_for_update()
             return
@@ -239,8 +234,8 @@ class ParamGroup:
         with torch._C.DisableTorchFunctionSubclass(), exchanging():
             self._show(flat)
             self._shown = self._find_places()
-            self._uses = _uses(flat)  # those of `_show` have ended, and do not count
-        self.residing = GroupState.GATHERED
+            self._references = _references(flat)  # without the tensors that `_show` made
+        self.is_gathered = True
 
     def _show(self, flat: torch.Tensor) -> None:
         stays = self._stays
@@ -250,17 +245,18 @@ class ParamGroup:
 
     def release(self) -> None:
         """Stop using the buffer (unless the home is used in place): it may be evicted now."""
-        if self.residing is GroupState.RELEASED or self._stays:
+        if not self.is_gathered or self._stays:
             return
-        self._put_placeholders()
+        self.unmap()
 
     @property
     def _stays(self) -> bool:
         return self.state.in_place and not self.has_masters
 
     @_outside_inference
-    def _put_placeholders(self) -> None:
-        self.residing = GroupState.RELEASED  # first: an interrupt must not leave NaN as gathered
+    def unmap(self) -> None:
+        """Let no parameter refer to the buffer until gathered again."""
+        self.is_gathered = False  # first: an interrupt must not leave NaN as gathered
         with torch._C.DisableTorchFunctionSubclass(), exchanging():
             for param, _, classes, empty in self._managed:
                 param.__class__ = classes.released  # first: the placeholder must not be read
@@ -269,7 +265,7 @@ class ParamGroup:
     def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
         """Give a parameter the class of released parameters again, unless it was gathered
         meanwhile."""
-        if self.residing is GroupState.RELEASED:
+        if not self.is_gathered:
             param.__class__ = kind
 
     def enter(self, user: object, *, calls: bool = False) -> None:
@@ -287,16 +283,12 @@ class ParamGroup:
             self.copies.on_last_release()
 
     def await_or_unmap(self) -> None:
-        """Wait for a submitted update, or unmap parameters: one whose home is used in place must
-        not show half of it."""
-        if self.permanent:
+        """Let no parameter show half of a submitted update: wait for it where every state is in
+        place, or unmap the parameters where only the buffer is."""
+        if self.all_in_place:
             self.gather()
         elif self.state.in_place:
             self.unmap()
-
-    def unmap(self) -> None:
-        """Let no parameter refer to the buffer until gathered again."""
-        self._put_placeholders()
 
     def invalidate(self) -> None:
         """Note that an update was submitted: values read before it are old."""
@@ -308,11 +300,11 @@ class ParamGroup:
         """Return the parameters (by index) that were written to since the last call or
         `note_versions`, also through `.data`, or whose `.data` was set to another tensor, which is
         copied into the buffer."""
-        rebound = self.take_over()
+        assigned = self.copy_assigned()
         with torch._C.DisableTorchFunctionSubclass():  # released ones would be asked one by one
             versions = [param._version for param in self.params]
-        if not rebound and not self._watched and versions == self._written:
-            return rebound
+        if not assigned and not self._watched and versions == self._written:
+            return []
         through_data = [
             index for index, before in self._watched.items() if digest(self.params[index]) != before
         ]
@@ -320,36 +312,36 @@ class ParamGroup:
         pairs = zip(versions, self._written, strict=True)
         self._written = versions
         written = [index for index, (now, known) in enumerate(pairs) if now != known]
-        return sorted({*rebound, *through_data, *written})
+        return sorted({*assigned, *through_data, *written})
 
     def watch(self, index: int) -> None:
         """Note that the `.data` of a gathered parameter is taken: autograd does not count what is
         written through it."""
-        if self.residing is GroupState.GATHERED and index not in self._watched:
+        if self.is_gathered and index not in self._watched:
             self._watched[index] = digest(self.params[index])
 
-    def take_over(self) -> list[int]:
+    def copy_assigned(self) -> list[int]:
         """Copy what `param.data` was set to while gathered into the buffer; return those parameters
         (by index).
 
         Raises UnsupportedError for values of another shape, dtype or device, and if the user still
         refers to the previous `.data`: that is a view of the buffer, whose values would change.
         """
-        if self.residing is not GroupState.GATHERED:
+        if not self.is_gathered:
             return []
         places = self._find_places()
         if places == self._shown:
             return []
         pairs = zip(places, self._shown, strict=True)
-        rebound = [index for index, (now, then) in enumerate(pairs) if now != then]
+        assigned = [index for index, (now, then) in enumerate(pairs) if now != then]
         with torch.inference_mode(False):
-            self._copy_rebound(rebound)
-        return rebound
+            self._copy_values(assigned)
+        return assigned
 
-    def _copy_rebound(self, rebound: Sequence[int]) -> None:
+    def _copy_values(self, assigned: Sequence[int]) -> None:
         flat = self.flat()
-        self._refuse_kept(flat, rebound)
-        values = {index: local_of(self.params[index]).detach() for index in rebound}
+        self._refuse_kept(flat, assigned)
+        values = {index: local_of(self.params[index]).detach() for index in assigned}
         for index, given in values.items():
             spec = self.layout.params[index]
             check_format(spec.name, given, spec.shape, self.dtype, flat.device)
@@ -364,12 +356,12 @@ class ParamGroup:
             view.copy_(given)
             hold(self.params[index], view)
 
-    def _refuse_kept(self, flat: torch.Tensor, rebound: Sequence[int]) -> None:
+    def _refuse_kept(self, flat: torch.Tensor, assigned: Sequence[int]) -> None:
         memory = flat.untyped_storage()._cdata
-        now = [local_of(self.params[index]).untyped_storage()._cdata for index in rebound]
+        now = [local_of(self.params[index]).untyped_storage()._cdata for index in assigned]
         left = sum(each != memory for each in now)
-        if _uses(flat) > self._uses - left:
-            names = ", ".join(self.layout.params[index].name for index in rebound)
+        if _references(flat) > self._references - left:
+            names = ", ".join(self.layout.params[index].name for index in assigned)
             raise UnsupportedError(
                 f"{names}: .data was set to another tensor while something else refers to the "
                 "values from before, which are overwritten in the engine's tiers: a tensor of the "
@@ -390,10 +382,8 @@ class ParamGroup:
         self._written = [param._version for param in self.params]
 
     def adopt(self) -> None:
-        """Take the parameters over: their values are in the state, `param.data` follows it."""
-        self.residing = GroupState.GATHERED
+        """Let `param.data` follow the state, which has the parameters' first values."""
         if self._stays:
-            self.residing = GroupState.RELEASED
             self.gather()
         else:
-            self.release()
+            self.unmap()

@@ -25,7 +25,7 @@ from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.discovery import Discovery, Unit
 from offload.zero.groups.fetching import REPEATS, Fetcher
-from offload.zero.groups.group import GroupState, ParamGroup
+from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
 from offload.zero.groups.model_shape import GroupShape
@@ -196,7 +196,7 @@ class WeightStore:
     def adopt(self, group: ParamGroup) -> None:
         """Adopt a group, whose state has its first values."""
         group.adopt()
-        if group.residing is GroupState.GATHERED:
+        if group.is_gathered:
             self._handles.note(group)  # its module, which would note it, may never be called
         self.ranks.refresh([group])
         table = self.table_of(group)

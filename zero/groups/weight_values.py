@@ -17,7 +17,7 @@ from offload.swap.threads.shield import defer_signals, ending_with, interrupted_
 from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.experts.packed_values import PackedValues
-from offload.zero.groups.group import GroupState, ParamGroup, digest
+from offload.zero.groups.group import ParamGroup, digest
 from offload.zero.groups.store import WeightStore
 from offload.zero.tensors.local_tensors import like
 from offload.zero.tensors.state_dict_copies import StateDictCopies
@@ -99,7 +99,7 @@ class WeightValues:
             return  # there is nothing to write to any more
         changed: list[int] = []
         for group, before in zip(groups, known, strict=True):
-            group.take_over()
+            group.copy_assigned()
             group.note_versions()
             pairs = zip(_digests(group), before, strict=True)
             changed += [int(now != digest) for now, digest in pairs]
@@ -169,7 +169,7 @@ class WeightValues:
         self._given.check()
 
     def _adopt(self, group: ParamGroup) -> None:
-        if group.residing is GroupState.GATHERED and not group.is_entered:
+        if group.is_gathered and not group.is_entered:
             changed = group.changed()
             if changed:
                 self.accept(group, changed)

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.discovery import Unit
-from offload.zero.groups.group import NO_COPIES, GroupState, ParamGroup
+from offload.zero.groups.group import NO_COPIES, ParamGroup
 from offload.zero.hooks import compilers
 from offload.zero.hooks.compilers import break_graph, uncompiled
 from offload.zero.hooks.handles import HandleTable
@@ -175,7 +175,7 @@ class UnitHooks:
             self._use(group)
             user.groups.append(group)
             group.enter(user, calls=calls)
-            if group.residing is GroupState.GATHERED:
+            if group.is_gathered:
                 self._handles.note(group)
 
     @defer_signals

@@ -188,7 +188,7 @@ class Runtime:
         # model has to ask for it at each use, so that its own stream waits.
         states = (group.state, gradients.state, *records)
         table = self.store.table_of(group)
-        group.permanent = (
+        group.all_in_place = (
             kept.in_place and not group.has_masters and layout.ranks == 1
             and not (table is not None and table.packed)  # experts may miss steps
             and not any(each.at_home_on_device for each in states)

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from offload.swap.states.state import Undoable
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.ledger import OldBytes
-from offload.zero.groups.group import GroupState
 from offload.zero.step.optimizer_state import Hyper, OptimizerState
 
 _LONGEST_PAUSE = 64  # steps
@@ -107,7 +106,7 @@ class SpeculativeUpdates:
         group, nbytes = state.group, self._nbytes[state.group.index]
         return (
             self.on and nbytes is not None and self._spare.holds(nbytes) and not group.is_entered
-            and (group.residing is GroupState.RELEASED or group.state.in_place)
+            and (not group.is_gathered or group.state.in_place)
             and not group.copies.is_arriving  # it may be read on another thread from here on
             # a view kept by the user, or read by another thread, must not show a trial
             and not group.has_kept_views()
