@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 # Added to the next use of a copy that was decoded from other bytes in memory (weights from their
 # codes): it is evicted before any copy that would have to be read again.
 MADE_HERE = 1e9
-# One scan of all copies finds one victim, and one more per so many copies. With fewer copies every
+# A scan of all copies finds one victim, and one more per so many copies. With fewer copies every
 # eviction scans anew: a scan is cheap then, and older victims may not be the furthest any more.
-_PER_LOOK = 64
+_PER_VICTIM = 64
 
 
 class CachedPiece(Protocol):
@@ -73,11 +73,11 @@ class SlotPool:
         self._least_use = 0.0  # no victim was needed sooner than this
         self._may_write_back: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
         self._held_nbytes = self._staying_nbytes = 0  # of all copies; of `_may_write_back`
-        self._sent: CachedPiece | None = None  # the last one written back for a prefetch
+        self._written_back: CachedPiece | None = None  # the last one written back for a prefetch
         self._values: CachedPiece | None = None  # the largest slot of decoded values
         self._limit: int | None = None  # bytes of the tier beyond which nothing is fetched ahead
         self.makes_values = False  # the last values that were used were decoded here
-        self._is_ahead = False  # a prefetch is looking for room
+        self._is_prefetching = False  # a prefetch is looking for room
         # Waits until another user releases copies; False if none will. Set by the owner of the work
         # that holds views of copies (the update queue).
         self.await_progress: Callable[[], bool] = lambda: False
@@ -94,17 +94,17 @@ class SlotPool:
         may stay in half of the limit, are written back as they come."""
         with self.lock:
             self._limit = limit_nbytes
-            self._give_up_for(0)
+            self._evict_to_limit(0)
 
-    def _give_up_for(self, nbytes: int) -> None:
+    def _evict_to_limit(self, nbytes: int) -> None:
         """Evict clean copies, the one needed last first, until `nbytes` more are within the
         limit."""
         while self._limit is not None and self.tier.used_nbytes + nbytes > self._limit:
-            piece = self._next_to_drop()
+            piece = self._next_victim()
             if piece is None:
                 return
             if piece.next_use() <= 0:  # or two that are needed now would take turns
-                if len(self._held) >= _PER_LOOK:
+                if len(self._held) >= _PER_VICTIM:
                     self._furthest.append(piece)
                 return
             piece.evict()
@@ -122,7 +122,7 @@ class SlotPool:
         self._held_nbytes -= piece.held_nbytes
         if self._values is piece:
             self._values = None
-        self._stays_no_more(piece, piece.held_nbytes)
+        self._end_stay(piece, piece.held_nbytes)
 
     def may_write_back(self, piece: CachedPiece) -> None:
         """Let a dirty `piece` stay until its room is needed, or until half of the memory for copies
@@ -136,7 +136,7 @@ class SlotPool:
         for each in sorted(self._may_write_back.values(), key=lambda each: -each.next_use()):
             each.write_back()
             if each.can_evict() or each.transit() is not None:
-                self._stays_no_more(each, each.held_nbytes)
+                self._end_stay(each, each.held_nbytes)
                 if self._staying_nbytes <= room // 2:
                     return
 
@@ -144,7 +144,7 @@ class SlotPool:
         budget = self.tier.arena.nbytes
         return budget if self._limit is None else min(budget, self._limit)
 
-    def _stays_no_more(self, piece: CachedPiece, nbytes: int) -> None:
+    def _end_stay(self, piece: CachedPiece, nbytes: int) -> None:
         if self._may_write_back.pop(id(piece), None) is not None:
             self._staying_nbytes -= nbytes
 
@@ -162,7 +162,7 @@ class SlotPool:
 
     def is_kept(self, piece: CachedPiece) -> bool:
         """Whether the slot of `piece` is kept for the next values (under the lock)."""
-        return self._is_ahead and piece is self._values
+        return self._is_prefetching and piece is self._values
 
     def offer_for_values(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
         """Return a lease, as `offer` does, for values that are needed now: if there is no room, the
@@ -172,7 +172,7 @@ class SlotPool:
             if lease is None and self._values is not None and self._values.can_evict():
                 self._values.evict()
                 self.evictions += 1
-            return lease or self._try(nbytes, owner, state_class, before=-1.0)
+            return lease or self._lease_or_evict(nbytes, owner, state_class, before=-1.0)
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
         """Return a lease, evicting any copy that can be evicted; may wait for write-backs.
@@ -181,18 +181,18 @@ class SlotPool:
         """
         while True:
             with self.lock:
-                self._give_up_for(nbytes)
-                lease = self._try(nbytes, owner, state_class, before=None)
+                self._evict_to_limit(nbytes)
+                lease = self._lease_or_evict(nbytes, owner, state_class, before=None)
                 if lease is not None:
                     return lease
-                wait = self._send_home()
+                wait = self._write_back_for_demand()
                 again = any(piece.can_evict() for piece in self._held.values())
             if wait is not None:
                 wait()
             elif not again and not self.await_progress():
                 break
         with self.lock:  # memory may have been released since; free ranges in pieces do now, too
-            lease = self._try(nbytes, owner, state_class, before=None)
+            lease = self._lease_or_evict(nbytes, owner, state_class, before=None)
             return lease or self.tier.lease(nbytes, owner=owner, state_class=state_class)
 
     def offer(
@@ -200,16 +200,16 @@ class SlotPool:
     ) -> Lease | None:
         """Return a lease if there is room, or if copies needed after `next_use` can be evicted."""
         with self.lock:
-            self._is_ahead = next_use >= 0
+            self._is_prefetching = next_use >= 0
             try:
-                lease = self._try(nbytes, owner, state_class, before=next_use)
-                while lease is None and self._send_away(state_class, next_use):
-                    lease = self._try(nbytes, owner, state_class, before=next_use)
+                lease = self._lease_or_evict(nbytes, owner, state_class, before=next_use)
+                while lease is None and self._write_back_for_prefetch(state_class, next_use):
+                    lease = self._lease_or_evict(nbytes, owner, state_class, before=next_use)
                 return lease
             finally:
-                self._is_ahead = False
+                self._is_prefetching = False
 
-    def _send_away(self, state_class: StateClass, before: float) -> bool:
+    def _write_back_for_prefetch(self, state_class: StateClass, before: float) -> bool:
         """Start to write back the piece that is needed last, after `before`, to make room for what
         the model computes with. Return whether it was written and evicted at once. (For an
         optimizer record this would save a read and cost a write.)"""
@@ -217,7 +217,7 @@ class SlotPool:
             return False
         if before >= self.uses_left():  # the step may make room before that use
             return False
-        if self._sent is not None and self._sent.transit() is not None:
+        if self._written_back is not None and self._written_back.transit() is not None:
             return False  # its room is waited for
         for piece in sorted(self._may_write_back.values(), key=lambda piece: -piece.next_use()):
             if piece.next_use() <= before:
@@ -228,20 +228,21 @@ class SlotPool:
                 self.evictions += 1
                 return True
             if piece.transit() is not None:
-                self._sent = piece
+                self._written_back = piece
                 return False
         return False
 
-    def _try(
+    def _lease_or_evict(
         self, nbytes: int, owner: str, state_class: StateClass, before: float | None
     ) -> Lease | None:
+        """Return a lease, evicting copies that are needed after `before`; any, if that is None."""
         needed = before is None
         lease = self._lease(nbytes, owner, state_class, needed=needed)
         if lease is not None:
             return lease
-        while (piece := self._next_to_drop()) is not None:
+        while (piece := self._next_victim()) is not None:
             if before is not None and piece.next_use() <= before:
-                if len(self._held) >= _PER_LOOK:
+                if len(self._held) >= _PER_VICTIM:
                     self._furthest.append(piece)
                 return None
             piece.evict()
@@ -251,7 +252,7 @@ class SlotPool:
                 return lease
         return None
 
-    def _next_to_drop(self) -> CachedPiece | None:
+    def _next_victim(self) -> CachedPiece | None:
         """Return the copy needed last of those that can be evicted, the larger of two needed at
         once; None if there is none."""
         while self._furthest:
@@ -263,7 +264,7 @@ class SlotPool:
             self._held.values(), key=lambda each: (-each.next_use(), -each.held_nbytes, each.name)
         )
         victims = (each for each in ordered if each.can_evict())
-        found = list(itertools.islice(victims, 1 + len(self._held) // _PER_LOOK))
+        found = list(itertools.islice(victims, 1 + len(self._held) // _PER_VICTIM))
         self._furthest = found[:0:-1]
         if self._furthest:
             self._least_use = self._furthest[0].next_use()
@@ -278,7 +279,7 @@ class SlotPool:
             return None
         return self.tier.lease(nbytes, owner=owner, state_class=state_class)
 
-    def _send_home(self) -> Callable[[], object] | None:
+    def _write_back_for_demand(self) -> Callable[[], object] | None:
         """Start to write back the dirty copy needed last. Return a function that waits until a move
         ends, or None if nothing moves."""
         pieces = sorted(self._held.values(), key=lambda piece: -piece.next_use())
