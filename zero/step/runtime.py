@@ -279,8 +279,8 @@ class Runtime:
         if group.pending is not None:
             group.wait_for_update()  # the graph predates the last step, which still reads gradients
         self._backward_thread = threading.get_ident()
-        there = state.gradients.add(index, gradient)
-        self.stepper.arrived(state, index, there=there)
+        readable = state.gradients.add(index, gradient)
+        self.stepper.arrived(state, index, readable=readable)
 
     def await_progress(self) -> bool:
         """Make room in a pool: write back gradients of groups whose backward is not over (an expert

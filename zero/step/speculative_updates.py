@@ -32,9 +32,9 @@ _LONGEST_PAUSE = 64  # steps
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms of an update, for the parameters that have a gradient, in their order."""
+    """The terms of an update: the parameters that have a gradient, and each one's numbers."""
 
-    having: tuple[int, ...]
+    indices: tuple[int, ...]  # of the parameters in their group
     hypers: tuple[Hyper | None, ...]
     scales: tuple[float, ...]  # what gradients were multiplied with
 
@@ -182,13 +182,13 @@ class SpeculativeUpdates:
         self._spare = self._spare + nbytes
         self._states[index].group.on_trial = None
 
-    def decide_next(self, passes: int, *, changed: bool, numbers_changed: bool) -> None:
+    def decide_next(self, passes: int, *, changed: bool, hypers_changed: bool) -> None:
         """Decide whether the next step has trials, after a step of so many passes; `changed`: it
         clipped or skipped. The next one has trials if this one changed nothing, but for some steps
         after one in which groups were needed as they were, or got other numbers."""
         if not self._is_possible:
             return
-        if self._disturbed or numbers_changed:
+        if self._disturbed or hypers_changed:
             self._last_pause = min(2 * self._last_pause + 1, _LONGEST_PAUSE)
             self._pause = self._last_pause + 1
         elif self.on and not changed:

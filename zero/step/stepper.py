@@ -80,9 +80,9 @@ class Stepper:
         reductions: Reductions | None = None,
         tensor_parallel: TensorParallel | None = None, tables: Sequence[ExpertTable] = (),
     ) -> None:  # fmt: skip
-        """`reductions` are with other ranks that have gradients of the same parameters,
-        `tensor_parallel` is there where some have those of other parts. `tables` are the model's
-        experts: those of a packed one make a step without a gradient when they are next needed."""
+        """`reductions` are with the ranks that have gradients of the same parameters,
+        `tensor_parallel` with those that have other parts of them. `tables` are the model's
+        experts: a packed one without a gradient makes its step when it is next needed."""
         self._states = states
         self._updates = updates
         self._rules = rules
@@ -94,20 +94,20 @@ class Stepper:
         # groups whose gradients an update reads, and whether they are cleared after that
         self._read_by_update: dict[int, bool] = {}
         self.nonfinite = NonfiniteSteps(rules.max_skipped_steps)
-        # in_backward: numbers as they are when the first group is complete, groups that are being
-        # updated ahead of their step, and gradients since the last step, per group and parameter
         self.hyper_source: Callable[[], HyperOf] | None = None
         # told which groups' gradients have no values any more, and why
         self.on_used_up: Callable[[Sequence[int], str], None] = lambda groups, why: None
         self.loss_scale_of_gradients = 1.0  # accumulated gradients have to be divided by it
         self.checks_passes = True  # False: the caller of the step counts them
-        self._short_step: int | None = None  # passes of the last step, if it had less than it says
-        self._hyper_ahead: HyperOf | None = None
-        self._ahead: set[int] = set()
+        self._short_step: int | None = None  # passes of the last step, if fewer than configured
+        self._hyper_ahead: HyperOf | None = None  # what the first update ahead of the step used
+        self._ahead: set[int] = set()  # groups whose update has begun ahead of the step
         self._reductions = Reductions() if reductions is None else reductions
         self.norms = GradientNorms(states, self._reductions, tensor_parallel)
+        # backward passes since the last step, by group and parameter: those whose gradients an
+        # update may read now, and all
         self._arrived = [np.zeros_like(state.steps) for state in states]
-        self._passes = [np.zeros_like(state.steps) for state in states]  # since the last step
+        self._passes = [np.zeros_like(state.steps) for state in states]
         alone = not self._reductions.has_others
         self._missed = LazyUpdates(states, tables, alone=alone)
         self.speculative = SpeculativeUpdates(
@@ -151,13 +151,13 @@ class Stepper:
             )
         self.speculative.take_back([state.group.index])
 
-    def arrived(self, state: OptimizerState, index: int, *, there: bool = True) -> None:
-        """Note that parameter `index` got its gradient of one backward pass. `there`: an update may
-        read it before the step; otherwise it is reduced with other ranks' in the step."""
+    def arrived(self, state: OptimizerState, index: int, *, readable: bool = True) -> None:
+        """Note that parameter `index` got its gradient of one backward pass. `readable`: an update
+        may read it before the step; otherwise it is reduced with other ranks' in the step."""
         self._unstepped = True
         self.norms.invalidate()
         self._passes[state.group.index][index] += 1
-        if not there:
+        if not readable:
             return
         arrived = self._arrived[state.group.index]
         arrived[index] += 1
@@ -166,7 +166,7 @@ class Stepper:
                 begin = partial(self._update_ahead, state)
                 self._reductions.when_issued(state.group.index, begin)
         elif self.speculative.on and (arrived == self.speculative.passes).all():
-            self._reductions.when_issued(state.group.index, partial(self._try, state))
+            self._reductions.when_issued(state.group.index, partial(self._update_on_trial, state))
 
     def _follow_loss_scale(self) -> None:
         """Rescale gradients that were multiplied with the scale of an earlier pass."""
@@ -191,16 +191,16 @@ class Stepper:
         if state.group.state.in_place:
             state.group.unmap()  # half an update must not be read
 
-    def _try(self, state: OptimizerState) -> None:
+    def _update_on_trial(self, state: OptimizerState) -> None:
         """Begin the update of one group before its step, if it can be undone."""
-        with self.speculative.lock:  # who takes it back finds its update submitted
+        with self.speculative.lock:  # so that who takes it back finds it submitted
             if not state.parts or not self.speculative.takes(state) or self._missed.lacks(state):
                 return
             assert self.hyper_source is not None, "set with the optimizer, before any backward"
             if self._hyper_ahead is None:
                 self._hyper_ahead = self.hyper_source()
             terms = self._terms(state, self._hyper_ahead, 1.0 / self.loss_scale_of_gradients)
-            if None in terms.hypers or len(terms.having) < len(state.steps):
+            if None in terms.hypers or len(terms.indices) < len(state.steps):
                 return
             state.gradients.close()
             if not self.speculative.begin(state, terms):
@@ -217,7 +217,7 @@ class Stepper:
         StateError, with nothing changed, if `hyper_of` differs from what updates ahead were made
         with.
         """
-        self._check_numbers_ahead(hyper_of)
+        self._check_hypers_ahead(hyper_of)
         self._check_passes()
         self._unstepped = False
         self.agree("a step")
@@ -241,14 +241,14 @@ class Stepper:
             clip = clip_coefficient(total, self._rules.clip_grad_norm)
             self._submit_rest(hyper_of, clip / scale)
         changed = skip or clip != 1.0
-        others = not changed and self.speculative.counts.redone > redone
-        self.speculative.decide_next(passes, changed=changed, numbers_changed=others)
+        hypers_changed = not changed and self.speculative.counts.redone > redone
+        self.speculative.decide_next(passes, changed=changed, hypers_changed=hypers_changed)
         self._note_nonfinite(finite, skip)
         self._trace.end_cycle()
         self._end_ahead()
         return StepOutcome(norm, skip)
 
-    def _check_numbers_ahead(self, hyper_of: HyperOf) -> None:
+    def _check_hypers_ahead(self, hyper_of: HyperOf) -> None:
         for index in sorted(self._ahead):
             assert self._hyper_ahead is not None, "set with the first update ahead"
             group = self._states[index].group
@@ -340,8 +340,8 @@ class Stepper:
                 state.group.gather()  # an update ahead withheld it
 
     def agree(self, use: str, name: str = "") -> None:
-        """Apply all ranks' clearing and reduce what is left to reduce, even if no gradient has come
-        since the norms were computed."""
+        """Clear what any rank has cleared, and reduce what is not reduced yet, even if no gradient
+        has come since the norms were computed. `use` says in errors what this is for."""
         self._wait_for_reading_updates()
         self._reductions.agree(use, name)
         self.norms.invalidate()
@@ -352,8 +352,8 @@ class Stepper:
         self.norms.invalidate()
 
     def _check_passes(self) -> None:
-        """Check how many passes come before a step against `gradient_accumulation_steps`. It gates
-        nothing, so a loop that counts on that (as with DeepSpeed) would step too often."""
+        """Compare the passes before a step with `gradient_accumulation_steps`. That key skips no
+        step, so a loop that counts on it for that (as with DeepSpeed) would step too often."""
         if not self.checks_passes:
             return
         passes = self.passes_since_step
@@ -370,7 +370,8 @@ class Stepper:
         self._short_step = passes if is_short else None
 
     def _wait_for_reading_updates(self) -> None:
-        """Wait for updates: a group has one at a time, and zero_grad counts from its call."""
+        """Wait for updates that read gradients: a group has one update at a time, and what
+        zero_grad cleared must not be seen by the next."""
         with self._lock:
             reading = sorted(self._read_by_update.keys() - self._ahead)
         reading = [index for index in reading if index not in self.speculative]
@@ -409,7 +410,7 @@ class Stepper:
             state = self._states[index]
             terms = self._terms(state, hyper_of, grad_scale)
             if self.speculative.keeps(index, terms):
-                state.steps[list(terms.having)] += 1
+                state.steps[list(terms.indices)] += 1
                 state.group.invalidate()
                 yield index
 
@@ -420,26 +421,26 @@ class Stepper:
         updates = []
         for state in states:
             terms = self._terms(state, hyper_of, grad_scale)
-            missed = self._missed.take(state, terms.having)
+            missed = self._missed.take(state, terms.indices)
             state.group.caught_up()
             updates.append(self._group_update(state, terms, missed))
-            state.steps[list(terms.having)] += 1
+            state.steps[list(terms.indices)] += 1
             state.group.invalidate()
         with self._lock:
             for state in states:
                 self._read_by_update.setdefault(state.group.index, False)
         here = [update for update in updates if update.state.parts]
         self._updates.submit(here, first=first)
-        for update in updates:  # other ranks have all of the group that is updated
+        for update in updates:  # this rank has no part of the group to update
             if not update.state.parts:
                 update.state.gradients.landed.then(partial(_end, update))
 
     def _terms(self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float) -> Terms:
         gradients = state.gradients
         hypers = [hyper_of(param) for param in state.group.params]
-        having = [i for i in np.flatnonzero(gradients.passes).tolist() if hypers[i] is not None]
-        scales = [grad_scale * gradients.factor(index) for index in having]
-        return Terms(tuple(having), tuple(hypers[index] for index in having), tuple(scales))
+        indices = [i for i in np.flatnonzero(gradients.passes).tolist() if hypers[i] is not None]
+        scales = [grad_scale * gradients.factor(index) for index in indices]
+        return Terms(tuple(indices), tuple(hypers[index] for index in indices), tuple(scales))
 
     def _group_update(
         self, state: OptimizerState, terms: Terms, missed: ZeroUpdates
@@ -447,13 +448,13 @@ class Stepper:
         """Return the next update of a group. Changes nothing."""
         group, segments = state.group, []
         missed = dict(missed)
-        # most parameters have the same; by id, since hashing takes longer than the rest
+        # most parameters share them; by id, since hashing a Hyper takes longer than all else
         scalars: dict[tuple[int, int, float], Scalars] = {}
-        steps = state.steps[list(terms.having)].tolist()
-        for index, hyper, scale, before_ in zip(
-            terms.having, terms.hypers, terms.scales, steps, strict=True
+        steps = (state.steps[list(terms.indices)] + 1).tolist()
+        for index, hyper, scale, step in zip(
+            terms.indices, terms.hypers, terms.scales, steps, strict=True
         ):
-            part, step = state.parts.get(index), before_ + 1
+            part = state.parts.get(index)
             assert hyper is not None, "in a param group"
             key = (id(hyper), step, scale)
             if key not in scalars:
