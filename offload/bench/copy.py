@@ -2,7 +2,7 @@
 
 The limit is one large copy from memory that PyTorch pinned, on a stream of its own; ours goes
 through `CopyStream`, in pieces as the runtime moves them, from memory pinned as the host tier pins
-its own, and from pageable memory. Each direction alone, then both at once.
+its own. Each direction alone, then both at once.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def run_copy(options: CopyOptions, say: Say) -> Record:
     record.note_rounds(options.rounds)
     measure(record, _systems(nbytes, device), options.rounds, say)
     for way in _WAYS:
-        for kind in ("pinned", "pageable"):
-            record.compare(f"ours {kind}, {way}", f"raw, {way}", "bytes_per_s")
+        record.compare(f"ours, {way}", f"raw, {way}", "bytes_per_s")
     record.notes.append(
         f"{format_bytes(nbytes)} per copy and direction; ours in pieces of "
         f"{format_bytes(min(PIECE_NBYTES, nbytes))}"
@@ -85,13 +84,11 @@ def _systems(nbytes: int, device: torch.device) -> list[Timed]:
     note = "" if memory.pinned else "could not be pinned"
     raw = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     pinned = [memory.tensor(i * nbytes, nbytes) for i in range(2)]
-    pageable = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
     systems = []
     for way, places in _WAYS.items():
         for name, kind, host, copies, said in (
             ("raw", Kind.LIMIT, raw, _raw_copies, ""),
-            ("ours pinned", Kind.OURS, pinned, _our_copies, note),
-            ("ours pageable", Kind.OURS, pageable, _our_copies, ""),
+            ("ours", Kind.OURS, pinned, _our_copies, note),
         ):
             pairs = ((there[0], host[0]), (host[1], there[1]))
             run = copies([pairs[place] for place in places], device)
