@@ -24,28 +24,24 @@ from offload.cli.bench import BenchGroup, bench_app
 from offload.cli.errors import failing_io
 
 
-def _zero3(
-    name: str, label: str, nbytes: int, device: str, **settings: Any
-) -> SystemSpec:  # fmt: skip
+def _zero3(name: str, device: str) -> SystemSpec:
     return SystemSpec(
-        name, f"DeepSpeed ZeRO-3, {label}", Kind.PEER, "benchmarks.trained:DeepSpeedZero3",
-        memory_per_parameter=nbytes, settings={"device": device, **settings}, requires="deepspeed",
+        name, f"DeepSpeed ZeRO-3, {device}", Kind.PEER, "benchmarks.trained:DeepSpeedZero3",
+        settings={"device": device}, requires="deepspeed",
     )  # fmt: skip
 
 
-def _torch(name: str, label: str, nbytes: int, program: str, **settings: Any) -> SystemSpec:
-    return SystemSpec(
-        name, label, Kind.PEER, f"benchmarks.trained:{program}",
-        memory_per_parameter=nbytes, settings=settings,
-    )  # fmt: skip
+def _torch(name: str, label: str, program: str, **settings: Any) -> SystemSpec:
+    program = f"benchmarks.trained:{program}"
+    return SystemSpec(name, label, Kind.PEER, program, settings=settings)
 
 
-ZERO3_CPU = _zero3("deepspeed-cpu", "cpu", 42, "cpu")
-ZERO3_NVME = _zero3("deepspeed-nvme", "nvme", 55, "nvme")
-DDP = _torch("ddp", "DDP", 48, "Replicated")
-FSDP2 = _torch("fsdp2", "FSDP2", 24, "FullySharded")
-FSDP2_OFFLOAD = _torch("fsdp2-offload", "FSDP2, CPUOffloadPolicy", 24, "FullySharded", offload=True)
-ZERO3_RANKS = _zero3("deepspeed", "cpu", 60, "cpu")
+ZERO3_CPU = _zero3("deepspeed-cpu", "cpu")
+ZERO3_NVME = _zero3("deepspeed-nvme", "nvme")
+DDP = _torch("ddp", "DDP", "Replicated")
+FSDP2 = _torch("fsdp2", "FSDP2", "FullySharded")
+FSDP2_OFFLOAD = _torch("fsdp2-offload", "FSDP2, CPUOffloadPolicy", "FullySharded", offload=True)
+ZERO3_RANKS = _zero3("deepspeed", "cpu")
 
 
 def run_step(options: StepOptions, say: Say) -> Record:

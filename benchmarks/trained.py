@@ -166,9 +166,6 @@ class Replicated(Plain):
         dist.init_process_group("gloo")
         return nn.parallel.DistributedDataParallel(model)
 
-    def close(self) -> None:
-        dist.destroy_process_group()
-
 
 class FullySharded(Replicated):
     """`fully_shard` applied to every block and to the root, as in its documentation."""

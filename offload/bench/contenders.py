@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib.util
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from offload.config import OffloadConfig
 from offload.process import machine
 from offload.process.child import Child, ChildFailed
 from offload.tiers.errors import ConfigError, PathError
-from offload.tiers.units import format_bytes
 from offload.train.plain import DTYPES
 
 INSTALL_BENCH = "not installed: pip install 'offload[bench]'"
@@ -40,8 +39,6 @@ LLAMA_151M: Mapping[str, Any] = {  # examples/llama-151m.yaml, wherever the pack
         "text": "python", "batch": 2, "sequence": 256,
     },
 }  # fmt: skip
-# interpreter, libraries, activations of a small batch; and what ranks exchange
-_PROCESS_NBYTES, _RANK_NBYTES = 400 << 20, 700 << 20
 
 
 @dataclass(frozen=True)
@@ -53,16 +50,13 @@ class SystemSpec:
     kind: Kind
     program: str  # MODULE:CLASS, a `systems.System`
     overrides: tuple[str, ...] = ()
-    memory_per_parameter: int = 0  # bytes at most, roughly, of all ranks in fp32: what fits
     batches: int = 1  # of the configuration's size per step
     settings: Mapping[str, Any] = field(default_factory=dict)  # what else the class is made with
     requires: str = ""  # a module that may not be installed
 
 
 OURS = "offload.bench.systems:Ours"
-PLAIN = SystemSpec(
-    "plain", "plain PyTorch", Kind.PEER, "offload.bench.systems:Plain", memory_per_parameter=22
-)
+PLAIN = SystemSpec("plain", "plain PyTorch", Kind.PEER, "offload.bench.systems:Plain")
 
 
 def all_on(tier: str, **others: str) -> tuple[str, ...]:
@@ -77,21 +71,24 @@ _MEASURES = ("seconds", "forward_backward_s", "read_nbytes", "written_nbytes")
 
 
 class Contender:
-    """The processes of one system. A failure of a peer does not end the bench."""
+    """The processes of one system. A peer's failure is noted, one of ours ends the bench."""
 
     def __init__(self, spec: SystemSpec, base: OffloadConfig, folder: Path, ranks: int = 1) -> None:
-        """Blocks until the model is built on every rank. ChildFailed if a process ends early."""
+        """Blocks until the model is built on every rank."""
         self.spec = spec
         self.reason = ""  # why it failed
         self.turns: list[Turn] = []  # the warm-up's, too
         self.losses: list[tuple[float, ...]] = []  # by step, of each rank
+        self._children: list[Child] = []
+        if spec.requires and importlib.util.find_spec(spec.requires) is None:
+            self.reason = INSTALL_BENCH
+            return
         config = OffloadConfig.load(base, (*spec.overrides, f"nvme.paths=[{folder}]"))
         options = {
             "program": spec.program, "settings": dict(spec.settings), "config": config.to_dict(),
             "batches": max(spec.batches, config.gradient_accumulation_steps),
         }  # fmt: skip
-        self._children: list[Child] = []
-        try:
+        with self._watched():
             for rank, environment in enumerate(_environments(ranks)):
                 here = folder / f"{spec.name}-{rank}"
                 here.mkdir()
@@ -100,58 +97,53 @@ class Contender:
                 self._children.append(Child(spec.label, serve, given, here, environment))
             for child in self._children:
                 child.answer()
-        except BaseException:
-            self.kill()
-            raise
 
-    def turn(self) -> Turn | None:
-        """The slowest rank's times, all ranks' bytes. None once it has failed."""
-        if self.reason:
-            return None
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Kill the processes if one of them fails. Raises ChildFailed for one of ours only."""
         try:
+            yield
+        except BaseException as error:
+            self.kill()
+            if self.spec.kind is not Kind.PEER or not isinstance(error, ChildFailed):
+                raise
+            self.reason = f"failed: {error.brief}"[:160]
+
+    def turn(self) -> None:
+        """Train a turn: the slowest rank's times, all ranks' bytes. Nothing once it has failed."""
+        if self.reason:
+            return
+        with self._watched():
             for child in self._children:
                 child.send("turn")
             turns: list[Turn] = [child.answer() for child in self._children]
-        except ChildFailed as error:
-            self.kill()
-            self._failed(error, "")
-            return None
-        self.losses += zip(*(turn.losses for turn in turns), strict=True)
-        slowest = {name: max(getattr(turn, name) for turn in turns) for name in _TIMES}
-        together = {name: sum(getattr(turn, name) for turn in turns) for name in _BYTES}
-        self.turns.append(Turn(turns[0].losses, **slowest, **together))
-        return self.turns[-1]
-
-    def _failed(self, error: ChildFailed, but: str) -> None:
-        """Record a peer's failure; raise one of our own systems, which ends the bench."""
-        if self.spec.kind is not Kind.PEER:
-            raise error
-        self.reason = but or brief(error)
+            self.losses += zip(*(turn.losses for turn in turns), strict=True)
+            slowest = {name: max(getattr(turn, name) for turn in turns) for name in _TIMES}
+            together = {name: sum(getattr(turn, name) for turn in turns) for name in _BYTES}
+            self.turns.append(Turn(turns[0].losses, **slowest, **together))
 
     def close(self) -> None:
-        """Let the processes end by themselves, with their own checks."""
-        if self.reason:
+        """Let our processes end by themselves, with their own checks."""
+        if self.spec.kind is Kind.PEER:
+            self.kill()
             return
-        try:
-            for child in self._children:  # ranks end together
-                child.hang_up()
-            for child in self._children:
-                child.close()
-        except ChildFailed as error:
-            self._failed(error, "measured, but failed when it was closed")
+        for child in self._children:  # ranks end together
+            child.hang_up()
+        for child in self._children:
+            child.close()
 
     def kill(self) -> None:
         for child in self._children:
             child.kill()
 
-    def row(self, turns: Sequence[Turn | None]) -> Row:
-        """The measures of all rounds' turns, and the peak of all turns; or why there are none."""
-        done = [turn for turn in turns if turn is not None]
-        if len(done) < len(turns):
+    def row(self, rounds: int) -> Row:
+        """The measures of the last `rounds` turns, and the peak of all; or why there are none."""
+        if self.reason:
             return Row(self.spec.label, self.spec.kind, note=self.reason)
-        measures = {name: [float(getattr(turn, name)) for turn in done] for name in _MEASURES}
-        facts = {"peak_rss_nbytes": float(max(turn.peak_rss_nbytes for turn in done))}
-        return Row(self.spec.label, self.spec.kind, measures, facts, self.reason)
+        timed = self.turns[-rounds:]
+        measures = {name: [float(getattr(turn, name)) for turn in timed] for name in _MEASURES}
+        facts = {"peak_rss_nbytes": float(max(turn.peak_rss_nbytes for turn in self.turns))}
+        return Row(self.spec.label, self.spec.kind, measures, facts)
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:
@@ -170,10 +162,6 @@ def _environments(ranks: int) -> list[dict[str, str]]:
         }
         for rank in range(ranks)
     ]  # fmt: skip
-
-
-def brief(error: ChildFailed) -> str:
-    return f"failed: {error.brief}"[:160]
 
 
 # ---------------------------------------------------------------- which, and of what model
@@ -230,8 +218,8 @@ def train_in_turn(
     record: Record, options: StepOptions, specs: Sequence[SystemSpec], base: OffloadConfig,
     say: Say, limits: Limits | None = None,
 ) -> tuple[list[Contender], dict[str, list[Any]]]:  # fmt: skip
-    """Measure the systems that fit beside each other, and add a row for each to `record`. Returns
-    the systems, closed, and the results of `limits` by name and round.
+    """Measure the systems beside each other, and add a row for each to `record`. Returns the
+    systems, closed, and the results of `limits` by name and round.
 
     ChildFailed if one of our own ends early; PathError and ConfigError before anything is started.
     """
@@ -244,7 +232,11 @@ def train_in_turn(
     record.note_rounds(options.rounds)
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
-        systems, missing = start(wanted_specs, base, private, stack, say, options.ranks)
+        systems = []
+        for spec in wanted_specs:
+            say(f"starting {spec.label}")
+            systems.append(Contender(spec, base, private, options.ranks))
+            stack.callback(systems[-1].kill)
         runs: dict[str, Callable[[], Any]] = {s.spec.label: s.turn for s in systems}
         if limits is not None:
             runs |= limits(systems, private, stack)
@@ -252,45 +244,5 @@ def train_in_turn(
         say("closing")
         for system in systems:
             system.close()
-    record.rows += [system.row(results.pop(system.spec.label)) for system in systems]
-    record.rows += missing
+    record.rows += [system.row(options.rounds) for system in systems]
     return systems, results
-
-
-def start(
-    specs: Sequence[SystemSpec], base: OffloadConfig, folder: Path, stack: ExitStack, say: Say,
-    ranks: int = 1,
-) -> tuple[list[Contender], list[Row]]:  # fmt: skip
-    """The systems that fit beside each other, started, and rows of those that cannot be.
-    ChildFailed if one of our own ends early; ConfigError where none is left."""
-    systems: list[Contender] = []
-    missing: list[Row] = []
-    numel, room = count_parameters(base), machine.available_memory_nbytes()
-    each = _PROCESS_NBYTES if ranks == 1 else ranks * _RANK_NBYTES
-    for spec in specs:
-        needed = spec.memory_per_parameter * numel + each
-        reason = ""
-        if needed > room:
-            reason = (
-                f"left out: needs about {format_bytes(needed)}, and {format_bytes(max(0, room))} "
-                "are free; take fewer --systems or --ranks, or a smaller model"
-            )
-        elif spec.requires and importlib.util.find_spec(spec.requires) is None:
-            reason = INSTALL_BENCH
-        else:
-            say(f"starting {spec.label}")
-            try:
-                systems.append(Contender(spec, base, folder, ranks))
-            except ChildFailed as error:
-                if spec.kind is not Kind.PEER:
-                    raise
-                reason = brief(error)
-        if reason:
-            missing.append(Row(spec.label, spec.kind, note=reason))
-            continue
-        room -= needed
-        stack.callback(systems[-1].kill)
-    if not systems:
-        reasons = "".join(f"\n  {row.name}: {row.note}" for row in missing)
-        raise ConfigError(f"--systems: none of them can be measured:{reasons}")
-    return systems, missing

@@ -24,16 +24,16 @@ from offload.bench.table import Column, number
 from offload.tiers.errors import ConfigError
 
 
-def _ours(name: str, stage: int, tier: str, nbytes: int) -> SystemSpec:
+def _ours(name: str, stage: int, tier: str) -> SystemSpec:
     budget = "budget.host=" + ("768MiB" if tier == "nvme" else "auto")
     overrides = (*all_on(tier), budget, f"zero.stage={stage}")
-    return SystemSpec(name, f"ours, stage {stage}, {tier}", Kind.OURS, OURS, overrides, nbytes)
+    return SystemSpec(name, f"ours, stage {stage}, {tier}", Kind.OURS, OURS, overrides)
 
 
 SYSTEMS = (
-    _ours("stage3", 3, "host", 24),
-    _ours("stage2", 2, "host", 28),
-    _ours("stage3-nvme", 3, "nvme", 12),
+    _ours("stage3", 3, "host"),
+    _ours("stage2", 2, "host"),
+    _ours("stage3-nvme", 3, "nvme"),
 )
 COLUMNS = (
     Column("s/step", number("seconds")),

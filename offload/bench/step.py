@@ -42,8 +42,8 @@ from offload.process import machine
 from offload.tiers.errors import IntegrityError
 
 _ON_HOST = (*all_on("host"), "budget.host=auto")
-HOST = SystemSpec("host", "ours, all on host", Kind.OURS, OURS, _ON_HOST, 22)
-NVME = SystemSpec("nvme", "ours, all on nvme", Kind.OURS, OURS, all_on("nvme"), 4)
+HOST = SystemSpec("host", "ours, all on host", Kind.OURS, OURS, _ON_HOST)
+NVME = SystemSpec("nvme", "ours, all on nvme", Kind.OURS, OURS, all_on("nvme"))
 SYSTEMS = (PLAIN, HOST, NVME)
 
 COLUMNS = (

@@ -55,7 +55,7 @@ Size = Annotated[
 ]
 Systems = Annotated[
     str,
-    typer.Option("--systems", metavar="NAMES", help="Names with commas. Default: all that fit."),
+    typer.Option("--systems", metavar="NAMES", help="Names with commas. Default: all."),
 ]
 
 

@@ -187,18 +187,6 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
     assert "Traceback" not in error
 
 
-def test_ranks_without_a_system_that_can_run_say_why(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offload.bench.contenders.machine.available_memory_nbytes", lambda: 1 << 20)
-    assert run("ranks", "--systems", "stage3,stage3,stage2", *TINY_MODEL) == 2
-    said = capsys.readouterr().err
-    assert said.count("ours, stage 3, host: left out: needs about 1.4 GiB, and 1.0 MiB") == 1
-    assert "ours, stage 2, host: left out" in said
-    assert "fewer --systems or --ranks" in said
-    assert "Traceback" not in said
-
-
 def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
     assert run(*ADAM, "--rounds", "1", "--json", "/dev/full") == 2
     printed = capsys.readouterr()
