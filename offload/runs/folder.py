@@ -25,15 +25,16 @@ from offload.checkpoint.format.disk import OpenFile, lock_folder, make_folder, u
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.loggers import Logger, Values
-from offload.planning.choice.run_records import (
+from offload.process.machine import peak_rss_nbytes
+from offload.runs.metrics import (
     MEASURED,
     PREDICTION,
     Measured,
+    MetricsFile,
     Prediction,
     usual_step_s,
+    write_whole,
 )
-from offload.process.machine import peak_rss_nbytes
-from offload.runs.metrics import MetricsFile, write_whole
 from offload.runs.page import PAGE, write_page
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
 

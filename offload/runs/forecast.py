@@ -16,7 +16,6 @@ from offload.memory.tier_manager import compute_device, nvme_paths, this_machine
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import RunPlan, chosen_config, plan_run
-from offload.planning.choice.run_records import Prediction
 from offload.planning.choice.solver import RunFacts, Solution
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.calibration import known_speeds, machine_speeds
@@ -24,6 +23,7 @@ from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.chunk_and_prefetch import WORTH_MEASURING_NBYTES
 from offload.planning.plan.estimate import Workload
 from offload.planning.plan.sizes import ITEMSIZE
+from offload.runs.metrics import Prediction
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.tier import Tier

@@ -1,22 +1,34 @@
-"""The figures of one step, and the file with a line of JSON per step."""
+"""The figures of one step, and the files of a run that hold figures.
+
+metrics.jsonl      a line of JSON per step
+prediction.json    written before the first step: the expected figures of the run's plan
+measured.json      written after the last: ledger peaks, peak RSS, seconds of a usual step
+"""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field, TypeAdapter
 
 from offload.checkpoint.format.disk import replace_text
 from offload.loggers import JSONLinesLogger
+from offload.planning.machine.disk_cache import Nbytes, Positive
 from offload.tiers.errors import PathError, StorageError
 
 if TYPE_CHECKING:
     from offload.report import Report
+
+PREDICTION, MEASURED = "prediction.json", "measured.json"
+SETTLING_STEPS = 2  # the first learns the order of uses, the second is the first to fetch ahead
 
 
 @dataclass(frozen=True)
@@ -52,11 +64,6 @@ class StepMetrics:
 
 
 _NAMES = tuple(each.name for each in fields(StepMetrics) if each.name != "step")
-
-
-def grown(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """The seconds by which each count has grown."""
-    return {name: seconds - before.get(name, 0.0) for name, seconds in now.items()}
 
 
 class MetricsFile(JSONLinesLogger):
@@ -98,3 +105,44 @@ def write_whole(path: Path, text: str) -> None:
         replace_text(path, text)
     except StorageError as error:
         raise PathError(f"cannot write {path}: {os.strerror(error.errno or errno.EIO)}") from None
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Peaks in bytes and the seconds of a usual step of a run, stored as JSON."""
+
+    tiers: Mapping[str, Nbytes]  # the ledgers' peaks
+    rss_nbytes: Annotated[Nbytes, Field(gt=0)]
+    seconds: Positive | None
+
+    def to_json(self) -> str:
+        return TypeAdapter(type(self)).dump_json(self, indent=1).decode() + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the text that `to_json` wrote. Raise ValueError for any other text."""
+        return TypeAdapter(cls).validate_json(text)
+
+
+@dataclass(frozen=True)
+class Prediction(_Figures):
+    """The predicted figures (seconds None: the speeds of the machine are not known)."""
+
+    bounds: tuple[str, ...] = ()  # tiers of which the most is predicted that can come
+    format: Literal[1] = 1
+
+
+@dataclass(frozen=True)
+class Measured(_Figures):
+    """The measured figures (seconds None: too few steps)."""
+
+    steps: Nbytes
+    cut_short: bool = False  # by an error, or by a Ctrl-C or SIGTERM before all steps were saved
+    stopped: bool = False  # by a Ctrl-C or SIGTERM, and all steps are saved
+    format: Literal[1] = 1
+
+
+def usual_step_s(seconds: Sequence[float]) -> float | None:
+    """The median seconds of a run's steps without the first ones; None if there are no others."""
+    settled = list(seconds)[SETTLING_STEPS:]
+    return statistics.median(settled) if settled else None

@@ -16,8 +16,7 @@ from offload.config.file import read_document
 from offload.display.words import duration, share
 from offload.pages.page import Figure, Page, Section, Table, to_html
 from offload.pages.pictures import Line, Picture, can_draw, line_picture
-from offload.planning.choice.run_records import MEASURED, usual_step_s
-from offload.runs.metrics import MetricsFile, write_whole
+from offload.runs.metrics import MEASURED, MetricsFile, usual_step_s, write_whole
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tiers.tier import TIERS
 from offload.tiers.units import format_bytes

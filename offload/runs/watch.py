@@ -24,7 +24,7 @@ from offload.display.plain_text import echo
 from offload.display.training import Lines, LossWarning, Run
 from offload.loggers import AnyLogger, Logger, closing_all, loggers_of
 from offload.process.machine import rank_here, rss_nbytes
-from offload.runs.metrics import StepMetrics, grown
+from offload.runs.metrics import StepMetrics
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -150,7 +150,8 @@ class Watch:
         assert engine is not None, "its optimizer makes a step"
         self._outlet.flush()  # where no forward of the whole model was seen
         waited = engine.waits()
-        row = self._row(engine, now, grown(waited, self._before))
+        since = {name: seconds - self._before.get(name, 0.0) for name, seconds in waited.items()}
+        row = self._row(engine, now, since)
         self._outlet.held = _Held(row, self._given, self._tokens, self._passes)
         self._given, self._passes = _Given(), None
         self._last = self._ended = now

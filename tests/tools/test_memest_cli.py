@@ -220,7 +220,7 @@ def test_a_model_too_large_for_a_machine_without_a_disk_is_told_how_much_would_d
 
 
 def test_check_prints_predicted_and_measured(tmp_path: Path, capsys: Any) -> None:
-    from offload.planning.choice.run_records import MEASURED, PREDICTION, Measured, Prediction
+    from offload.runs.metrics import MEASURED, PREDICTION, Measured, Prediction
 
     tiers = {"host": 1 << 20, "nvme": 1 << 30}
     (tmp_path / PREDICTION).write_text(Prediction(tiers, 110, 2.0).to_json())

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
-from offload.planning.choice.run_records import Measured, Prediction
 from offload.runs.folder import RunFolder
+from offload.runs.metrics import Measured, Prediction
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tools.memest.commands.run_check import RunCheck, check_run, compare
 from offload.train.loop import Trainer, run

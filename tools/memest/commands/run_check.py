@@ -14,7 +14,7 @@ from rich.text import Text
 
 from offload.display.console import PlainConsole, table
 from offload.display.words import duration
-from offload.planning.choice.run_records import (
+from offload.runs.metrics import (
     MEASURED,
     PREDICTION,
     SETTLING_STEPS,
