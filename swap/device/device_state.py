@@ -70,7 +70,7 @@ class DeviceSlotState(CachedState):
         self._before_write = mark.replacing(self._before_write)
 
     def _marks(self) -> Iterable[StreamEvent]:
-        """What still works in the slot."""
+        """The events of the work that still uses the slot."""
         return self._before_write
 
     def evict(self) -> None:

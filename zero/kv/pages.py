@@ -75,7 +75,7 @@ class KVPages:
 
     @property
     def state(self) -> KVPages:
-        """What the fetcher fetches: all pages."""
+        """The state that the fetcher fetches, which is all pages."""
         return self
 
     @property

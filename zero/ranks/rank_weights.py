@@ -1,6 +1,6 @@
-"""What several ranks do together with a model's weights: gathering shards, agreeing on writes.
+"""The work of several ranks with a model's weights: gathering shards, agreeing on writes.
 
-`rank_work.py` has the ranks that do, and the collectives of training.
+The base class is for one rank alone; `rank_work.py` has several, and their training.
 """
 
 from __future__ import annotations

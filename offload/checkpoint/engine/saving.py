@@ -48,8 +48,8 @@ def save_engine(engine: Trained, path: Path, state: Mapping[str, Any] | None) ->
     budgets it holds one chunk. Whenever the process dies, `path` holds the old checkpoint or the
     new one, complete. Gradients are not part of a checkpoint.
 
-    Processes may save beside each other. One that loads what another process replaces meanwhile
-    gets a CheckpointError. Files that no checkpoint has are never replaced or removed.
+    Several processes may save at once. One that loads what another process replaces meanwhile gets
+    a CheckpointError. Files that belong to no checkpoint are never replaced or removed.
 
     Raises StateError while gradients wait for a step, inside `engine.gathered`, or after a load
     that failed half-way; PathError if `path` cannot be written or holds something else;
@@ -83,8 +83,8 @@ class Saver:
     def __init__(
         self, engine: Trained, run: RunState, snapshots: Mapping[State, Snapshot] | None = None
     ) -> None:  # fmt: skip
-        """Prepare to save the engine's states as they are when read, or `snapshots` of all of them,
-        which can be read in any order."""
+        """Prepare to save the engine's states as they are when they are read, or `snapshots` of all
+        of them, which keep their bytes and can be read in any order."""
         self._states = engine.optimizer_states
         self._run = run
         self._saved_format = model.saved_format(engine)
@@ -111,7 +111,7 @@ class Saver:
         self._access = PieceAccess(model.saved_states(engine), snapshots)
         self._reader = ShardReader(self._access, engine.ranks, engine.store.own.nbytes)
         self._has_parameters: set[int] = set()  # groups whose parameters were written
-        self.came: Callable[[int], None] = lambda nbytes: None
+        self.came: Callable[[int], None] = lambda nbytes: None  # told of bytes that were written
         # set by `begin`, on the rank that writes
         self._folder: PendingFolder
         self._files: CheckpointWriter
@@ -136,8 +136,8 @@ class Saver:
 
     # ---------------------------------------------------------------- step by step
     def begin(self, folder: Path) -> None:
-        """Begin the files in `folder`, and write the tensors of no group: buffers, and the rest of
-        the training run (random states, the caller's state)."""
+        """Begin the files in `folder`, and write the tensors that are in no group: buffers,
+        random states and the caller's state."""
         self._files = CheckpointWriter(folder, self._manifest, self.nbytes())
         self._files.write_tensors(BUFFERS, self._manifest.buffers, self._run.others.values())
         run = self._run

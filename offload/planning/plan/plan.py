@@ -47,7 +47,7 @@ class Hardware:
 
     @property
     def capacities(self) -> Mapping[Tier, int]:
-        """The bytes that one rank has of each place."""
+        """The bytes that one rank has of each tier."""
         return {tier: tier.capacity_nbytes for tier in TIERS} | {
             Tier.DEVICE: self.device_nbytes, Tier.HOST: self.host_nbytes,
             Tier.NVME: self.nvme_free_nbytes,
@@ -182,13 +182,16 @@ def mirrors_nbytes(plan: Plan) -> int:
 
 
 def device_upper_bound(plan: Plan) -> int:
-    """The most bytes of GPU memory in use, rounded up to PyTorch's allocation size: the states at
-    home there, all mirrors, fp32 sums of gradients of more passes than were planned for (one that
-    begins has its first, 16-bit gradient beside it), and one unit once more, since copies that come
-    and go leave holes."""
-    pairs = zip(plan.groups, plan.gradients, strict=True)
-    there = ((g.gradients, pages(g.layout.shard_trainable * 4)) for g, t in pairs if t.on_device)
-    sums = sum(summed for planned, summed in there if summed > planned)  # not sums already
+    """The most bytes of GPU memory in use, rounded up to PyTorch's allocation size.
+
+    It holds the states at home there, mirrors of all others, and one unit once more, since copies
+    that come and go leave holes. Gradients that are planned in 16 bits become fp32 sums if a step
+    has a second pass; a sum that begins is beside the first gradient."""
+    sums = 0
+    for group, home in zip(plan.groups, plan.gradients, strict=True):
+        summed = pages(group.layout.shard_trainable * 4)
+        if home.on_device and summed > group.gradients:  # else they are planned as sums
+            sums += summed
     most = plan.total(Tier.DEVICE) + mirrors_nbytes(plan) + sums + gathered_nbytes(plan)
     return round_up(most, _BLOCK_NBYTES)
 
@@ -235,16 +238,18 @@ def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldBytes]:
     (zero/step/speculative_updates.py), and the bytes of their old versions."""
     if config.optimizer.in_backward is True:
         return {}
-    whole = plan.sharding.world_size > 1 and not plan.sharding.parameters
+    on_all_ranks = plan.sharding.world_size > 1 and not plan.sharding.parameters
     tried, left = {}, spare_nbytes(plan)
     for index in range(len(plan.groups) - 1, -1, -1):  # as backward comes to them
         group, home = plan.groups[index], plan.parameters[index]
-        moves = {*plan.records[index]} == {Tier.NVME} or (home is Tier.NVME and not group.records)
-        on_host = home.medium is Medium.HOST and not whole
-        if not moves or not (home is Tier.NVME or on_host) or group.decoded:
+        from_nvme = {*plan.records[index]} == {Tier.NVME} or (
+            home is Tier.NVME and not group.records
+        )
+        on_host = home.medium is Medium.HOST and not on_all_ranks
+        if not from_nvme or not (home is Tier.NVME or on_host) or group.decoded:
             continue
-        pages = 2 * PAGE_NBYTES * len(group.records)
-        old = OldBytes(sum(group.records) + pages, group.parameters)
+        padding = 2 * PAGE_NBYTES * len(group.records)
+        old = OldBytes(sum(group.records) + padding, group.parameters)
         if home is Tier.NVME:
             old = OldBytes(old.files + group.parameters + PAGE_NBYTES)
         if group.layout.numel_trainable and left.holds(old):
