@@ -91,7 +91,7 @@ class TierTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(TierTraffic):
-    """The same for an engine, and the outcome of its steps.
+    """The traffic of an engine's tiers, and the outcome of its steps.
 
     `steps` were taken, `skipped_steps` not, for infinite or NaN gradients. `gradient_norm` is that
     of the last step, unscaled and before the engine's clipping (a loop that clips by itself hands
