@@ -110,11 +110,11 @@ class Rule(IntEnum):
 
 
 class StateFormat(IntEnum):
-    """The format of all states of a rule. Stochastic rounding: `kernels.noise`."""
+    """The format of all states of a rule. Stochastic rounding: `kernels.cpu.noise`."""
 
     FP32 = 0
     BF16 = 1  # uint16 bits, rounded stochastically
-    INT8 = 2  # uint8 codes and a scale per block, rounded stochastically: `kernels.int8`
+    INT8 = 2  # uint8 codes and a scale per block, rounded stochastically: `kernels.cpu.int8`
 
 
 @dataclass(frozen=True, slots=True)

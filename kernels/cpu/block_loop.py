@@ -1,4 +1,4 @@
-"""The loop over blocks of 8-bit states, two sweeps per block; see `kernels.step_loop`."""
+"""The loop over blocks of 8-bit states, two sweeps per block; see `kernels.cpu.step_loop`."""
 
 from collections.abc import Iterator, Sequence
 

@@ -16,7 +16,7 @@ The blocks start at each call's first element: a gradient cut into several calls
 than multiples of NORM_BLOCK has other partials.
 
 Arrays must not overlap. 16-bit floats are uint16 bits, see `kernels.floats`. Rounding to a 16-bit
-format is to nearest even, `kernels.convert`; additions are single fp32 additions.
+format is to nearest even, `kernels.cpu.convert`; additions are single fp32 additions.
 """
 
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ ordered like the numbers (a NaN above infinity):
     e = max(e - 15, 8)  SIGNED,  max(e - 31, 8)  UNSIGNED
     s = float(e << 23), or if a >= 0x7f800000 the NaN 0x7fc00000
 
-and then, per element, with 16 random bits n (see `kernels.noise`), in fp32 and uint32:
+and then, per element, with 16 random bits n (see `kernels.cpu.noise`), in fp32 and uint32:
 
     t = |x| + s                                           one fp32 addition, rounded to nearest even
     c = (bits(t) - bits(s) + (n << 4) + 8) >> 20

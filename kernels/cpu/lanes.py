@@ -148,8 +148,8 @@ class Lanes:
     def add_noise(self, value: Value, noise: Value, *, signed: bool = True) -> Value:
         """fp32 bits whose high halves are `value` in bf16, rounded stochastically.
 
-        `noise` are 16 random bits in i32 lanes (`kernels.noise`). A value that is not `signed` is
-        at least 0, or a quiet NaN, as all arithmetic makes them.
+        `noise` are 16 random bits in i32 lanes (`kernels.cpu.noise`). A value that is not `signed`
+        is at least 0, or a quiet NaN, as all arithmetic makes them.
         """
         if signed:
             return self.builder.add(self.bits_or_nan(value), noise)

@@ -1,7 +1,7 @@
 """Loops over arrays in LLVM IR, with several vectors side by side.
 
 They go over all whole vectors first and then over what is left, element by element, with the same
-emitting functions: an element's bits are the same wherever it is (`kernels.lanes`).
+emitting functions: an element's bits are the same wherever it is (`kernels.cpu.lanes`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

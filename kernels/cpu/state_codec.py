@@ -44,7 +44,7 @@ def decode_state(stored: Stored, kind: StateFormat, *, signed: bool) -> Array:
 
 
 def decode_int8(codes: Array, scales: Array, *, signed: bool) -> Array:
-    """The fp32 values of codes (numel,) with one scale per block (`kernels.int8`)."""
+    """The fp32 values of codes (numel,) with one scale per block (`kernels.cpu.int8`)."""
     scale = np.repeat(scales, BLOCK)[: codes.size]
     wide = codes.astype(np.uint32)
     magnitude = wide & 0x7F if signed else wide

@@ -1,4 +1,4 @@
-"""The compiled loops of `kernels.optimizer`: one frame around all rules and formats.
+"""The compiled loops of `kernels.cpu.optimizer`: one frame around all rules and formats.
 
 Per vector of elements: load and widen the gradient, the weight and the states, apply the rule,
 round and store. With 8-bit states a block is done in two sweeps over data in the nearest cache: the

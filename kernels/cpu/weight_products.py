@@ -2,9 +2,9 @@
 
     out[m, n] = sum over k of x[m, k] * w[n, k]        x (M, K), w (N, K), fp32 sums
 
-w are the values that `kernels.weight_codes` decodes to, in registers and nowhere else. On one core,
-4096 x 4096 weights, groups of 64, milliseconds: straight from codes / decoded and then multiplied
-by PyTorch (bf16); of one row, `torch._weight_int4pack_mm_for_cpu`, which needs codes in an order of
+w are the values that `kernels.cpu.weight_codes` decodes to, in registers and nowhere else. On one
+core, 4096 x 4096 weights, groups of 64, milliseconds: straight from codes / decoded and then
+multiplied by PyTorch (bf16); of one row, `torch._weight_int4pack_mm_for_cpu`, which needs codes in an order of
 its own, takes 0.45:
 
     rows of x        1            4            8           16

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, RET505 - what is fixed at compile time is written so in Triton
-"""The Triton kernel of `kernels.triton_gradients`; see there.
+"""The Triton kernel of `kernels.gpu.triton_gradients`; see there.
 
-The order of a block's sum is that of `kernels.gradients`: 32 lanes, each going down the block's
+The order of a block's sum is that of `kernels.cpu.gradients`: 32 lanes, each going down the block's
 rows by fused multiply-adds in fp64, then the lanes in halves. It suits a GPU: a program is one
 warp, a lane is a thread's register, and a row is one coalesced access. What the chain of dependent
 additions would cost is latency of memory, and that is hidden by loading UNROLL rows before the

@@ -1,4 +1,4 @@
-"""Gradients on their way into an accumulator in device memory: the twin of `kernels.gradients`.
+"""Gradients on their way into an accumulator in device memory: the twin of `kernels.cpu.gradients`.
 
 The same functions on tensors, with the same guarantee across the two: stored values and fp64
 partials have the same bits (a NaN is a NaN), so that the norm, and with it the clipping, does not

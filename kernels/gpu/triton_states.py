@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, RET505, SIM108 - what is fixed at compile time is written so in Triton
-"""Formats of optimizer states as Triton functions: `kernels.noise` and `kernels.int8`, bit for bit.
+"""Formats of optimizer states as Triton functions, with the bits of `kernels.cpu.noise` and `int8`.
 
 Blocks of the 8-bit code are the rows of a tile: offsets are (rows, 256) and scales (rows, 1). The
 other formats do not care what shape their offsets have.

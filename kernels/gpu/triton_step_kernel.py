@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, RET505 - what is fixed at compile time is written so in Triton
-"""The Triton kernel of `kernels.triton_optimizer`: the frame around a rule; see there."""
+"""The Triton kernel of `kernels.gpu.triton_optimizer`: the frame around a rule; see there."""
 
 import triton
 import triton.language as tl

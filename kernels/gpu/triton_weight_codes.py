@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, decoded in device memory with the bits of `kernels.weight_codes`.
+"""Weights in 8 and 4 bits, decoded in device memory with the bits of `kernels.cpu.weight_codes`.
 
 What travels to a GPU is codes; they are made on the CPU.
 """

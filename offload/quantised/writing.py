@@ -1,5 +1,5 @@
-"""Weights in the formats of other libraries: the codes are those of `kernels.weight_codes`, which
-`storage` keeps at home, in another packing.
+"""Weights in the formats of other libraries: the codes of `kernels.cpu.weight_codes`, which `storage`
+keeps at home, in another packing.
 
     int4    compressed-tensors    groups, asymmetric    (code - zero) x scale
     int8    compressed-tensors    groups, symmetric     code x scale

@@ -130,7 +130,7 @@ def join_master(high: U16, low: I16) -> F32:
 
 
 def random_bits(key: int, first: int, numel: int) -> Bits:
-    """r(key) of the elements first .. first + numel (`kernels.noise`)."""
+    """r(key) of the elements first .. first + numel (`kernels.cpu.noise`)."""
     numbers = (first + np.arange(numel, dtype=np.uint64)).astype(np.uint32)
     x: Bits = numbers * np.uint32(0x9E3779B9) ^ np.uint32(key)
     x = (x ^ x >> 16) * np.uint32(0x7FEB352D)
@@ -185,7 +185,7 @@ def decode_int8(codes: U8, scales: F32, *, signed: bool) -> F32:
 
 
 def partials(values: F32) -> F64:
-    """Sums of squares per NORM_BLOCK elements, in the order of `kernels.gradients`."""
+    """Sums of squares per NORM_BLOCK elements, in the order of `kernels.cpu.gradients`."""
     blocks = [values[start : start + NORM_BLOCK] for start in range(0, values.size, NORM_BLOCK)]
     return np.array([_sum_squares(block) for block in blocks], dtype=np.float64)
 

@@ -37,7 +37,7 @@ def optimizer_step(
     master: Array | None = None,
     noise: Noise | None = None,
 ) -> None:
-    """Update in place what `kernels.optimizer.optimizer_step` updates. Unchecked, slow."""
+    """Update in place what `kernels.cpu.optimizer.optimizer_step` updates. Unchecked, slow."""
     names = scalars.states[: len(states)]
     p = _weight(weight, weight_float, low, master)
     old = [_decoded(name, place, states, scales, state_format) for place, name in enumerate(names)]

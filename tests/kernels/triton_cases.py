@@ -44,7 +44,7 @@ RULES: dict[str, Scalars] = {
 
 @dataclass
 class Case:
-    """NumPy arrays as `kernels.optimizer.optimizer_step` takes them."""
+    """NumPy arrays as `kernels.cpu.optimizer.optimizer_step` takes them."""
 
     scalars: Scalars
     grad_float: Float

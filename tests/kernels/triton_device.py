@@ -5,7 +5,7 @@ it is imported. TRITON_INTERPRET=1 in the environment asks for the interpreter b
 
 The interpreter does with NumPy what a GPU would do, on tensors in host memory. One operation needs
 help: in versions up to 3.6 at least, its fma is a product and a sum, two roundings where a GPU has
-one. So it gets the one of `kernels.reference`, which is what these tests compare with.
+one. So it gets the one of `tests.kernels.reference`, which is what these tests compare with.
 """
 
 import inspect

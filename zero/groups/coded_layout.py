@@ -1,6 +1,6 @@
 """The layout of a group's parameters among stored codes.
 
-    in a slot   ├─── q_proj ───┤├─ norm ─┤├────── up_proj ──────┤   `zero.layout`
+    in a slot   ├─── q_proj ───┤├─ norm ─┤├────── up_proj ──────┤   `zero.groups.layout`
     stored      ├ codes ┤├─ norm ─┤├─── codes ───┤                  `kernels.weight_formats`, or raw
 
 Parts follow each other in the same order, each on a cache line, so that a part can be decoded

@@ -1,6 +1,6 @@
 """Computing with a group's weights as they are stored, where no gradients are recorded.
 
-    F.linear(x, coded)         at most MOST_ROWS rows of x: `kernels.weight_products`
+    F.linear(x, coded)         at most MOST_ROWS rows of x: `kernels.cpu.weight_products`
     F.embedding(ids, coded)    decodes the rows of ids
     norms, products, sums      with parameters that are stored as they are
 

@@ -11,7 +11,7 @@ expert is a group of its own, and that step is only noted:
 
 The numbers of a step (learning rate and so on) are noted once for all experts of a module; each
 group counts from which step on it lacks them, and steps that no group lacks are forgotten. Making
-them later gives the same bits: `kernels.optimizer` says how, and the count of steps, on which
+them later gives the same bits: `kernels.cpu.optimizer` says how, and the count of steps, on which
 bias corrections and the bits of stochastic rounding depend, goes on as if they had been made. (Lazy
 updates of sparse rows elsewhere, as of `torch.optim.SparseAdam`, leave such steps out.)
 """
