@@ -25,8 +25,8 @@ states 2.4 and 2.6. Larger or smaller pieces (`step_loop.SPAN`) change nothing: 
 
 With a split or fp32 master and FP32 states the results are exact in the sense that they agree with
 an fp32 optimizer's; weights are rounded to nearest even on the way out (`kernels.cpu.convert`).
-BF16 and INT8 states and a bf16 weight without a master are approximations, whose rounding is stochastic
-and reproducible (`kernels.cpu.noise`).
+BF16 and INT8 states and a bf16 weight without a master are approximations, whose rounding is
+stochastic and reproducible (`kernels.cpu.noise`).
 """
 
 from collections.abc import Callable, Sequence

@@ -4,8 +4,8 @@
 
 w are the values that `kernels.cpu.weight_codes` decodes to, in registers and nowhere else. On one
 core, 4096 x 4096 weights, groups of 64, milliseconds: straight from codes / decoded and then
-multiplied by PyTorch (bf16); of one row, `torch._weight_int4pack_mm_for_cpu`, which needs codes in an order of
-its own, takes 0.45:
+multiplied by PyTorch (bf16); of one row, `torch._weight_int4pack_mm_for_cpu`, which needs codes in
+an order of its own, takes 0.45:
 
     rows of x        1            4            8           16
     INT8       1.01 / 3.15  1.49 / 3.28  3.30 / 3.17  6.01 / 3.73

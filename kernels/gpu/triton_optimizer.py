@@ -1,8 +1,8 @@
 """One optimizer step on flat tensors in device memory: the twin of `kernels.cpu.optimizer`.
 
 The rules, formats and random bits are those of `kernels.rules`, `kernels.cpu.convert`,
-`kernels.cpu.int8` and `kernels.cpu.noise`, and so are the results, bit for bit (a NaN is a NaN): which part of a
-parameter group a GPU steps and which part the CPU does not show in the weights.
+`kernels.cpu.int8` and `kernels.cpu.noise`, and so are the results, bit for bit (a NaN is a NaN):
+which part of a parameter group a GPU steps and which the CPU does not show in the weights.
 
 One pass reads and writes each array once. With states in fp32 or bf16 a program of the kernel is
 1024 elements; with 8-bit states it is four blocks of 256 that share a scale each.
@@ -52,9 +52,9 @@ def optimizer_step(
     All tensors are (numel,), contiguous, on one device, and do not overlap; dtypes say what they
     hold. `grad` and `weight` are float32, bfloat16 or float16; without `grad` the gradient is +0
     everywhere. `states` are the rule's, in the order of `scalars.states`, all float32, all
-    bfloat16, or all uint8 codes of `kernels.cpu.int8` with one float32 tensor of (ceil(numel / 256),)
-    in `scales` for each; three states with `AdamScalars` are amsgrad (float32 only), and SGD without
-    momentum has none.
+    bfloat16, or all uint8 codes of `kernels.cpu.int8` with one float32 tensor in `scales` for each,
+    (ceil(numel / 256),); three states with `AdamScalars` are amsgrad (float32 only), and SGD
+    without momentum has none.
 
     The fp32 master of a 16-bit weight is `low` (int16, of a bfloat16 weight) or `master`
     (float32). A bfloat16 weight with neither is rounded stochastically; so are bfloat16 and uint8

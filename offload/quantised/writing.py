@@ -1,4 +1,4 @@
-"""Weights in the formats of other libraries: the codes of `kernels.cpu.weight_codes`, which `storage`
+"""Weights in the formats of other libraries: codes of `kernels.cpu.weight_codes`, which `storage`
 keeps at home, in another packing.
 
     int4    compressed-tensors    groups, asymmetric    (code - zero) x scale
