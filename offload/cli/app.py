@@ -103,7 +103,10 @@ def generate(
     ] = None,
     option: Overrides = None,
     max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens to generate, at most.")
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Tokens to generate, at most; less at the context's end."
+        ),
     ] = 128,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="Take the likeliest token each time.")

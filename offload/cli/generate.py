@@ -16,6 +16,7 @@ from offload.display.words import duration, three_digits
 from offload.integrations.transformers.text_generation import (
     Stream,
     encode,
+    fitting_tokens,
     generate,
     load_tokenizer,
     open_generating,
@@ -32,6 +33,7 @@ def run_generation(
     model = open_generating(folder)
     tokenizer = load_tokenizer(folder)
     ids = encode(tokenizer, prompt)
+    new_tokens = fitting_tokens(model, ids.numel(), new_tokens)
     torch.manual_seed(config.seed)
     _replace_unknown_letters()
     stream = Stream(tokenizer, _write)

@@ -88,11 +88,26 @@ def test_the_text_is_transformers_own(
         assert part in said.err
 
 
+def test_no_more_tokens_come_than_the_context_leaves(
+    placed: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    config = transformers.GPT2Config(
+        n_positions=16, n_embd=32, n_layer=1, n_head=2, vocab_size=320, bos_token_id=0,
+        eos_token_id=None,
+    )  # fmt: skip
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "short")
+    tokenizer().save_pretrained(tmp_path / "short")
+    length = len(tokenizer()("to be")["input_ids"])
+    assert run(str(tmp_path / "short"), *placed, "--prompt", "to be") == 0
+    assert f"decoding: {16 - length} tokens" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- what is refused
 def test_what_cannot_be_meant_is_one_line(folder: Path, placed: list[str], capsys: Any) -> None:
     ok = [str(folder), *placed, "--prompt", "to be"]
     for words, said in (
         ([*ok, "--max-new-tokens", "0"], "greater than or equal"),
+        ([str(folder), *placed, "--prompt", "x" * 99], "leave none of the 64 that the model was"),
         ([str(folder), "--prompt", " "], "has no tokens; give it some text"),
         (["nowhere", "--prompt", "x"], "nowhere is not a local folder"),
         ([*ok, *NEW, "-o", "budget.host=1KiB"], "budget.host"),

@@ -55,6 +55,21 @@ def open_generating(folder: Path) -> Any:
     return model
 
 
+def fitting_tokens(model: Any, length: int, new_tokens: int) -> int:
+    """Return `new_tokens`, or as many as the model's context leaves behind a prompt of `length`.
+    Raise ConfigError if it leaves none."""
+    settings = model.config.get_text_config(decoder=True)
+    context: int | None = getattr(settings, "max_position_embeddings", None)
+    if context is None or model.config.is_encoder_decoder:  # whose decoder begins anew
+        return min(new_tokens, context or new_tokens)
+    if length >= context:
+        raise ConfigError(
+            f"--prompt: its {length:,} tokens leave none of the {context:,} that the model was "
+            "made for; shorten the prompt"
+        )
+    return min(new_tokens, context - length)
+
+
 class Stream(transformers.TextStreamer):  # type: ignore[misc]
     """Writes the text of tokens as they come from `generate`, and notes their times."""
 
