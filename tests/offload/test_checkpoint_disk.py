@@ -4,6 +4,7 @@ after it."""
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -46,6 +47,21 @@ def test_a_call_whose_end_an_interrupt_left_out_is_not_watched_any_longer() -> N
     del call  # without `ended`
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_an_interrupt_leaves_no_watch_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        signal.raise_signal(signal.SIGINT)
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        disk._Watchdog().began(disk._Call("sync", Path("file")))
+    (thread,) = started
+    thread.join(10)
 
 
 def test_a_full_device_is_an_error_of_its_kind() -> None:

@@ -19,6 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
+from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import CheckpointError, NoSpaceError, PathError, StorageError
 from offload.tiers.units import format_bytes, in_one_unit
 
@@ -86,6 +87,7 @@ class _Watchdog:
         self._calls.clear()
         self._thread = None
 
+    @defer_signals  # a thread that never started would be taken for one that watches
     def began(self, call: _Call) -> None:
         """Watch a call until `ended`."""
         self._calls.add(weakref.ref(call, self._calls.discard))
