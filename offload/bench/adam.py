@@ -28,7 +28,6 @@ from offload.tiers.errors import BudgetError
 from offload.tiers.units import format_bytes, round_up
 
 DEFAULT_NUMEL = 100_000_000
-_LEAST_NUMEL = 1 << 16
 
 COLUMNS = (
     Column("B/param", number("traffic_nbytes_per_parameter", digits=0)),
@@ -73,8 +72,6 @@ def _numel(options: AdamOptions, streams: Sequence[Stream]) -> int:
     available = machine.available_memory_nbytes()
     default = min(DEFAULT_NUMEL, int(available / 4 / each))
     numel = default if options.numel is None else options.numel
-    if numel < _LEAST_NUMEL:
-        raise BudgetError(f"--numel: {numel} is too few to time; at least {_LEAST_NUMEL}")
     if numel * each > available * 0.8:
         most = int(available * 0.8 / each)
         raise BudgetError(

@@ -21,7 +21,6 @@ from offload.bench.contenders import (
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Say
 from offload.bench.table import Column, number
-from offload.tiers.errors import ConfigError
 
 
 def _ours(name: str, stage: int, tier: str) -> SystemSpec:
@@ -46,8 +45,6 @@ _LOSS_BOUND = 1e-5  # between systems at equal steps, relative: sums in other or
 def run_ranks(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -> Record:
     """Run the bench; raises as `train_in_turn` does."""
     base = base_config(options.config, options.overrides)
-    if options.ranks < 2:
-        raise ConfigError(f"--ranks: {options.ranks} is not several; `offload bench step` has one")
     record = Record("ranks", {})
     systems, _ = train_in_turn(record, options, (*SYSTEMS, *peers), base, say)
     for other in SYSTEMS[1:]:

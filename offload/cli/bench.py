@@ -78,7 +78,9 @@ def adam(
     context: typer.Context,
     numel: Annotated[
         int | None,
-        typer.Option("--numel", min=1, metavar="N", help="Parameters. Default: 100 M if they fit."),
+        typer.Option(
+            "--numel", min=1 << 16, metavar="N", help="Parameters. Default: 100 M if they fit."
+        ),
     ] = None,
     rounds: Rounds = 7,
     threads: Threads = None,
@@ -101,7 +103,7 @@ def io(
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Swap files: offload's block store against the fastest raw O_DIRECT loop found."""
+    """Swap files: offload's block store against a raw loop of O_DIRECT calls."""
     from offload.bench.io import IoOptions
     from offload.swap.io.backends import resolve_backend
 
@@ -142,7 +144,7 @@ def step(
 def ranks(
     context: typer.Context,
     count: Annotated[
-        int, typer.Option("--ranks", metavar="N", help="Processes that train together.")
+        int, typer.Option("--ranks", min=2, metavar="N", help="Processes that train together.")
     ] = 2,
     config: Config = None,
     option: Overrides = None,

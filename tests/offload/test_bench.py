@@ -160,7 +160,7 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
     [
         (["adam", "--numbers", "3"], "No such option"),
         (["adam", "--rounds", "0"], "--rounds"),
-        (["adam", "--numel", "10"], "--numel: 10 is too few"),
+        (["adam", "--numel", "10"], "greater than or equal to 65536"),
         (["adam", "--numel", str(10**13)], "are free; at most"),
         (["adam", "--json", "missing/file.json"], "--json: missing/file.json is no file"),
         (["io", "--size", "3 parsecs"], "--size: 'parsecs' is not a unit of bytes"),
@@ -172,7 +172,7 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["step", "-o", "train.model.layer=3"], "train.model.layer"),
         (["step", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
         (["step", "-o", "precision=fp16"], "set precision: fp32 or bf16"),
-        (["ranks", "--ranks", "1"], "--ranks: 1 is not several"),
+        (["ranks", "--ranks", "1"], "greater than or equal to 2"),
         (["ranks", "--systems", "stage2,fancy"], "--systems: 'fancy' is unknown"),
         (["nonsense"], "No such command"),
     ],
