@@ -7,7 +7,6 @@ is the median of the ratios of the rounds, in each of which both systems ran.
 from __future__ import annotations
 
 import enum
-import json
 import math
 import platform
 import statistics
@@ -15,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from offload import __version__
 from offload.process import machine
@@ -121,33 +123,18 @@ class Record:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Record:
         """The record of `to_dict`'s values."""
-        rows = [Row(row["name"], Kind(row["kind"]), row["measures"], row["facts"], row["note"])
-                for row in found["rows"]]  # fmt: skip
-        ratios = [Ratio(ratio["of"], ratio["to"], ratio["measure"], tuple(ratio["rounds"]))
-                  for ratio in found["ratios"]]  # fmt: skip
-        return cls(
-            found["bench"], found["options"], rows, ratios, found["notes"], found["details"],
-            found["machine"],
-        )  # fmt: skip
+        return TypeAdapter(cls).validate_python(found)
 
     def write(self, path: Path, option: str = "--json") -> None:
         """Write JSON; what is not finite becomes null, since JSON has no NaN. PathError, naming
         `option`, if `path` cannot be written."""
-        text = json.dumps(_finite(self.to_dict()), indent=1, allow_nan=False) + "\n"
+        text = to_json(self.to_dict(), indent=1, inf_nan_mode="null") + b"\n"
         try:
-            path.write_text(text)
+            path.write_bytes(text)
         except OSError as error:
             raise PathError(
                 f"{option}: {path} cannot be written: {error.strerror}; name another file"
             ) from error
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_json(path: Path | None) -> None:
