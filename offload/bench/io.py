@@ -5,24 +5,23 @@ Every system has a file of its own in the same folder, written in full before it
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offload.bench.io_raw import RAW, Shape, ThreadsLoop, fill, noise, raw_loop
+from offload.bench.io_raw import RAW, Shape, fill, noise, raw_loop
 from offload.bench.record import Kind, Record
-from offload.bench.rounds import Say, Timed, measure, moving
+from offload.bench.rounds import Say, measure, moving
 from offload.bench.table import Column, number
 from offload.process import machine
 from offload.swap.io.backends import open_backend
 from offload.swap.io.block_store import BlockStore, StoredBlock
 from offload.swap.io.swap_file import SwapFile, file_system_of, free_space
 from offload.swap.threads.transfer import Transfer
-from offload.tiers.errors import BudgetError, ConfigError, PathError
+from offload.tiers.errors import ConfigError, PathError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.units import format_bytes
@@ -30,7 +29,6 @@ from offload.tiers.units import format_bytes
 DEFAULT_NBYTES = 1 << 30
 BLOCK_NBYTES = 16 << 20  # of our store
 _IN_FLIGHT = 4  # blocks
-_BUFFER_NBYTES = RAW.depth * RAW.block_nbytes + _IN_FLIGHT * BLOCK_NBYTES
 T = TypeVar("T")
 
 COLUMNS = (
@@ -51,22 +49,23 @@ class IoOptions:
 
 
 def run_io(options: IoOptions, say: Say) -> Record:
-    """Run the bench. PathError where no file can be made, BudgetError if the buffer does not fit in
-    memory, StorageError if the device fails."""
+    """Run the bench. PathError where no file can be made, StorageError if the device fails."""
     folder = options.folder or machine.swap_folder()
     nbytes = _nbytes(options, folder)
-    if (available := machine.available_memory_nbytes()) < _BUFFER_NBYTES:
-        raise BudgetError(
-            f"the bench's buffers take {format_bytes(_BUFFER_NBYTES)} of memory, and "
-            f"{format_bytes(available)} are free; end other programs first"
-        )
     record = Record("io", {**asdict(options), "folder": str(folder), "nbytes": nbytes})
     record.note_rounds(options.rounds)
     with ExitStack() as stack:
         shape = Shape(min(RAW.depth, nbytes // RAW.block_nbytes), RAW.block_nbytes)
         raw = raw_loop(folder, nbytes, say, stack, shape)
-        systems = [*_raw_systems(raw), *_our_systems(options, folder, nbytes, stack, say)]
-        systems.sort(key=lambda system: not system.name.endswith("read"))
+        ours = StoreLoop(stack.enter_context(SwapFile(folder)), nbytes, options.backend, say)
+        stack.callback(ours.close)
+        ours.write()
+        systems = [
+            moving("raw read", Kind.LIMIT, raw.nbytes, partial(raw.run, write=False), raw.name),
+            moving("ours read", Kind.OURS, nbytes, ours.read, ours.name),
+            moving("raw write", Kind.LIMIT, raw.nbytes, partial(raw.run, write=True), raw.name),
+            moving("ours write", Kind.OURS, nbytes, ours.write, ours.name),
+        ]
         measure(record, systems, options.rounds, say)
         record.notes.append(_where(folder, nbytes, raw.file))
     for direction in ("read", "write"):
@@ -94,33 +93,6 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
     return nbytes
 
 
-def _raw_systems(loop: ThreadsLoop) -> list[Timed]:
-    systems = []
-    for direction in ("read", "write"):
-        work = partial(loop.run, write=direction == "write")
-        systems.append(moving(f"raw {direction}", Kind.LIMIT, loop.nbytes, work, loop.name))
-    return systems
-
-
-def _our_systems(
-    options: IoOptions, folder: Path, nbytes: int, stack: ExitStack, say: Say
-) -> list[Timed]:  # fmt: skip
-    count = min(_IN_FLIGHT, nbytes // BLOCK_NBYTES)
-    parts = noise(count, BLOCK_NBYTES)
-    file = SwapFile(folder)
-    stack.callback(file.close)
-    file.reserve(nbytes + count * BLOCK_NBYTES)
-    fill(file, parts[0], nbytes + count * BLOCK_NBYTES, say)
-    loop = StoreLoop(file, parts, nbytes // BLOCK_NBYTES, backend=options.backend)
-    stack.callback(loop.close)
-    loop.write()
-    note = f"{loop.backend}, {count} x {format_bytes(BLOCK_NBYTES)}"
-    return [
-        moving("ours read", Kind.OURS, loop.nbytes, loop.read, note),
-        moving("ours write", Kind.OURS, loop.nbytes, loop.write, note),
-    ]
-
-
 def _where(folder: Path, nbytes: int, file: SwapFile) -> str:
     how = "O_DIRECT" if file.o_direct else "through the page cache: this is RAM, not the disk"
     return f"{format_bytes(nbytes)} per pass on {file_system_of(folder.resolve())}, {how}"
@@ -128,30 +100,23 @@ def _where(folder: Path, nbytes: int, file: SwapFile) -> str:
 
 # ---------------------------------------------------------------- our way to the disk
 class StoreLoop:
-    """Writes and reads `blocks` blocks of a `BlockStore`; at most one per part of the buffer is in
-    flight.
+    """Writes and reads blocks of a `BlockStore`, a few in flight.
 
     Every pass writes all blocks anew, as a training step does, so each replaces its predecessor
     and the extents move around in the file.
     """
 
-    def __init__(
-        self, file: SwapFile, parts: Sequence[memoryview], blocks: int, *, backend: str
-    ) -> None:
-        """`file` must hold all blocks and one more per part; parts are of one size."""
-        self.block_nbytes = parts[0].nbytes
-        assert all(part.nbytes == self.block_nbytes for part in parts), "blocks are of one size"
-        room = (blocks + len(parts)) * self.block_nbytes
-        tier = FileTier(room, [1.0], Ledger())
+    def __init__(self, file: SwapFile, nbytes: int, backend: str, say: Say) -> None:
+        """A pass moves `nbytes`. Blocks until all of `file`, which is larger, is written."""
+        blocks = nbytes // BLOCK_NBYTES
+        self._parts = noise(min(_IN_FLIGHT, blocks), BLOCK_NBYTES)
+        room = (blocks + len(self._parts)) * BLOCK_NBYTES
+        file.reserve(room)
+        fill(file, self._parts[0], room, say)
         mover = open_backend(backend)
-        self.backend = mover.name
-        self._store = BlockStore([file], tier, mover)
-        self._parts = parts
+        self.name = f"{mover.name}, {len(self._parts)} x {format_bytes(BLOCK_NBYTES)}"
+        self._store = BlockStore([file], FileTier(room, [1.0], Ledger()), mover)
         self._stored: list[StoredBlock | None] = [None] * blocks
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._stored) * self.block_nbytes
 
     def write(self) -> None:
         """Write every block."""
@@ -162,8 +127,7 @@ class StoreLoop:
                 replaces=self._stored[index],
             )  # fmt: skip
 
-        for index, block in self._flow(start):
-            self._stored[index] = block
+        self._stored = [*self._flow(start)]
 
     def read(self) -> None:
         """Read every block, after a `write`."""
@@ -173,19 +137,17 @@ class StoreLoop:
             assert block is not None, "written first"
             return self._store.read(block, part)
 
-        for _ in self._flow(start):
-            pass
+        self._flow(start)
 
-    def _flow(self, start: Callable[[int, memoryview], Transfer[T]]) -> list[tuple[int, T]]:
-        flying: deque[tuple[int, Transfer[T]]] = deque()
-        ended: list[tuple[int, T]] = []
+    def _flow(self, start: Callable[[int, memoryview], Transfer[T]]) -> list[T]:
+        """Start every block's transfer, as soon as the last one of its part has ended."""
+        started: list[Transfer[T]] = []
+        count = len(self._parts)
         for index in range(len(self._stored)):
-            if len(flying) == len(self._parts):
-                first, transfer = flying.popleft()
-                ended.append((first, transfer.wait()))
-            flying.append((index, start(index, self._parts[index % len(self._parts)])))
-        ended += [(index, transfer.wait()) for index, transfer in flying]
-        return ended
+            if index >= count:
+                started[index - count].wait()
+            started.append(start(index, self._parts[index % count]))
+        return [transfer.wait() for transfer in started]
 
     def close(self) -> None:
         """Close store, backend and file."""
