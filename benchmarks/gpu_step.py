@@ -31,7 +31,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.generation import give_quick_values
 from benchmarks.gpu_machine import GpuMachine
@@ -40,7 +39,7 @@ from offload.bench.record import Kind, Row
 from offload.bench.systems import Ours, batch_of, between, made
 from offload.bench.table import Column, number, span
 from offload.config import OffloadConfig
-from offload.gpt import build_meta_model
+from offload.gpt import LanguageModel, build_meta_model
 from offload.process.child import Parent
 from offload.process.machine import peak_rss_nbytes
 from offload.tiers import accelerator
@@ -63,7 +62,7 @@ COLUMNS = (
 class QuickOurs(Ours):
     """Ours, with first values that are there at once."""
 
-    def built(self, config: OffloadConfig) -> nn.Module:
+    def built(self, config: OffloadConfig) -> LanguageModel:
         model = build_meta_model(config)
         give_quick_values(model)
         return model

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
-from offload.gpt import build_meta_model
+from offload.config import OffloadConfig
+from offload.gpt import LanguageModel, build_meta_model
 from offload.process.child import Parent, named
 from offload.process.machine import peak_rss_nbytes
 from offload.train import plain
-from offload.train.plain import StepTimes
+from offload.train.plain import LossOnly, StepTimes, timed_step
 from offload.train.text import Batch
-
-if TYPE_CHECKING:
-    from offload.config import OffloadConfig
 
 
 class System:
@@ -70,24 +66,19 @@ class Ours(System):
     def __init__(self, config: OffloadConfig, folder: Path) -> None:
         import offload
 
-        self._model = self.built(config)
-        self._engine = offload.initialize(self._model, config)
+        model = self.built(config)
+        self._engine = offload.initialize(model, config)
+        self._loss_of = LossOnly(model)
 
-    def built(self, config: OffloadConfig) -> nn.Module:
+    def built(self, config: OffloadConfig) -> LanguageModel:
         return build_meta_model(config)
 
     def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
-        started = time.perf_counter()
-        losses = []
-        for inputs, targets in micro_batches:
-            loss = self._model(inputs, targets).loss / len(micro_batches)
-            loss.backward()
-            losses.append(loss.item())
-        computed = time.perf_counter()
+        return timed_step(self._loss_of, micro_batches, self._update)
+
+    def _update(self) -> None:
         self._engine.optimizer.step()
         self._engine.optimizer.zero_grad()
-        ended = time.perf_counter()
-        return StepTimes(sum(losses), ended - started, computed - started, computed)
 
     def settle(self) -> None:
         self._engine.settle()
@@ -147,8 +138,6 @@ def between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, in
 
 def made(options: Mapping[str, Any]) -> tuple[System, OffloadConfig]:
     """The system of a child's options, with its configuration."""
-    from offload.config import OffloadConfig
-
     config = OffloadConfig.load(options["config"])
     make = named(options["program"])
     return make(config, Path(options["folder"]), **options["settings"]), config

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,23 @@ class StepTimes:
     seconds: float
     forward_backward_s: float
     known_at: float
+
+
+def timed_step(
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    micro_batches: Sequence[Batch], update: Callable[[], None],
+) -> StepTimes:  # fmt: skip
+    """Run forward and backward of all of `micro_batches`, whose mean is the loss, then `update`."""
+    started = time.perf_counter()
+    losses = []
+    for inputs, targets in micro_batches:
+        loss = loss_of(inputs, targets) / len(micro_batches)
+        loss.backward()
+        losses.append(loss.item())
+    computed = time.perf_counter()
+    update()
+    ended = time.perf_counter()
+    return StepTimes(sum(losses), ended - started, computed - started, computed)
 
 
 class LossOnly(nn.Module):
@@ -90,20 +107,11 @@ class Plain:
 
     def step(self, micro_batches: Sequence[Batch]) -> StepTimes:
         """Take one optimizer step over all of `micro_batches`; its loss is their mean."""
-        started = time.perf_counter()
-        losses = []
-        for inputs, targets in micro_batches:
-            loss = self.model(inputs, targets) / len(micro_batches)
-            loss.backward()
-            losses.append(loss.item())
-        computed = time.perf_counter()
-        if self._clip is not None:
-            nn.utils.clip_grad_norm_(self._params, self._clip)
-        self._update()
-        ended = time.perf_counter()
-        return StepTimes(sum(losses), ended - started, computed - started, computed)
+        return timed_step(self.model, micro_batches, self._update)
 
     def _update(self) -> None:
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self._params, self._clip)
         if self._mixed:
             for master, param in zip(self._masters, self._params, strict=True):
                 # an expert that no token chose has none
