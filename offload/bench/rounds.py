@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,29 +43,25 @@ def measure(record: Record, systems: Sequence[Timed], rounds: int, say: Say) -> 
     record.rows += [system.row(passes[system.name]) for system in systems]
 
 
-def in_turn(systems: Sequence[T], rounds: int, warmup: int = 1) -> Iterator[tuple[int, list[T]]]:
-    """Each round's number, below 0 while warming up, and its order.
+def interleaved(
+    systems: Mapping[str, Callable[[], T]], rounds: int, say: Say
+) -> dict[str, list[T]]:  # fmt: skip
+    """Each system's results per round, without those of a first one that warms up.
 
-        round 0   a b c        round 1   b c a        round 2   c a b        ...
+        round 1   a b c        round 2   b c a        round 3   c a b        ...
 
     So no system always runs after the same one, whose heat, caches and dirty pages it inherits.
     """
-    for number in range(-warmup, rounds):
-        shift = number % len(systems) if systems else 0
-        yield number, [*systems[shift:], *systems[:shift]]
-
-
-def interleaved(
-    systems: Mapping[str, Callable[[], T]], rounds: int, say: Say, *, warmup: int = 1
-) -> dict[str, list[T]]:
-    """Each system's results per round, without the first `warmup` rounds."""
+    names = deque(systems)
     results: dict[str, list[T]] = {name: [] for name in systems}
-    for number, names in in_turn(list(systems), rounds, warmup):
+    names.rotate(1)
+    for number in range(rounds + 1):
         for name in names:
-            say(f"{'warming up' if number < 0 else f'round {number + 1} of {rounds}'}: {name}")
+            say(f"{f'round {number} of {rounds}' if number else 'warming up'}: {name}")
             value = systems[name]()
-            if number >= 0:
+            if number:
                 results[name].append(value)
+        names.rotate(-1)
     return results
 
 
@@ -85,17 +81,12 @@ def moving(name: str, kind: Kind, nbytes: int, work: Callable[[], object], note:
     """A system of this process; a pass also returns all threads' user and system time."""
 
     def run() -> dict[str, float]:
-        before = _cpu_seconds()
+        before = time.process_time()
         seconds = seconds_of(work)
-        return {"seconds": seconds, "cpu_s_per_gb": (_cpu_seconds() - before) / nbytes * 1e9}
+        used_s = time.process_time() - before
+        return {"seconds": seconds, "cpu_s_per_gb": used_s / nbytes * 1e9}
 
     return Timed(name, kind, run, {"bytes_per_s": float(nbytes)}, note)
-
-
-def _cpu_seconds() -> float:
-    """User and system time of this process, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 @contextmanager

@@ -49,10 +49,6 @@ class BusLoop:
         self, streams: Sequence[Stream], arrays: Sequence[Array], runner: ParallelRunner
     ) -> None:
         self._runner = runner
-        numel = min(
-            array.size * stream.elements_each for stream, array in zip(streams, arrays, strict=True)
-        )
-        self._groups = numel // GROUP
         # Side streams, such as one scale per 256 parameters, are a thousandth: left out.
         wide = [
             (stream, array)
@@ -61,9 +57,12 @@ class BusLoop:
         ]
         self.traffic = sum(stream.traffic for stream, _ in wide)  # bytes per parameter
         self._kept = [array for _, array in wide]  # alive as long as their addresses are used
+        self._groups = self._kept[0].size // GROUP
+        self._addresses = (ctypes.c_void_p * len(wide))(*(a.ctypes.data for a in self._kept))
+        self._zero = _line()
         widths = tuple(stream.itemsize for stream, _ in wide)
         updated = tuple(stream.updated for stream, _ in wide)
-        self._body = _passing(_compiled(widths, updated), self._kept)
+        self._function = _compiled(widths, updated)
 
     @property
     def nbytes(self) -> float:
@@ -71,7 +70,11 @@ class BusLoop:
         return self.traffic * self._groups * GROUP
 
     def __call__(self) -> None:
-        self._runner(self._body, self._groups)
+        self._runner(self._pass, self._groups)
+
+    def _pass(self, lo: int, hi: int) -> None:
+        sink = _line()
+        self._function(self._addresses, lo, hi, self._zero.ctypes.data, sink.ctypes.data)
 
     def speed(self) -> float:
         """Measure the bytes per second of one pass."""
@@ -86,17 +89,6 @@ def optimizer_loop(precision: str, numel: int, threads: int, opened: ExitStack) 
     runner = ParallelRunner(threads, min_share=1)
     opened.callback(runner.close)
     return BusLoop(streams, [arrays[stream] for stream in streams], runner)
-
-
-def _passing(function: Callable[..., None], arrays: Sequence[Array]) -> Callable[[int, int], None]:
-    addresses = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
-    zero = _line()
-
-    def body(lo: int, hi: int) -> None:
-        sink = _line()
-        function(addresses, lo, hi, zero.ctypes.data, sink.ctypes.data)
-
-    return body
 
 
 def _line() -> Array:
