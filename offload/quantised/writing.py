@@ -30,18 +30,22 @@ from offload.tiers.errors import CheckpointError, ConfigError
 from offload.zero.groups.bits import FLOAT_OF, array_of
 from offload.zero.groups.coded_layout import refusal
 
+# whose files hold which codes
+_LIBRARIES = {
+    Code.INT8: "compressed-tensors", Code.INT4: "compressed-tensors", Code.NF4: "bitsandbytes"
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Target:
-    """The codes to write weights in. Files in nf4 are bitsandbytes', others those of
-    compressed-tensors."""
+    """The codes to write weights in."""
 
     weights: WeightFormat
 
     @staticmethod
     def of(storage: str, group_size: int) -> Target:
-        """Return the target for these codes. Raise ConfigError for codes that do not exist."""
-        names = [code.name.lower() for code in Code]
+        """Return the target for these codes. Raise ConfigError for codes that no file holds."""
+        names = [code.name.lower() for code in _LIBRARIES]
         if storage not in names:
             raise ConfigError(f"storage: expected one of {', '.join(names)}, got {storage!r:.40}")
         try:
@@ -51,7 +55,7 @@ class Target:
 
     @property
     def library(self) -> str:
-        return "bitsandbytes" if self.weights.code is Code.NF4 else "compressed-tensors"
+        return _LIBRARIES[self.weights.code]
 
     @property
     def holds_experts(self) -> bool:
