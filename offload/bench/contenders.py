@@ -220,7 +220,8 @@ def train_in_turn(
     """Measure the systems beside each other, and add a row for each to `record`. Returns the
     systems, closed, and the results of `limits` by name and round.
 
-    ChildFailed if one of our own ends early; PathError and ConfigError before anything is started.
+    ChildFailed if one of our own ends early; PathError and ConfigError before anything is
+    measured.
     """
     folder = options.folder or machine.swap_folder()
     if not folder.is_dir():
@@ -236,6 +237,9 @@ def train_in_turn(
             say(f"starting {spec.label}")
             systems.append(Contender(spec, base, private, options.ranks))
             stack.callback(systems[-1].kill)
+        if all(system.reason for system in systems):
+            reasons = "".join(f"\n  {s.spec.label}: {s.reason}" for s in systems)
+            raise ConfigError(f"--systems: none of them can be measured:{reasons}")
         runs: dict[str, Callable[[], Any]] = {s.spec.label: s.turn for s in systems}
         if limits is not None:
             runs |= limits(systems, private, stack)

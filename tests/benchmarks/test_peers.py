@@ -44,7 +44,9 @@ def recorded(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Ca
     return record
 
 
-def test_a_missing_peer_says_what_to_install(recorded: Any, monkeypatch: Any) -> None:
+def test_a_missing_peer_says_what_to_install(
+    recorded: Any, monkeypatch: Any, capsys: Any
+) -> None:  # fmt: skip
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec",
@@ -54,6 +56,8 @@ def test_a_missing_peer_says_what_to_install(recorded: Any, monkeypatch: Any) ->
     note = rows["DeepSpeed ZeRO-3, cpu"]["note"]
     assert note == "not installed: pip install 'offload[bench]'"
     assert f"DeepSpeed ZeRO-3, cpu: {note}" in printed
+    assert run("step", "--systems", "deepspeed-cpu", *TINY_MODEL) == 2
+    assert "none of them can be measured: DeepSpeed" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("bench", ["step", "ranks"])
