@@ -89,13 +89,16 @@ TIERS: list[Tier] = []  # all that are registered, fastest first
 def register(tier: Tier, *, after: Tier | None = None) -> Tier:
     """Make a tier known, as the next slower one after `after`, by default as the slowest.
 
-    Raises ValueError for a name that is taken, and for a further tier that is not host memory of a
-    known capacity: there is one device, and one tier of swap files.
+    Raises ValueError for a name that is taken or that a configuration cannot have, and for a
+    further tier that is not host memory of a known capacity: there is one device, and one tier of
+    swap files.
     """
+    if not tier.name.isidentifier() or tier.name == "auto":
+        raise ValueError(f"{tier.name!r} cannot be a tier's name in a configuration")
     if any(each.name == tier.name for each in TIERS):
         raise ValueError(f"a tier named {tier.name} is registered already")
     is_further = any(each.medium is tier.medium for each in TIERS)
-    if is_further and not (tier.medium is Medium.HOST and tier.capacity_nbytes):
+    if is_further and not (tier.medium is Medium.HOST and tier.capacity_nbytes > 0):
         raise ValueError(f"{tier.name}: a further tier has to be host memory with a capacity")
     TIERS.insert(len(TIERS) if after is None else TIERS.index(after) + 1, tier)
     return tier

@@ -72,7 +72,7 @@ class BudgetConfig(Section):
 
     def of(self, tier: Tier) -> int | Percent | None:
         """Return the budget of a tier; None if it is open."""
-        given: int | Percent | None = getattr(self, tier.name, None)
+        given: int | Percent | None = dict(self).get(tier.name)
         return given
 
 

@@ -237,6 +237,15 @@ def test_budgets_that_cannot_work(tmp_path: Path, slow: Tier, budget: str, text:
         offload.initialize(seeded(TinyLM), written(tmp_path, SLOW, budget))
 
 
+def test_a_name_that_sections_have_for_something_else_is_a_tier_all_the_same() -> None:
+    tier = register(Tier(name="of", title="far memory", medium=Medium.HOST, capacity_nbytes=MIB))
+    try:
+        assert OffloadConfig.load({}).budget.of(tier) is None
+        assert OffloadConfig.load({"budget": {"of": "64KiB"}}).budget.of(tier) == 64 << 10
+    finally:
+        TIERS.remove(tier)
+
+
 def test_its_name_is_unknown_until_it_is_registered(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.load(written(tmp_path, SLOW))
@@ -249,3 +258,6 @@ def test_what_cannot_be_registered(slow: Tier) -> None:
         register(slow)
     with pytest.raises(ValueError, match="disks: a further tier has to be host memory"):
         register(Tier(name="disks", title="disks", medium=Medium.FILES, capacity_nbytes=MIB))
+    for name in ("", "auto", "slow-memory"):
+        with pytest.raises(ValueError, match="cannot be a tier's name in a configuration"):
+            register(Tier(name=name, title="far", medium=Medium.HOST, capacity_nbytes=MIB))
