@@ -298,8 +298,8 @@ class ParamGroup:
 
     def changed(self) -> list[int]:
         """Return the parameters (by index) that were written to since the last call or
-        `note_versions`, also through `.data`, or whose `.data` was set to another tensor, which is
-        copied into the buffer."""
+        `note_versions`, also through `.data`. If a `.data` was set to another tensor, its values
+        are copied into the buffer."""
         assigned = self.copy_assigned()
         with torch._C.DisableTorchFunctionSubclass():  # released ones would be asked one by one
             versions = [param._version for param in self.params]

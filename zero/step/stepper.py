@@ -94,6 +94,7 @@ class Stepper:
         # groups whose gradients an update reads, and whether they are cleared after that
         self._read_by_update: dict[int, bool] = {}
         self.nonfinite = NonfiniteSteps(rules.max_skipped_steps)
+        # returns the hyperparameters for updates ahead of a step
         self.hyper_source: Callable[[], HyperOf] | None = None
         # told which groups' gradients have no values any more, and why
         self.on_used_up: Callable[[Sequence[int], str], None] = lambda groups, why: None
@@ -126,8 +127,8 @@ class Stepper:
 
     @contextmanager
     def beside_save(self) -> Iterator[tuple[SaveGate, int]]:
-        """Yield the gate through which updates go on beside a save in the background, and the
-        bytes for versions in files that it is lent; both end with the block."""
+        """Yield the gate through which updates go on beside a save in the background, and how many
+        bytes of files the save may take for old versions. Both are given back after the block."""
         lent = self.speculative.lend()
         try:
             yield self._updates.gate, lent
@@ -431,8 +432,8 @@ class Stepper:
                 self._read_by_update.setdefault(state.group.index, False)
         here = [update for update in updates if update.state.parts]
         self._updates.submit(here, first=first)
-        for update in updates:  # this rank has no part of the group to update
-            if not update.state.parts:
+        for update in updates:
+            if not update.state.parts:  # this rank updates no part of the group
                 update.state.gradients.landed.then(partial(_end, update))
 
     def _terms(self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float) -> Terms:
