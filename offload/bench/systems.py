@@ -146,7 +146,7 @@ def made(options: Mapping[str, Any]) -> tuple[System, OffloadConfig]:
 def serve(options: Mapping[str, Any], parent: Parent) -> None:
     """Report that the system is ready, then train a turn per command."""
     system, config = made(options)
-    # each of several ranks has every so-manieth batch
+    # of several ranks each has one batch of every `ranks`
     rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
     batches = (batch_of(config, number) for number in count(rank, ranks))
     parent.answer({"ready": True})

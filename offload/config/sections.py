@@ -91,16 +91,16 @@ class NvmeConfig(Section):
     threads: AutoThreads = key("auto", example=4, unit="threads per path")
     """I/O threads per path; with libaio, also requests in the kernel."""
     timeout_s: float = key(30.0, example=120.0, gt=0, le=1e6, unit="seconds")
-    """How long disks may be asked to read and write without ending any of it, or for anything else
-    (to make or to reserve a file); then a StuckError names what is stuck. A disk that is only slow
-    ends something. Calls on checkpoints are waited for, and named after 30 s."""
+    """The time in which a disk has to end one of its reads and writes, or another call (to make or
+    to reserve a file); after it a StuckError names what is stuck. A disk that is only slow ends
+    something in time. Calls on checkpoints are waited for, and named after 30 s."""
 
 
 class ActivationConfig(Section):
     """The tier of saved activations, and whether they are kept or recomputed."""
 
     tier: TierText = key("device", example="nvme", per_rank=True)
-    """Where what forward saves waits for backward. host: of use with a GPU only."""
+    """The tier in which saved activations wait for backward. host: of use with a GPU only."""
     checkpoint: Recompute = key(False, example="selective")
     """Recompute each repeated block's activations in backward, with the same bits. selective: keep
     those of matrix products and attention. auto: as a step is fastest and fits, where the batch is
@@ -117,7 +117,7 @@ class PlacementConfig(Section):
     optimizer: Split = key(None, example={"host": "40%", "nvme": "60%"}, per_rank=True)
     """Home of the optimizer's states and of master weights, as for parameters."""
     activations: ActivationConfig = section(ActivationConfig)
-    """What forward saves for backward."""
+    """Home of the activations that forward saves for backward."""
     kv: Split = key(
         None,
         example="nvme",

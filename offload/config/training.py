@@ -188,9 +188,9 @@ class TrainConfig(Section):
     """Steps between checkpoints, which are written beside the steps that follow; the last step is
     saved, too. 0: none, but for what a Ctrl-C or SIGTERM saves."""
     keep_last: int = key(2, example=3, ge=1)
-    """Checkpoints that stay: the last ones."""
+    """The number of newest checkpoints that stay."""
     keep_every: int | None = key(None, example=1000, ge=1, unit="steps", absent="none of them")
-    """Of older checkpoints those of each so-manieth step stay, too."""
+    """Older checkpoints stay, too, if their step is a multiple of this number."""
     sample: SampleConfig = section(SampleConfig)
     """The text to generate, to see what was learnt."""
 

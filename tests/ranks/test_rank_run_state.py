@@ -20,7 +20,7 @@ from tests.ranks.programs import BUDGET
 
 
 class Position:
-    """Of a loader that reads every so-manieth batch."""
+    """The position of a loader that reads one batch of every so many."""
 
     def __init__(self, at: int) -> None:
         self.at = torch.tensor(at)
