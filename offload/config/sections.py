@@ -235,9 +235,9 @@ class WrittenFor(Section):
     model: str = key(..., example="Llama-3-8B")
     """Its name."""
     parameters: int = key(..., example=8_030_261_248, ge=1)
-    """How many it has, frozen ones included."""
+    """The number of its parameters, frozen ones included."""
     source: str | None = key(None, example="Llama-3-8B/config.json")
-    """Where it is described: a file or folder, or module:function."""
+    """The place of its description: a file or folder, or module:function."""
     batch: int = key(1, example=1, ge=1, unit="sequences")
     """Sequences per pass that were planned with."""
     sequence: int = key(2048, example=2048, ge=1, unit="tokens")
