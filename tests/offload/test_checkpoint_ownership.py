@@ -273,6 +273,22 @@ def test_what_another_process_has_locked_is_not_removed(original: Path, tmp_path
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("before", ["scandir", "lock", "rename"])
+def test_what_another_process_removes_first_is_no_error(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    path, perform = Path(shutil.copytree(original, tmp_path / "saved")), disk.perform
+
+    def another_first(operation: str, of: Path, function: Callable[..., Any], *args: Any) -> Any:
+        if operation == before:
+            shutil.rmtree(path, ignore_errors=True)
+        return perform(operation, of, function, *args)
+
+    monkeypatch.setattr(disk, "perform", another_first)
+    assert not discard(path)
+    assert os.listdir(tmp_path) == []
+
+
 def test_pruning_counts_whole_checkpoints_and_leaves_links(
     engine: offload.Engine, original: Path, tmp_path: Path
 ) -> None:

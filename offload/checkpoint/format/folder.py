@@ -228,16 +228,15 @@ def discard(path: Path) -> bool:
     with storage_errors("removing", path):
         if not is_there(path):
             return False
-        check_replaceable(path)
-        doomed = pending_name(path)
+        doomed, lock = pending_name(path), None
         try:
+            check_replaceable(path)
             lock = lock_folder(path)
-        except (BlockingIOError, FileNotFoundError):
-            return False
-        try:
             rename(path, doomed)
             sync_folder(path.parent)  # a crash must not bring back the name with half of it
             remove(doomed)
+        except (BlockingIOError, FileNotFoundError):  # another process is faster
+            return False
         finally:
             unlock(lock)
     return True
