@@ -189,6 +189,27 @@ def test_a_name_that_another_process_gives_first_is_replaced(
     engine.load_checkpoint(path)
 
 
+@pytest.mark.parametrize(("before", "count"), [("scandir", 2), ("scandir", 7), ("exchange", 1)])
+def test_what_another_process_removes_during_the_save_is_no_error(
+    engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    before: str, count: int,
+) -> None:  # fmt: skip
+    path, perform = Path(shutil.copytree(original, tmp_path / "saved")), disk.perform
+    seen: list[Path] = []
+
+    def another_first(operation: str, of: Path, function: Callable[..., Any], *args: Any) -> Any:
+        seen.extend([of] if operation == before else [])
+        if len(seen) == count and operation == before:
+            shutil.rmtree(path, ignore_errors=True)
+        return perform(operation, of, function, *args)
+
+    monkeypatch.setattr(disk, "perform", another_first)
+    engine.save_checkpoint(path)
+    assert len(seen) >= count
+    assert os.listdir(tmp_path) == ["saved"]
+    engine.load_checkpoint(path)
+
+
 # ------------------------------------------------------------------------- what lies beside it
 @pytest.mark.parametrize("kind", ["old", "tmp", "del"])
 @pytest.mark.parametrize("digits", [12, 30])

@@ -88,7 +88,8 @@ class PendingFolder:
     def _make(self) -> None:
         make_folder(self.target.parent, parents=True)
         recover(self.target.parent)
-        check_replaceable(self.target)
+        with suppress(FileNotFoundError):  # another process removes it
+            check_replaceable(self.target)
         while True:
             make_folder(self.path)
             self._is_pending = True
@@ -107,13 +108,23 @@ class PendingFolder:
         with storage_errors("writing", self.path):
             for inner in (PARAMETERS, OPTIMIZER, "."):
                 sync_folder(self.path / inner)
-            check_replaceable(self.target)  # another process may have put something there
-            replaced = _publish(self.path, self.target)
+            replaced = self._take_name()
             self._is_pending = False
             self._unlock()  # it may be removed
             sync_folder(self.target.parent)
         if replaced is not None:
             remove(replaced)
+
+    def _take_name(self) -> Path | None:
+        """Give this folder its name; returns the new path of what had it before."""
+        while True:
+            try:
+                check_replaceable(self.target)  # another process may have put something there
+                return _publish(self.path, self.target)
+            except FileNotFoundError:
+                if not is_there(self.path):
+                    raise
+                # another process has just removed what had the name
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
