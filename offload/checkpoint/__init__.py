@@ -70,9 +70,9 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
     return None
 
 
-def has_steps(folder: Path) -> bool:
+def has_steps(folder: StrPath) -> bool:
     """Whether there are checkpoints, or leftovers of some."""
-    return _is_folder(folder) and bool(_steps(folder))
+    return _is_folder(path_of(folder)) and bool(_steps(path_of(folder)))
 
 
 def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> list[Path]:
