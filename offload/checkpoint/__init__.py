@@ -72,7 +72,8 @@ def latest(folder: StrPath, before: int | None = None) -> Path | None:
 
 def has_steps(folder: StrPath) -> bool:
     """Whether there are checkpoints, or leftovers of some."""
-    return _is_folder(path_of(folder)) and bool(_steps(path_of(folder)))
+    path = path_of(folder, "folder")
+    return _is_folder(path) and bool(_steps(path))
 
 
 def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> list[Path]:

@@ -242,12 +242,9 @@ def _held(
         left = [state for state in (*weights, *each.records) if state.nbytes]
         if left:
             versioned = all(snapshots[state].is_versioned for state in left)
-            held[each.group.index] = sum(map(_stored_nbytes, left)) if versioned else None
+            stored = sum(round_up(s.nbytes, PAGE_NBYTES) + PAGE_NBYTES * s.pieces for s in left)
+            held[each.group.index] = stored if versioned else None
     return held
-
-
-def _stored_nbytes(state: State) -> int:
-    return round_up(state.nbytes, PAGE_NBYTES) + PAGE_NBYTES * state.pieces
 
 
 def _room_on_disk(engine: Trained, folder: Path, nbytes: int) -> int:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from offload.checkpoint.format.manifest import (
-    LossScaleRecord,
     MasterName,
     ModelRecord,
     OptimizerRecord,
@@ -247,10 +246,3 @@ def restore_numbers(group: dict[str, Any], numbers: dict[str, Any]) -> None:
             present.fill_(value)
         else:
             group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def loss_scale_record(engine: Trained) -> LossScaleRecord | None:
-    scale = engine.loss_scale
-    if scale is None:
-        return None
-    return LossScaleRecord(scale=scale.scale, good_steps=scale.good_steps)

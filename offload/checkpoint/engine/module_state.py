@@ -121,10 +121,10 @@ class ModuleLoading:
             )
 
     def _load(self) -> None:
-        entries = {
-            key: value.clone() if self._is_saved(value) else value
-            for key, value in self._entries.items()
-        }
+        entries = {}
+        for key, value in self._entries.items():
+            is_saved = isinstance(value, torch.Tensor) and not _is_in_tiers(self._engine, value)
+            entries[key] = value.clone() if is_saved else value
         given: Any = OrderedDict(entries)
         given._metadata = self._metadata
         model = self._engine.module
@@ -134,9 +134,6 @@ class ModuleLoading:
                 model.load_state_dict(given)
         finally:
             pardon.remove()
-
-    def _is_saved(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and not _is_in_tiers(self._engine, value)
 
     def _pardon(self, module: nn.Module, keys: Any) -> None:
         """Warn where a module's extra state is missing: it was no plain value."""

@@ -21,6 +21,7 @@ from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
     BUFFERS,
     RUN,
+    LossScaleRecord,
     Manifest,
     ParameterRecord,
 )
@@ -91,11 +92,15 @@ class Saver:
         self.saved = model.saved_groups(engine)  # by their numbers
         self._entries = model.Entries(engine)
         self._name_on = engine.spread.name_on  # maps an expert's name to its name on another rank
+        scale = None
+        if engine.loss_scale is not None:
+            found = engine.loss_scale
+            scale = LossScaleRecord(scale=found.scale, good_steps=found.good_steps)
         self._manifest = Manifest(
             precision=engine.config.precision,
             steps_taken=engine.steps.taken,
             steps_skipped=engine.steps.skipped,
-            loss_scale=model.loss_scale_record(engine),
+            loss_scale=scale,
             optimizer=model.optimizer_record(engine),
             groups=[
                 group_record(number, saved.name, is_trained=saved.is_trained)
