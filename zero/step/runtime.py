@@ -2,24 +2,17 @@
 
 Autograd's gradients arrive at `_take`; `step` is the optimizer's step. The store fetches weights,
 and asks the update queue whether a group has to be updated first. `State` does all moves.
-
-A model may be a stage of a pipeline (`torch.distributed.pipelining`), with an engine of its own.
-Then a schedule is a loop that runs some forwards before their backwards, with one step in the end:
-
-    Schedule1F1B, stage 0       F0 F1 B0 F2 B1 F3 B2 B3 | step      gradients: the sum of B0 to B3
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +36,7 @@ from offload.zero.groups.discovery import Discovery
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
 from offload.zero.hooks.handles import Keeper
+from offload.zero.hooks.pipeline_stages import check_schedule
 from offload.zero.ranks.collectives import SharedMemory
 from offload.zero.ranks.rank_work import RankWork, SharedWork
 from offload.zero.ranks.ranks import Ranks
@@ -58,7 +52,6 @@ from offload.zero.tensors.local_tensors import spread_as
 from offload.zero.tensors.released import Values
 
 _LEAST_NORM_BLOCKS = 4  # partial sums of a norm that are worth another thread
-_SCHEDULES = "torch.distributed.pipelining.schedules"
 
 
 class Homes(WeightHomes, Protocol):
@@ -246,7 +239,7 @@ class Runtime:
         self.on_forward()
         if not self._called:
             self._called = True
-            _check_schedule(self.options.step_rules)
+            check_schedule(self.options.step_rules)
         self.gradients.drop_cleared()
         self.gradients.note_set()
         self.store.begin_forward()
@@ -377,35 +370,3 @@ def _end(store: weakref.ref[WeightStore], ends: Sequence[Callable[[], None]]) ->
     with ExitStack() as last_first:  # each one also where another fails
         for end in reversed(ends):
             last_first.callback(end)
-
-
-# ---------------------------------------------------------------- stages of pipelines
-def _check_schedule(rules: StepRules) -> None:
-    """Raise UnsupportedError if the caller, however far up, is a schedule of a pipeline, and a
-    setting needs all gradients of a model (clipping, skipping): a stage has its own alone, and
-    would silently train another model."""
-    if rules.clip_grad_norm is None and not rules.skip_nonfinite:
-        return
-    schedule = _calling_schedule()
-    if schedule is not None:
-        key = "clip_grad_norm" if rules.clip_grad_norm is not None else "skip_nonfinite"
-        raise UnsupportedError(
-            f"{key} in a stage of a pipeline ({type(schedule).__name__}): each stage's engine "
-            "knows the norm of its own gradients only, and the stages would decide differently; "
-            f"leave {key} out"
-        )
-
-
-def _calling_schedule() -> object | None:
-    if _SCHEDULES not in sys.modules:
-        return None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        # of the schedules' own frames alone: to look at the names of a frame keeps what they stand
-        # for alive as long as the frame, also what the caller deletes
-        if frame.f_globals.get("__name__") == _SCHEDULES:
-            found = frame.f_locals.get("self")
-            if hasattr(found, "scale_grads"):
-                return found
-        frame = frame.f_back
-    return None
