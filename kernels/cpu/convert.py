@@ -107,7 +107,7 @@ def _convert(typing, plan, a, b, c, lo, hi):  # type: ignore[no-untyped-def]
         sweep(builder, lo, hi, _BURST, step)
         return context.get_dummy_value()
 
-    return jit.void(plan, a, b, c, lo, hi), emit
+    return jit.returns_nothing(plan, a, b, c, lo, hi), emit
 
 
 def _step(

@@ -130,7 +130,7 @@ def _accumulate(typing, plan, dst, src, partials, numel, lo, hi):  # type: ignor
             builder.store(total, builder.gep(at.partials, [number]))
         return context.get_dummy_value()
 
-    return jit.void(plan, dst, src, partials, numel, lo, hi), emit
+    return jit.returns_nothing(plan, dst, src, partials, numel, lo, hi), emit
 
 
 def block(builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value) -> Value:

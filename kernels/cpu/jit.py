@@ -23,7 +23,8 @@ from numba.core import types
 PLAN_BITS = 14  # beside 48 bits of digest: the sum fits an int64
 
 Kernel = Callable[..., Any]
-void = types.void  # called with types of arguments: the signature of an intrinsic that only writes
+# Called with the types of the arguments: the signature of an intrinsic that only writes.
+returns_nothing = types.void
 
 
 def digest(source: str, *others: str) -> int:

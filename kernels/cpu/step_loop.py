@@ -100,7 +100,7 @@ def _step(typing, plan, arguments, constants, lo, hi):  # type: ignore[no-untype
             _elements(builder, variant, operands, lo, hi)
         return context.get_dummy_value()
 
-    return jit.void(plan, arguments, constants, lo, hi), emit
+    return jit.returns_nothing(plan, arguments, constants, lo, hi), emit
 
 
 def _operands(builder: ir.IRBuilder, variant: Variant, packed: Value, scalars: Value) -> Operands:

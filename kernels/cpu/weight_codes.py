@@ -172,7 +172,7 @@ def _recode(typing, plan, values, words, codes, lo, hi):  # type: ignore[no-unty
         builder.fence("seq_cst")  # other threads read what was written past the caches
         return context.get_dummy_value()
 
-    return jit.void(plan, values, words, codes, lo, hi), emit
+    return jit.returns_nothing(plan, values, words, codes, lo, hi), emit
 
 
 @dataclass(frozen=True, slots=True)

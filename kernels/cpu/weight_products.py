@@ -98,7 +98,7 @@ def _multiply(typing, plan, x, words, codes, out, rows, columns, inner, lo, hi):
         return context.get_dummy_value()
 
     args = (plan, x, words, codes, out, rows, columns, inner, lo, hi)
-    return jit.void(*args), emit
+    return jit.returns_nothing(*args), emit
 
 
 class _Products:

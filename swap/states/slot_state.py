@@ -36,7 +36,7 @@ class SlotState(State):
         return self._next_use()
 
     def _lease_slot(self, next_use: float | None, state_class: StateClass) -> Lease | None:
-        """A lease of memory for a slot, as `prefetch` takes a `next_use`: None without room."""
+        """Lease memory for a slot. With a `next_use` (see `prefetch`), None if there is no room."""
         size = round_up(self.nbytes, PAGE_NBYTES)
         if next_use is None:
             return self._pool.demand(size, self.name, state_class)

@@ -3,8 +3,8 @@
 A value in the YAML file holds; others come from the arguments. Values in both must be equal;
 arguments always have some value, and count as set if it is not their default.
 
-The optimizer that a trainer's `create_optimizer` sets up is for an engine to take over. The engine
-needs its param groups and numbers before it is made, and no states: those are created in the tiers.
+An engine takes the place of the optimizer that a trainer's `create_optimizer` sets up: it needs
+that one's param groups and numbers, and none of its states, which are created in the tiers.
 """
 
 from __future__ import annotations
