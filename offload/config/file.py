@@ -56,6 +56,7 @@ class CoreLoader(yaml.SafeLoader):
         self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Read one node, as PyYAML calls it. ConfigError for an alias or deep nesting."""
         event = self.peek_event()
         where = f"{self._source}:{event.start_mark.line + 1}"
         if isinstance(event, yaml.AliasEvent):

@@ -35,6 +35,7 @@ from offload.checkpoint.format.writer import CheckpointWriter, Sections, group_r
 from offload.display.byte_progress import progress
 from offload.kernels.floats import Array
 from offload.swap.states.state import Snapshot, State
+from offload.tiers.errors import IntegrityError
 from offload.zero.groups.group import ParamGroup
 
 if TYPE_CHECKING:
@@ -75,7 +76,11 @@ def check_savable(engine: Trained) -> None:
     for packed in engine.store.packed:
         if packed.spec.trainable:  # a checkpoint has one number of updates for all its rows
             steps = {int(states[group.index].steps[at]) for group, at in packed.places}
-            assert len(steps) == 1, f"the experts of {packed.name} were updated {steps} times"
+            if len(steps) > 1:
+                raise IntegrityError(
+                    f"{packed.name}: its experts were updated {sorted(steps)} times, and should be "
+                    "even by now; no checkpoint was written (a fault of offload's)"
+                )
 
 
 class Saver:

@@ -65,6 +65,7 @@ class ActivationPlan:
 
     @property
     def window_tier(self) -> Tier:
+        """The tier of memory that the window is in."""
         return Tier.HOST if self.tier.is_file else self.tier
 
 

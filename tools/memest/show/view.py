@@ -13,6 +13,7 @@ from offload.tools.memest.estimate.result import Estimate
 
 
 def place_title(tier: Tier) -> str:
+    """Return the name of a tier's place in tables."""
     return "Disk (nvme)" if tier.is_file else tier.title
 
 
