@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -362,10 +361,7 @@ class LazyWeights:
     def __enter__(self) -> LazyWeights:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Put the lazy parameters back after an error, if nothing has taken their place yet."""
         for param, lazy in self._taken.values():
             if kind is not None and param.is_meta:

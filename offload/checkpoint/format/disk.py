@@ -345,15 +345,8 @@ def is_there(path: Path) -> bool:
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-
-    def sync() -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    make_call("fsync folder", path, sync)
+    with OpenFile(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+        make_call("fsync folder", path, os.fsync, folder.fd)
 
 
 def sync_tree(path: Path) -> None:

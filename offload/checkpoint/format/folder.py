@@ -20,7 +20,6 @@ import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from offload.checkpoint.format.disk import (
     FULL,
@@ -45,9 +44,7 @@ from offload.tiers.errors import CheckpointError, PathError, StorageError
 
 # version 0.1.0 began with three kinds of them
 _PENDING = re.compile(r"(?P<name>.+)\.(tmp|old|del)-[0-9a-f]{28}")
-_NOT_THE_PATH = (
-    errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, *FULL,
-)  # fmt: skip
+_NOT_THE_PATH = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, *FULL)
 _SHOWN = 4
 _log = logging.getLogger("offload")
 
@@ -126,10 +123,7 @@ class PendingFolder:
                     raise
                 # another process has just removed what had the name
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self._unlock()
         else:

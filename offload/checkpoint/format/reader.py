@@ -8,7 +8,6 @@ import stat
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import xxhash
 
@@ -242,10 +241,7 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
