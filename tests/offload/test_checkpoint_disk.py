@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -79,3 +81,14 @@ def test_a_forked_child_closes_its_own_descriptor(tmp_path: Path) -> None:
         assert os.waitpid(pid, 0)[1] == 0
         file.write_all(memoryview(b"parent"), 0)
     assert (tmp_path / "file").read_bytes() == b"parent"
+
+
+def test_a_file_that_is_open_when_the_program_ends_does_not_keep_it() -> None:
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from offload.checkpoint.format.disk import OpenFile\n"
+        "kept = OpenFile(Path(sys.executable), 0)\n"  # closed while modules are torn down
+        "time.sleep(0.5)\n"  # by then no thread watches any longer
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

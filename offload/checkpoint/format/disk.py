@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 import threading
 import time
 import weakref
@@ -91,7 +92,7 @@ class _Watchdog:
     def began(self, call: _Call) -> None:
         """Watch a call until `ended`."""
         self._calls.add(weakref.ref(call, self._calls.discard))
-        if self._thread is None:
+        if self._thread is None and not sys.is_finalizing():  # a thread begun then never runs
             self._thread = threading.Thread(target=self._run, name="offload-watchdog", daemon=True)
             try:
                 self._thread.start()
