@@ -98,9 +98,8 @@ class Saver:
         self._entries = model.Entries(engine)
         self._name_on = engine.spread.name_on  # maps an expert's name to its name on another rank
         scale = None
-        if engine.loss_scale is not None:
-            found = engine.loss_scale
-            scale = LossScaleRecord(scale=found.scale, good_steps=found.good_steps)
+        if (kept := engine.loss_scale) is not None:
+            scale = LossScaleRecord(scale=kept.scale, good_steps=kept.good_steps)
         self._manifest = Manifest(
             precision=engine.config.precision,
             steps_taken=engine.steps.taken,
