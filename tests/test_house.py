@@ -245,7 +245,7 @@ LINES = {
     "tools/memest": 4499,
     "zero": 13249,
 }
-TEST_LINES = 57791
+TEST_LINES = 57795
 SMALL_FILES = 17
 LOOSE_FILES = 10
 
