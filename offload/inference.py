@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath
+from offload.kv.store import KVStore
 from offload.memory.kv_homes import KVHomes
 from offload.models.foreign_wrappers import refuse_foreign_wrappers
 from offload.planning.plan.plan import kv_room_nbytes
@@ -30,14 +31,13 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.units import format_bytes
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.safetensors_weights import first_weights
+from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.discovery import Discovery, managed, refuse_uninitialised
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.store import DISPATCHED, WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.hooks.unit_hooks import UnitHooks
-from offload.zero.kv.sizes import CachedLayer
-from offload.zero.kv.store import KVStore
 
 _log = logging.getLogger("offload")
 M = TypeVar("M", bound=nn.Module)

@@ -1,1 +1,1 @@
-"""KV caches of transformers in tiers."""
+"""Keys and values in tiers: pages, their store, and the cache of transformers on them."""

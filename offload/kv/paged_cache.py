@@ -28,9 +28,9 @@ from transformers.cache_utils import (
 )
 
 from offload.errors import StateError, UnsupportedError
-from offload.zero.kv.pages import KVPages
-from offload.zero.kv.sizes import CachedLayer
-from offload.zero.kv.store import KVStore
+from offload.kv.pages import KVPages
+from offload.kv.store import KVStore
+from offload.zero.groups.cached_layer import CachedLayer
 
 # layer types without keys and values
 _STATELESS = ("linear_attention", "conv", "moe", "mlp")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from offload.kv.store import KVStore
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
@@ -22,7 +23,6 @@ from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.fetching import Fetcher
-from offload.zero.kv.store import KVStore
 
 
 @dataclass

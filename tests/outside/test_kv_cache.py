@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from offload.errors import StateError, TierFullError
 from offload.kv.paged_cache import cached_layers, keep_in_tiers
 from offload.tiers.tier import Tier
-from offload.zero.kv.sizes import CachedLayer
+from offload.zero.groups.cached_layer import CachedLayer
 from tests.offload.kv_cases import Homes
 
 TIERS = {

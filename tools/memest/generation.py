@@ -9,8 +9,8 @@ from offload.config.training import MOST_TOKENS
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.plan.estimate import Workload
 from offload.tiers.errors import ConfigError
+from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.kv.sizes import CachedLayer
 
 _USUAL = {"batch": 1, "prompt": 512, "new tokens": 128}
 # A pass of one token reads a layer's cache and writes it anew, one token longer; attention reads

@@ -17,6 +17,7 @@ from torch import nn
 
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
+from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import (
     SMALL_TABLE_NUMEL,
@@ -26,7 +27,6 @@ from offload.zero.groups.model_shape import (
     UnitShape,
 )
 from offload.zero.groups.storage import Storage, names_experts
-from offload.zero.kv.sizes import CachedLayer
 from offload.zero.tensors.local_tensors import is_dtensor, local_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.tiers.errors import UnsupportedError
+from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.layout import Layout, ParamShape, lay_out
 from offload.zero.groups.storage import Storage
-from offload.zero.kv.sizes import CachedLayer
 from offload.zero.ranks.sharding import ALONE, Sharding
 
 # A subtree this small is one unit: a hook per layer would cost more than moving it whole.

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
+from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.kv.sizes import CachedLayer
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -15,8 +15,8 @@ from offload.planning.machine.disk_cache import remembered
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.generation import CacheShape
 from offload.tools.memest.source.model_source import key_of
+from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.kv.sizes import CachedLayer
 
 if TYPE_CHECKING:
     from torch import nn

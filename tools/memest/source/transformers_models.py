@@ -27,8 +27,8 @@ from offload.tools.memest.source.hugging_face import (
 )
 from offload.tools.memest.source.input_files import one_line
 from offload.tools.memest.source.model_source import key_of
+from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.kv.sizes import CachedLayer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -8,14 +8,14 @@ import torch
 
 from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.zero.groups.bits import FLOAT_OF, flat_array
-from offload.zero.kv.page_format import (
+from offload.kv.page_format import (
     KVShape,
     PageFormat,
     decode_int8,
     encode_int8,
 )
-from offload.zero.kv.sizes import CachedLayer
+from offload.zero.groups.bits import FLOAT_OF, flat_array
+from offload.zero.groups.cached_layer import CachedLayer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH, TOKENS = 3, 5

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload.kv.page_format import KVShape, PageFormat
+from offload.kv.store import KVStore, OpenPage
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.state import State
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import OffloadError, StateError, StorageError, UnsupportedError
 from offload.tiers.units import round_up
-from offload.zero.kv.page_format import KVShape, PageFormat
-from offload.zero.kv.store import KVStore, OpenPage
 
 _NOW = -1.0  # before all that the trace expects
 _PER_LOOK = 4  # pages that are read before what comes next is looked for again

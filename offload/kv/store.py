@@ -23,13 +23,13 @@ from typing import Protocol
 
 import torch
 
+from offload.kv.page_format import KVShape, PageFormat
 from offload.swap.states.state import State
 from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 from offload.zero.groups.fetching import Fetchable, Fetcher
-from offload.zero.kv.page_format import KVShape, PageFormat
 
 _log = logging.getLogger("offload")
 KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy

@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional
 
 from offload.tiers.units import round_up
-from offload.zero.kv.sizes import coded_dim, group_of, vector_nbytes
+from offload.zero.groups.cached_layer import coded_dim, group_of, vector_nbytes
 
 _ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
 _TOKENS_AT_ONCE = 256  # are encoded in one go: bounds what that takes beside the page

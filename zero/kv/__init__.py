@@ -1,1 +1,0 @@
-"""KV caches in pages."""
