@@ -152,8 +152,8 @@ class Accelerator:
 
     # ---------------------------------------------------------------- pinning
     def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
-        """Pin our own memory, so that copies between it and the device are asynchronous; returns
-        why it could not be pinned, or None: such copies then go through pageable memory, slower."""
+        """Pin the runtime's memory, so that copies between it and the device are asynchronous.
+        Returns why it could not be pinned, or None; copies of pageable memory are slower."""
         with self.on(device):
             status = int(self._module.cudart().cudaHostRegister(address, nbytes, 0))
             if status != 0:
@@ -161,9 +161,9 @@ class Accelerator:
         return f"cudaHostRegister's error {status}" if status else None
 
     def _clear_last_error(self, device: torch.device) -> None:
-        """The driver keeps the error of a failed call until it is asked for, which PyTorch does
-        after its next kernel: a kernel that is not to blame would raise it. PyTorch has no call
-        that only asks, so one of our kernels takes the blame."""
+        """Clear the driver's error of a failed call. The driver keeps it until PyTorch asks, which
+        is after the next kernel, and PyTorch has no call that only asks: so a kernel launched here
+        raises it, instead of one of the program."""
         import torch
 
         try:

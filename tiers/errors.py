@@ -16,7 +16,7 @@
     │   └── ModifiedError       ... what backward needs was changed in place; a RuntimeError, too
     ├── NonfiniteError          steps in a row were skipped for infinite or NaN gradients
     ├── RankError               something ranks do together failed: which, of what, who is missing
-    └── IntegrityError          our own books do not balance: a bug, please report it
+    └── IntegrityError          the runtime's accounting is wrong: a bug, please report it
 
 Each message says what, which, how much and what to do.
 """

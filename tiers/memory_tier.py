@@ -175,7 +175,7 @@ class Lease:
     def in_use(self) -> bool:
         """True while any tensor besides the lease's own is a view of this range."""
         storage = self.tensor.untyped_storage()
-        return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # ours and `storage`
+        return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `self.tensor` and `storage`
 
     def free(self) -> None:
         """Give the range back. StateError when freed twice."""

@@ -1,12 +1,12 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803, RET505 - what is fixed at compile time is written so in Triton
-"""Element operations that Triton kernels share: formats, split masters, and what rounds once.
+"""Element operations that Triton kernels share: formats, split masters, operations rounded once.
 
 Everything here has the same bits as `kernels.cpu.lanes` has on the CPU, on a GPU and in Triton's
 interpreter alike. That rules out what Triton offers first: a cast to bf16 (the interpreter drops
 the low bits, a GPU rounds to nearest), `/` (approximate on a GPU) and `tl.sqrt` (likewise). It also
 means that kernels are launched with enable_fp_fusion=False, see `kernels.gpu.triton_launch`:
-otherwise the compiler makes fused operations of our products and sums where it likes.
+otherwise the compiler is free to fuse the products and sums written here.
 
 16-bit floats come and go as int16 bits, as in the rest of `kernels`. Importing this module imports
 Triton, which reads TRITON_INTERPRET at that moment; the launchers import it at their first call.

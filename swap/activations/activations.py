@@ -245,8 +245,8 @@ class ActivationTier:
 
     # ---------------------------------------------------------------- ends
     def _token_died(self, number: int) -> None:
-        """Note a token's death, on any thread, even inside our own code or while a lock is held. So
-        the lock is neither waited for nor entered twice; the next call buries then."""
+        """Note a token's death, on any thread, even inside this class or while its lock is held.
+        So the lock is neither waited for nor entered twice; the next call buries the token then."""
         self._dead.append(number)
         if not self._lock._is_owned() and self._lock.acquire(blocking=False):  # type: ignore[attr-defined]
             try:

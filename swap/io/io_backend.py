@@ -144,7 +144,7 @@ class IOBackend(ABC):
         return pieces
 
     def _note_error(self, request: IORequest, error: BaseException) -> None:
-        """Remember the first error of a request. Ours pass as they are, others are wrapped."""
+        """Remember the first error of a request; other errors than `OffloadError` are wrapped."""
         if request.failure is not None:
             return
         if not isinstance(error, OffloadError):

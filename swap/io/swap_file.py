@@ -52,8 +52,8 @@ def check_directory(
 ) -> DirectoryReport:
     """Make sure swap files can live in `path`; create its last component (0700) if missing.
 
-    Raises PathError if the parent is missing, it is no directory, it is not writable, it is another
-    user's or others could replace our files in it, or less than `needed_nbytes` are free.
+    Raises PathError if the parent is missing, `path` is no directory or not writable, it belongs to
+    another user or others could replace files in it, or less than `needed_nbytes` are free.
     """
     call = TimeoutThread("looking at", path, _check_directory, path, needed_nbytes)
     return call.result(timeout_s)

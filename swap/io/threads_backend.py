@@ -95,7 +95,7 @@ class ThreadsBackend(IOBackend):
             index, piece = taken
             try:
                 self._serve(index, piece)
-            except BaseException as error:  # noqa: BLE001  our bug: logged, and waiters told
+            except BaseException as error:  # noqa: BLE001  a bug: logged, and raised in waiters
                 _log.exception("an I/O thread of the %s backend goes on", self.name)
                 if not piece.ended:
                     self._note_error(piece.request, error)

@@ -93,7 +93,7 @@ def profiled(name: str) -> AbstractContextManager[Any]:
 
     The flag is the process's: `_profiler_enabled()` covers the calling thread only, and is False on
     every one while a profiler records all of them. By default a profiler sees the thread that
-    started it, and backward; with `profile_all_threads` in its `experimental_config` it sees ours.
+    started it, and backward; `profile_all_threads` in its `experimental_config` adds the runtime's.
     """
     profiler = _torch()
     if not profiler._is_profiler_enabled:

@@ -50,8 +50,8 @@ class _Deferral:
         self._noted: list[int] = []
         self._first_s = 0.0
 
-    # A signal is raised between any two calls below: until its handler is ours nothing has begun,
-    # once it is the user's again everything has ended.
+    # A signal is raised between any two calls below: until its handler is the shield's nothing has
+    # begun, once it is the user's again everything has ended.
 
     def enter(self, *, firm: bool) -> None:
         if not self._depth:

@@ -323,8 +323,8 @@ class GradientHandles:
         return bool(state.gradients.passes[index])
 
     def _part(self, keys: Sequence[Place]) -> None:
-        """Separate cleared gradients' handles from the accumulators. Whoever keeps one, or a view
-        of it, gets an error when it is used."""
+        """Separate cleared gradients' handles from the accumulators. Using such a handle, or a view
+        of one, raises an error from then on."""
         for key in keys:
             if key in self._sources:
                 self._sources.pop(key).used_up = CLEARED

@@ -302,8 +302,8 @@ class _Rules:
 
     def _is_apart(self, params: Sequence[nn.Parameter]) -> bool:
         """Return whether experts' parameters are worth moving one by one, and in no other place."""
-        ours = all(managed(p, self._only) and len(self._names[id(p)]) == 1 for p in params)
-        return ours and _numel(params) > SMALL_TABLE_NUMEL
+        apart = all(managed(p, self._only) and len(self._names[id(p)]) == 1 for p in params)
+        return apart and _numel(params) > SMALL_TABLE_NUMEL
 
     def _tables_within(self, module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of experts below a module, with their names."""
@@ -354,10 +354,10 @@ def _is_packed(module: nn.Module) -> bool:
     and is the one that computes with one expert's rows at a time."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     params = list(module.parameters())
-    # its default, and ours, which has the same bits
-    ours = chosen in ("grouped_mm", "offload") and _asks_the_registry(module)
+    # transformers' default, and offload's implementation, which has the same bits
+    one_by_one = chosen in ("grouped_mm", "offload") and _asks_the_registry(module)
     return (
-        ours
+        one_by_one
         and len(params) == len(module._parameters) > 0
         and all(param.dim() >= 2 and not is_dtensor(param) for param in params)
         and any(param.dim() == 3 for param in params)

@@ -36,9 +36,9 @@ MAKE_ANOTHER = frozenset(
         "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
     }
 )  # fmt: skip
-# What `tensor.data = other` asks, above __torch_dispatch__. Without an answer of ours the tensor
-# would be left without memory, and reading it would end the process. So a PagedTensor has a
-# dispatch key of its own, which nothing in PyTorch uses, and all other operations fall through.
+# The operator of `tensor.data = other`, above __torch_dispatch__. By default the tensor would be
+# left without memory, and reading it would end the process. So a PagedTensor has a dispatch key
+# of its own, which nothing in PyTorch uses, and all other operations fall through.
 SHARE_DATA = aten._has_compatible_shallow_copy_type.default
 _KEY = "TESTING_ONLY_GenericWrapper"
 _KEYS = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
