@@ -148,7 +148,7 @@ class TieredModel(abc.ABC):
         make_real(_named(self.module, discovery), dtype, self.device, only)
         return first
 
-    @defer_signals  # nobody else would end the threads
+    @defer_signals  # an interrupted call would leave its threads running
     def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
         self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype)
 

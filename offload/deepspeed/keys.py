@@ -30,9 +30,9 @@ def read(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of DeepSpeed, and the key of ours that it becomes."""
+    """A key of DeepSpeed, and the key of offload that it becomes."""
 
-    becomes: str  # offload's key; empty: no key has it
+    becomes: str  # offload's key; empty: there is none
     kind: Any  # the type of its values
     note: str = ""  # for the docs
 

@@ -70,18 +70,18 @@ def initialize(
     groups = given if settings.client is None else settings.client.groups
     engine = _engine(model, settings, groups)
     try:
-        ours = engine.optimizer if settings.has_optimizer else None
-        made = EngineModule(model, settings, engine, ranks, ours)
+        stepped = engine.optimizer if settings.has_optimizer else None
+        made = EngineModule(model, settings, engine, ranks, stepped)
         if settings.client is not None:
             settings.client.lend(engine)
-        if ours is not None:
-            made.lr_scheduler = _scheduler(settings, ours, lr_scheduler)
+        if stepped is not None:
+            made.lr_scheduler = _scheduler(settings, stepped, lr_scheduler)
         if training_data is not None:
             made.training_dataloader = _loader(made, settings, training_data, collate_fn)
     except BaseException:
         engine.close()
         raise
-    return made, ours, made.training_dataloader, made.lr_scheduler
+    return made, stepped, made.training_dataloader, made.lr_scheduler
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -322,20 +322,20 @@ def _computes_alike(engine: Engine, module: nn.Module, config: OffloadConfig) ->
     return found == (module, config.device, config.precision)
 
 
-def _precision(ours: str | None, lightnings: str) -> str:
-    """Return the engine's precision for one of Lightning's `precision=`; `ours` is the YAML's."""
+def _precision(configured: str | None, lightnings: str) -> str:
+    """Return the engine's precision for Lightning's `precision=` and the YAML's, if it has one."""
     theirs = "fp32" if lightnings in _AUTOCAST else _OWN.get(lightnings)
     if lightnings not in ("32-true", *_OWN, *_AUTOCAST):
         raise UnsupportedError(
             f"precision={lightnings!r} of Lightning has no counterpart here; use 32-true, "
             f"{', '.join((*_OWN, *_AUTOCAST))}"
         )
-    if None not in (ours, theirs) and ours != theirs:
+    if None not in (configured, theirs) and configured != theirs:
         raise ConfigError(
-            f"precision: {ours} in the offload configuration, and Lightning has "
+            f"precision: {configured} in the offload configuration, and Lightning has "
             f"precision={lightnings!r}, which is precision: {theirs} here; name one of them"
         )
-    return ours or theirs or "fp32"
+    return configured or theirs or "fp32"
 
 
 def _name_of(plugin: Any) -> str:
@@ -352,8 +352,8 @@ def _name_of(plugin: Any) -> str:
 
 def _plugin_of(engine: Engine) -> Any:
     """Return the plugin for an engine in 16 bits; None for fp32."""
-    for name, ours in _OWN.items():
-        if engine.config.precision == ours:
+    for name, precision in _OWN.items():
+        if engine.config.precision == precision:
             plugin = _OffloadHalfPrecision(name)
             plugin.engine = engine
             return plugin
@@ -370,8 +370,8 @@ def _lightnings_part(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     remedy = "load another checkpoint"
     if weights_only:
         remedy = (
-            "if you trust whoever wrote it, pass weights_only=False to Trainer's method, which "
-            "runs code that it names"
+            "if you trust its author, pass weights_only=False to Trainer's method, which runs code "
+            "that the checkpoint names"
         )
     with refusals(f"{folder}: Lightning's part", remedy=remedy):
         file = io.BytesIO(raw.numpy().data)

@@ -118,7 +118,7 @@ class KVStore:
         self._process = os.getpid()
         self._live: dict[int, SeatedPages] = {}  # by number
         self._free_numbers: list[int] = []
-        self._dropped: deque[SeatedPages] = deque()  # nobody has them any more
+        self._dropped: deque[SeatedPages] = deque()  # without references
         self._buffers: dict[str, list[Lease]] = {}
         self._slabs: dict[int, list[_Slab]] = {}  # by the size of a page
         self._closed = False

@@ -100,7 +100,7 @@ class StateDictHooks:
         what modules keep beside them. Parameters are neither read nor written, except by a module's
         own code."""
         model = self._model()
-        assert model is not None, "whoever calls this has it"
+        assert model is not None, "the caller holds the model"
         found = [(p, self._store.group_of(p)) for p in model.parameters()]
         here = [p for p, at in found if at and at[0].is_gathered]
         self._leaves_parameters = True

@@ -67,11 +67,12 @@ class ClientOptimizer:
         Raises ConfigError if `named` has another number or another type.
         """
         for key, value in self.section.items():
-            ours = named.get(key)
-            if ours is not None and not equal_numbers(ours, value):
+            configured = named.get(key)
+            if configured is not None and not equal_numbers(configured, value):
                 raise ConfigError(
-                    f"optimizer.{key}: {ours} in the offload configuration, and the program's "
-                    f"{type(self.given).__name__} has {key}={value}; name it in one of the two"
+                    f"optimizer.{key}: {configured} in the offload configuration, and the "
+                    f"program's {type(self.given).__name__} has {key}={value}; name it in one of "
+                    "the two"
                 )
         return {**named, **self.section}
 
@@ -145,12 +146,12 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
-def equal_numbers(ours: Any, theirs: Any) -> bool:
+def equal_numbers(one: Any, other: Any) -> bool:
     """Return whether two settings are the same, as written in different formats."""
     try:
-        if isinstance(ours, list | tuple):
-            return [float(each) for each in ours] == [float(each) for each in theirs]
-        return bool(ours == theirs or float(ours) == float(theirs))
+        if isinstance(one, list | tuple):
+            return [float(each) for each in one] == [float(each) for each in other]
+        return bool(one == other or float(one) == float(other))
     except (TypeError, ValueError):
         return False
 

@@ -168,7 +168,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as in torch; a pending update keeps those that it has yet to read."""
         params = self._managed()
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would ask us
+        with torch._C.DisableTorchFunctionSubclass():  # of a released parameter
             gradients = [] if set_to_none else [param.grad for param in params]
             if set_to_none:
                 for param in params:

@@ -58,7 +58,7 @@ class Child:
                 [sys.executable, "-m", "offload.process.child", program, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
                 env={**child_environment(), **(environment or {})}, pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for us, and we end the child
+                start_new_session=True,  # Ctrl-C is for this process, which ends the child
             )  # fmt: skip
         with suppress(ConnectionError):  # it has ended, as the first answer will say
             self._pipe.send(dict(options))

@@ -38,7 +38,7 @@ class Interrupts:
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Note a signal, as its handler."""
-        if os.getpid() != self._pid:  # of a forked child, which nobody asks
+        if os.getpid() != self._pid:  # a forked child has no loop that reads `seen`
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         now = time.monotonic()
@@ -49,7 +49,7 @@ class Interrupts:
             raise self.error()
         if first and self._putting_off:  # `print` may be what was interrupted
             name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-            with suppress(OSError):  # nobody may read it any more
+            with suppress(OSError):  # the reader of stderr may be gone
                 os.write(2, f"\r{name}: {self._putting_off}\n".encode())
 
     def error(self) -> KeyboardInterrupt:

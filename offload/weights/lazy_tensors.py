@@ -179,7 +179,7 @@ class LazyTensor(torch.Tensor):
         if like is None:
             like = torch.empty(source.shape, dtype=source.dtype, device="meta")
         # To torch it is on the meta device, and only says that it is on the CPU: else torch would
-        # do `ordinary.data = lazy` without asking us, and crash when that is looked at.
+        # do `ordinary.data = lazy` without a call to this class, and crash when that is read.
         made: LazyTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), storage_offset=like.storage_offset(),
             dtype=like.dtype, device=torch.device("meta"), dispatch_device=True,

@@ -176,7 +176,7 @@ def adopt(path: Path) -> None:
         if not is_there(real) and is_folder(real.parent):
             recover(real.parent)
     except (OSError, ValueError):
-        return  # not ours to write to, or no path: who opens it says that there is no checkpoint
+        return  # no path, or not writable: opening it reports that there is no checkpoint
 
 
 def recover(parent: Path) -> None:

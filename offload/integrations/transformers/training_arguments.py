@@ -85,28 +85,28 @@ def _pick(
     section: str = "",
 ) -> Any:  # fmt: skip
     """Return the YAML's value if it has one, else `theirs`, the value of the arguments."""
-    ours = named.get(key)
-    if ours is None or ours == "auto":
+    configured = named.get(key)
+    if configured is None or configured == "auto":
         return theirs
     says = not arguments or any(_is_named(args, name) for name in arguments)
-    if says and not equal_numbers(ours, theirs):
+    if says and not equal_numbers(configured, theirs):
         texts = [f"{name}={getattr(args, name)!r}" for name in arguments]
         raise ConfigError(
-            f"{section}{key}: {ours} in the offload configuration, and TrainingArguments say "
+            f"{section}{key}: {configured} in the offload configuration, and TrainingArguments say "
             f"{', '.join(texts) or theirs}; name it in one of the two"
         )
-    return ours
+    return configured
 
 
 def _passes(named: Mapping[str, Any], args: TrainingArguments) -> int:
     """Return the backward passes of a step. Trainer counts them by its own argument, whose default
     counts as set."""
-    ours, theirs = named.get("gradient_accumulation_steps"), args.gradient_accumulation_steps
-    if ours not in (None, theirs):
+    configured, theirs = named.get("gradient_accumulation_steps"), args.gradient_accumulation_steps
+    if configured not in (None, theirs):
         raise ConfigError(
-            f"gradient_accumulation_steps: {ours} in the offload configuration, and "
+            f"gradient_accumulation_steps: {configured} in the offload configuration, and "
             f"TrainingArguments say {theirs}, by which Trainer steps; set "
-            f"gradient_accumulation_steps={ours} in TrainingArguments"
+            f"gradient_accumulation_steps={configured} in TrainingArguments"
         )
     return int(theirs)
 
@@ -117,15 +117,15 @@ def _precision(named: Mapping[str, Any], args: TrainingArguments, model: nn.Modu
     copy, as in other engines that take the model over. `precision: fp32` with `bf16=True` is
     autocast, as in plain Trainer. By default it is the format of the model."""
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-    ours = named.get("precision")
-    if ours is None:
+    configured = named.get("precision")
+    if configured is None:
         return asked or _PRECISIONS.get(_dtype_of(model), "fp32")
-    if asked not in (None, ours) and (ours, asked) != ("fp32", "bf16"):
+    if asked not in (None, configured) and (configured, asked) != ("fp32", "bf16"):
         raise ConfigError(
-            f"precision: {ours} in the offload configuration, and TrainingArguments say "
+            f"precision: {configured} in the offload configuration, and TrainingArguments say "
             f"{asked}=True; name it in one of the two"
         )
-    return str(ours)
+    return str(configured)
 
 
 def _dtype_of(model: nn.Module | None) -> torch.dtype | None:
@@ -160,13 +160,13 @@ def _optimizer(named: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
 
 def _type(named: Mapping[str, Any], args: TrainingArguments) -> str:
     optim = str(getattr(args.optim, "value", args.optim))
-    ours, theirs = named.get("type"), _TYPES.get(optim)
+    configured, theirs = named.get("type"), _TYPES.get(optim)
     says = _is_named(args, "optim")
-    if ours is not None and (not says or ours == theirs):
-        return str(ours)
-    if ours is not None:
+    if configured is not None and (not says or configured == theirs):
+        return str(configured)
+    if configured is not None:
         raise ConfigError(
-            f"optimizer.type: {ours} in the offload configuration, and TrainingArguments say "
+            f"optimizer.type: {configured} in the offload configuration, and TrainingArguments say "
             f"optim={optim!r}; name it in one of the two"
         )
     if theirs is not None:

@@ -33,9 +33,9 @@ _TIMEOUT_S = 600.0  # it takes seconds; on a busy machine more
 _DEFAULT_RAM_NBYTES = {"fp32": 410 << 20, "bf16": 422 << 20, "fp16": 422 << 20}
 _DEFAULT_COMPILER_NBYTES = 107 << 20
 # With a CUDA build of torch: its libraries' code and data in RAM. A round figure for CUDA 12 and
-# 13, not measured by us.
+# 13, not measured.
 GPU_RAM_NBYTES = 1536 << 20
-# Of a GPU, three things lie beside `budget.device`, which holds our tiers alone: tensors of passes
+# `budget.device` covers the runtime's device tier alone. A GPU also holds the tensors of passes
 # (`planning/activations`), and these two. A process that trains has its context when it asks what
 # is free, so there the context is counted twice, on the safe side.
 # 1. The context, with PyTorch's and offload's kernels: what nvidia-smi shows of a process that ran

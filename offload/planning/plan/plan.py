@@ -41,7 +41,7 @@ class Hardware:
     host_nbytes: int  # may ever be held (cgroup limits count)
     host_free_nbytes: int
     nvme_free_nbytes: int
-    kernels_missing: str | None = None  # what our kernels on the device lack, as a sentence
+    kernels_missing: str | None = None  # why offload's kernels cannot run on the device
     sharding: Sharding = ALONE  # of the rank that the rest is for
     cores: int = 1  # that the optimizer may use
 
