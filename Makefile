@@ -15,7 +15,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 NULL_GPU_PYTHON ?= $(BIN)/python
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 
-# a fifth of the tests' time would be the compiling of our sources, again in each process that they start
+# without bytecode files each process that a test starts compiles the sources anew: a fifth of the tests' time
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
@@ -27,7 +27,7 @@ help:
 	@echo "make test-long  with all cases where a sample is the rule"
 	@echo "make torture    1,000 kills of runs, 10,000 faults of disks, crafted files, 10,000 steps: hours"
 	@echo "make docs       docs/ as a site, in build/site; a broken link is an error"
-	@echo "make bench      limits, ours and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
+	@echo "make bench      offload beside limits and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
 	@echo "make null-gpu   the engine's calls of CUDA, without a GPU; NULL_GPU_PYTHON=... has torch for CUDA"
 	@echo "make gpu-check  tests, kernels, copies and steps on a GPU; PYTHON=... is used as it is"
 	@echo "make lint       ruff"

@@ -47,12 +47,12 @@ def main() -> None:
     losses, seconds = plain_steps(config)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measured = json.loads((folder / "measured.json").read_text())
-    ours, usual_s = rows[-1]["loss"], median(row["seconds"] for row in rows)
+    last_loss, usual_s = rows[-1]["loss"], median(row["seconds"] for row in rows)
     peak, plain_peak = format_bytes(measured["rss_nbytes"]), format_bytes(peak_rss_nbytes())
     print(f"{'':28} {'offload':>12} {'plain PyTorch':>14}")
     print(f"{'peak RAM of the process':28} {peak:>12} {plain_peak:>14}")
     print(f"{'seconds per step (median)':28} {usual_s:12.3f} {median(seconds):14.3f}")
-    print(f"{'loss of the last step':28} {ours:12.6f} {losses[-1]:14.6f}")
+    print(f"{'loss of the last step':28} {last_loss:12.6f} {losses[-1]:14.6f}")
     apart = max(abs(row["loss"] - loss) for row, loss in zip(rows, losses, strict=True))
     print(f"losses are at most {apart:.1g} apart: offload's AdamW fuses multiply and add")
 

@@ -12,7 +12,7 @@ from offload.tiers.tier import TIERS, Tier
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.other_systems import (
-    OURS,
+    OFFLOAD,
     SYSTEMS,
     Row,
     Subject,
@@ -95,9 +95,9 @@ STATED = StatedSizes(params=8_030_000_000, layers=32, hidden=4096, vocab=128_256
 def rows_of(profile: HardwareProfile, config: OffloadConfig) -> dict[str, Row]:
     case = Case(read_stated(STATED), config, WORKLOAD, profile, None)
     estimator = Estimator()
-    ours = estimator(case)
-    rows = compare(case.shape, estimator.facts(case, ours.config), ours, profile)
-    assert [row.name for row in rows] == [*BY_NAME, OURS]
+    estimate = estimator(case)
+    rows = compare(case.shape, estimator.facts(case, estimate.config), estimate, profile)
+    assert [row.name for row in rows] == [*BY_NAME, OFFLOAD]
     return {row.name: row for row in rows}
 
 
@@ -105,8 +105,9 @@ def test_eight_billion_on_a_desktop_need_offload(config: OffloadConfig) -> None:
     profile = read_profile(gpu="RTX 4090", ram="192GiB", ssd="Gen4 SSD")
     rows = rows_of(profile, config)
     assert all(rows[name].full for name in ("DDP", "ZeRO-1", "ZeRO-2", "FSDP"))
-    assert not any(rows[name].full for name in ("ZeRO-Infinity, cpu", "ZeRO-Infinity, nvme", OURS))
-    assert rows[OURS].peaks[HOST] < rows["ZeRO-Infinity, cpu"].peaks[HOST]
+    fitting = ("ZeRO-Infinity, cpu", "ZeRO-Infinity, nvme", OFFLOAD)
+    assert not any(rows[name].full for name in fitting)
+    assert rows[OFFLOAD].peaks[HOST] < rows["ZeRO-Infinity, cpu"].peaks[HOST]
 
 
 def test_without_a_gpu_everything_is_in_ram(config: OffloadConfig) -> None:

@@ -36,23 +36,24 @@ def run_compare(asked: EstimateOptions) -> int:
     if asked.inference:
         raise ConfigError("compare: is of training alone; leave --inference out")
     estimator = Estimator()
-    question, ours = answered(read_question(asked), estimator)
+    question, estimate = answered(read_question(asked), estimator)
     case = question.case
-    ours = replace(ours, notes=tuple(dict.fromkeys([*ours.notes, *case_notes(case)])))
-    rows = compare(case.source.shape, estimator.facts(case, ours.config), ours, case.profile)
+    estimate = replace(estimate, notes=tuple(dict.fromkeys([*estimate.notes, *case_notes(case)])))
+    facts = estimator.facts(case, estimate.config)
+    rows = compare(case.source.shape, facts, estimate, case.profile)
     held = {tier for row in rows for tier in row.peaks}
     capacities = {t: n for t, n in capacities_of(case.profile).items() if t in held}
     show_answer(
         asked.chosen_format,
         asked.out,
-        table=lambda: _table(ours, rows, capacities),
-        values=lambda: _values(ours, rows, capacities),
+        table=lambda: _table(estimate, rows, capacities),
+        values=lambda: _values(estimate, rows, capacities),
     )
-    return 0 if ours.fits else DOES_NOT_FIT
+    return 0 if estimate.fits else DOES_NOT_FIT
 
 
 def _table(
-    ours: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
+    estimate: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
 ) -> RenderableType:  # fmt: skip
     heads = (f"{_TITLES.get(t, t.title)}\nof {format_bytes(n)}" for t, n in capacities.items())
     cells: list[list[str | Cell]] = [
@@ -63,10 +64,11 @@ def _table(
         ]
         for row in rows
     ]
-    title = f"{view.model_text(ours, ours.model)}\n{ours.hardware}, {view.workload_text(ours)}"
+    workload = f"{estimate.hardware}, {view.workload_text(estimate)}"
+    title = f"{view.model_text(estimate, estimate.model)}\n{workload}"
     left = frozenset({0, len(capacities) + 1})
     table = cell_table(Table(("system", *heads, "fits"), cells, left=left))
-    return Group(Text(title), table, "", *bullets(ours.notes))
+    return Group(Text(title), table, "", *bullets(estimate.notes))
 
 
 def _peak_cell(row: Row, tier: Tier) -> Cell:
@@ -75,7 +77,7 @@ def _peak_cell(row: Row, tier: Tier) -> Cell:
 
 
 def _values(
-    ours: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
+    estimate: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
 ) -> dict[str, Any]:  # fmt: skip
     systems = [
         {
@@ -90,5 +92,5 @@ def _values(
         "schema": "memest-compare/3",
         "capacity_nbytes": {str(tier): nbytes for tier, nbytes in capacities.items()},
         "systems": systems,
-        "notes": list(ours.notes),
+        "notes": list(estimate.notes),
     }

@@ -56,7 +56,7 @@ SYSTEMS = (
     System("ZeRO-Infinity, cpu", HOST, HOST, "pgs", gathers_modules=True),  # 2104.07857
     System("ZeRO-Infinity, nvme", NVME, NVME, "pgs", gathers_modules=True),
 )
-OURS = "offload"
+OFFLOAD = "offload"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +144,12 @@ class Row:
 
 
 def compare(
-    model: ModelShape, facts: ActivationFacts, ours: Estimate, profile: HardwareProfile
+    model: ModelShape, facts: ActivationFacts, estimate: Estimate, profile: HardwareProfile
 ) -> list[Row]:
-    """Compare all systems with the model, batch, precision and recomputation of `ours`, which comes
-    last: the estimate of `memest` for one rank, whose bytes for libraries every system has."""
-    subject = subject_of(model, facts, ours, profile.ranks)
-    places = ours.memory.places
+    """Compare all systems with offload, whose row is last. All have the model, batch, precision,
+    recomputation and bytes of libraries of `estimate`, which `memest` made for one rank."""
+    subject = subject_of(model, facts, estimate, profile.ranks)
+    places = estimate.memory.places
     capacities = capacities_of(profile)
     rows = []
     for system in SYSTEMS:
@@ -162,8 +162,8 @@ def compare(
         full = tuple(tier for tier, nbytes in peaks.items() if nbytes > capacities[tier])
         rows.append(Row(system.name, peaks, full))
     own = {tier: place.peak_nbytes for tier, place in places.items()}
-    short = tuple(dict.fromkeys(shortfall.tier for shortfall in ours.shortfalls))
-    return [*rows, Row(OURS, _of_a_node(own, profile), short)]
+    short = tuple(dict.fromkeys(shortfall.tier for shortfall in estimate.shortfalls))
+    return [*rows, Row(OFFLOAD, _of_a_node(own, profile), short)]
 
 
 def capacities_of(profile: HardwareProfile) -> dict[Tier, int]:
@@ -185,7 +185,7 @@ def _of_a_node(held: Mapping[Tier, int], profile: HardwareProfile) -> dict[Tier,
 
 
 def subject_of(
-    model: ModelShape, facts: ActivationFacts, ours: Estimate, ranks: int
+    model: ModelShape, facts: ActivationFacts, estimate: Estimate, ranks: int
 ) -> Subject:  # fmt: skip
     """Return the sizes of a model's shape on one rank, and of one forward and backward pass."""
     numels = [group.numel for group in model.groups]
@@ -202,7 +202,7 @@ def subject_of(
         for param in group.params:
             name = param.names[0]
             weights[name.rpartition("[")[0] if group.packed else name] += param.numel
-    config = ours.config
+    config = estimate.config
     return Subject(
         numel=model.numel,
         numel_trainable=model.numel_trainable,

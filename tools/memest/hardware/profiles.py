@@ -38,7 +38,7 @@ class HardwareProfile:
     nvme_nbytes: int  # free
     ssds: tuple[SsdPart, ...] = ()  # empty: rates and endurance unknown
     nodes: int = 1
-    here: bool = False  # it computes where we are: speeds can be measured
+    here: bool = False  # this machine: its speeds can be measured
     own_ram: bool = False  # the RAM is this machine's, as this process sees it
     notes: tuple[str, ...] = ()  # assumptions
 
