@@ -31,8 +31,9 @@ from offload.swap.io.swap_file import SwapFile, check_directory, free_space
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.swap.states.coded_state import CodedState
 from offload.swap.states.file_state import FileState
+from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import MemoryState, State
+from offload.swap.states.state import State
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator

@@ -10,7 +10,8 @@ import torch
 
 from offload.swap.device.device_state import Links
 from offload.swap.device.streams import StreamEvent, keeping, mark_here
-from offload.swap.states.state import HostPiece, MemoryState
+from offload.swap.states.memory_state import MemoryState
+from offload.swap.states.state import HostPiece
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.memory_tier import Lease

@@ -14,8 +14,9 @@ from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.states.file_state import FileState
+from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import MemoryState, State
+from offload.swap.states.state import State
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory

@@ -20,9 +20,10 @@ from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.states.file_state import FileState
+from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.slot_state import SlotState
-from offload.swap.states.state import MemoryState, State
+from offload.swap.states.state import State
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError, StorageError, TierFullError
 from offload.tiers.file_tier import FileTier

@@ -12,7 +12,8 @@ from torch import Tensor
 from offload.errors import StateError
 from offload.swap.device.coded_device_state import DeviceCodedState
 from offload.swap.device.device_state import MirroredState
-from offload.swap.states.state import MemoryState, State
+from offload.swap.states.memory_state import MemoryState
+from offload.swap.states.state import State
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from tests.swap.stream_simulation import weak
 from tests.swap.test_device_state import Bench, bench, run

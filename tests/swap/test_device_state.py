@@ -13,8 +13,8 @@ from offload.swap.device.device_home import DeviceHomeState
 from offload.swap.device.device_state import Links, MirroredState
 from offload.swap.device.fences import Fences, OpenReads
 from offload.swap.device.streams import CopyStream
+from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import MemoryState
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier

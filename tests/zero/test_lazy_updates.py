@@ -20,7 +20,8 @@ from offload.kernels.variants import Master
 from offload.swap.device.device_state import Links
 from offload.swap.device.streams import CopyStream, WorkStream
 from offload.swap.states.file_state import FileState
-from offload.swap.states.state import HostPiece, MemoryState, State
+from offload.swap.states.memory_state import MemoryState
+from offload.swap.states.state import HostPiece, State
 from offload.swap.states.trace import Trace
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.ledger import StateClass
