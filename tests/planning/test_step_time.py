@@ -122,7 +122,7 @@ class OneAfterTheOther:
         ) -> None:
             submit(queue, updates, first=first)
             for update in updates:
-                if first or update.group.all_in_place:  # which the step waits for
+                if first or update.group.pending_update.step_waits:
                     self.make(queue, update.group.index)
 
         def need_updated(fetcher: Fetcher, item: Fetchable, *, backward: bool = False) -> None:

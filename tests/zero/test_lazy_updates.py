@@ -156,7 +156,7 @@ class Table:
         for index, state in enumerate(self.states):
             if self.replays and index not in touched:
                 continue
-            state.group.wait_for_update()  # a forward did, and it reads the last gradients
+            state.group.pending_update.wait()  # a forward did, and it reads the last gradients
             generator = torch.Generator().manual_seed(1000 * seed + index)
             for place, numel in enumerate(NUMELS):
                 drawn = torch.randn(numel, generator=generator) * scale
@@ -354,7 +354,7 @@ def test_experts_in_shards_make_each_step_with_the_other_ranks(make: Make) -> No
         table.backward({0}, 1)
         table.step()
     assert not log_of(pair[0])._steps
-    assert all(pair[0].groups[index].pending is not None for index in range(EXPERTS))
+    assert all(pair[0].groups[index].pending_update.ready is not None for index in range(EXPERTS))
     assert_same(pair)
 
 

@@ -38,7 +38,7 @@ class PackedValues:
     def whole(self, packed: PackedParam) -> torch.Tensor:
         """Return a copy of the values."""
         for group, _ in packed.places:
-            group.begin_missed()
+            group.pending_update.begin_missed()
         made = torch.empty(
             packed.param.shape, dtype=self._store.dtype, device=self._store.device
         )  # fmt: skip

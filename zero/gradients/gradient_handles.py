@@ -269,7 +269,7 @@ class GradientHandles:
                 "this rank's sum or the average over all ranks: experts that are spread over ranks "
                 "take changes in place alone (p.grad.mul_(...), p.grad.copy_(...))"
             )
-        state.group.wait_for_update()  # the last step's, which still reads the old gradient
+        state.group.pending_update.wait()  # the last step's, which still reads the old gradient
         self._forget([key])
         local = spread_as(self.params[key], value)
         if isinstance(state.gradients, ReducedGradients):
@@ -376,7 +376,7 @@ class GradientHandles:
         return self._read(source).to(source.param.dtype)
 
     def _is_spent(self, source: GradientSource) -> bool:
-        source.state.group.wait_for_update()  # it may be about to read the gradient
+        source.state.group.pending_update.wait()  # it may be about to read the gradient
         return bool(source.state.gradients.spent)
 
     def _read(self, source: GradientSource) -> torch.Tensor:
@@ -419,7 +419,7 @@ class GradientHandles:
         self._check_writable(source)
         self._agree(source)
         state, index = source.state, source.index
-        state.group.wait_for_update()
+        state.group.pending_update.wait()
         local, scale = spread_as(source.param, value), self._loss_scale
         state.gradients.write(index, local if scale == 1.0 else local.float() * scale)
         source.zeroed = False

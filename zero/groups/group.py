@@ -24,9 +24,9 @@ import xxhash
 
 from offload.swap.states.state import State
 from offload.swap.threads.lanes import profiled
-from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.layout import Layout
+from offload.zero.groups.pending_update import PendingUpdate
 from offload.zero.groups.shared_views import check_format, covers
 from offload.zero.tensors.local_tensors import hold, local_of
 from offload.zero.tensors.placeholders import exchanging, placeholder
@@ -104,11 +104,10 @@ class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
     __slots__ = (
-        "__weakref__", "_catch_up", "_managed", "_references", "_shown", "_users",
-        "_watched", "_written", "all_in_place", "check_assigned", "copies", "device",
-        "dtype", "ep_size", "has_masters", "index", "is_gathered", "is_lazy", "layout",
-        "name", "on_trial", "params", "pending", "state", "updated_at", "version",
-        "written_at",
+        "_managed", "_references", "_shown", "_users", "_watched", "_written",
+        "check_assigned", "copies", "device", "dtype", "ep_size", "has_masters", "index",
+        "is_gathered", "is_lazy", "layout", "name", "params", "pending_update", "state",
+        "updated_at", "version", "written_at",
     )  # fmt: skip
 
     def __init__(
@@ -128,7 +127,6 @@ class ParamGroup:
         self.state = state
         self.copies = state if isinstance(state, RankCopies) else RankCopies()
         self.device = device
-        self.all_in_place = False  # True: every state is at home in the memory where it is used
         self.has_masters = False  # True: a write to a parameter has to reach its master, too
         # True: without gradients a module's call gathers only what has to be decoded, when it is
         # needed, and computes with codes until then (coded_uses.py)
@@ -140,11 +138,7 @@ class ParamGroup:
         self.updated_at = 0  # the version that the last update made
         self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
         self.is_gathered = False  # else `param.data` is a view of the buffer
-        self.pending: Transfer[None] | None = None  # an update that readers have to wait for
-        # undoes a pending update that no step has made yet (speculative_updates.py)
-        self.on_trial: Callable[[], None] | None = None
-        # makes `pending` an update by the steps that were missed, if there are any
-        self._catch_up: Callable[[ParamGroup], None] | None = None
+        self.pending_update = PendingUpdate()
         placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
         # each parameter with its spec, its classes and what it holds while released
         self._managed = [
@@ -171,23 +165,12 @@ class ParamGroup:
         """Whether a module's call has entered, and nothing was decoded since."""
         return self.is_lazy and self.is_entered and not self.is_gathered
 
-    def fall_behind(self, catch_up: Callable[[ParamGroup], None]) -> None:
+    def fall_behind(self, catch_up: Callable[[], None]) -> None:
         """Note that a step was missed: before anything is read, `catch_up` begins its update."""
-        self._catch_up = catch_up
+        self.pending_update.fall_behind(catch_up)
         self.invalidate()
         if self.is_gathered:
             self.unmap()
-
-    def caught_up(self) -> None:
-        """Note that an update by all steps that were missed is about to be submitted."""
-        self._catch_up = None
-
-    def begin_missed(self) -> None:
-        """Begin the update by the steps that were missed, if there are any."""
-        if self._catch_up is not None:
-            if self.pending is not None:  # where an interrupt can end the wait
-                self.pending.wait()
-            self._catch_up(self)
 
     def has_kept_views(self) -> bool:
         """Take the group's own views away, and return whether others have views of the values
@@ -197,33 +180,16 @@ class ParamGroup:
         written = self.state.undoable()
         return written is not None and written.has_views()
 
-    def decided_update(self) -> Transfer[None] | None:
-        """Return the update that readers wait for, after undoing one that no step has made."""
-        if self.on_trial is not None:
-            self.on_trial()
-        return self.pending
-
-    def wait_for_update(self) -> None:
-        """Block until the group's pending update is visible, and the update by the steps that it
-        missed. Every reader of weights or optimizer states comes here."""
-        self.decided_update()
-        self.begin_missed()
-        pending = self.pending
-        if pending is not None:
-            pending.wait()
-            if self.pending is pending:  # else another thread has made a step meanwhile
-                self.pending = None
-
     def flat(self) -> torch.Tensor:
         """Return the whole buffer in one dimension, once it is updated and has arrived."""
-        self.wait_for_update()
+        self.pending_update.wait()
         return self.state.tensor().view(self.dtype)
 
     def gather(self) -> None:
         """Let every parameter's data be a view of the buffer. Idempotent; blocks until valid."""
         if self.is_gathered and not self.copies.is_outdated:
             if self.state.in_place:
-                self.wait_for_update()
+                self.pending_update.wait()
             return
         self._gather()
 
@@ -283,9 +249,9 @@ class ParamGroup:
             self.copies.on_last_release()
 
     def await_or_unmap(self) -> None:
-        """Let no parameter show half of a submitted update: wait for it where every state is in
-        place, or unmap the parameters where only the buffer is."""
-        if self.all_in_place:
+        """Let no parameter show half of a submitted update: wait for it where the step does, or
+        unmap the parameters where the buffer is in place."""
+        if self.pending_update.step_waits:
             self.gather()
         elif self.state.in_place:
             self.unmap()

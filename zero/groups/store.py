@@ -179,7 +179,7 @@ class WeightStore:
             make,
             layout,
             lambda: this.groups[index].is_entered,
-            lambda: this.groups[index].decided_update(),
+            lambda: this.groups[index].pending_update.decided(),
         )
 
     def part_of(self, group: ParamGroup) -> Part:
@@ -258,7 +258,7 @@ class WeightStore:
             return
         with self.one_thread:
             self.check_usable()
-            group.begin_missed()
+            group.pending_update.begin_missed()
             self.fetcher.need(group, backward=backward)
             self.ranks.use(group, backward=backward)
             self.fetcher.fetch_ahead()
@@ -280,7 +280,7 @@ class WeightStore:
         with self.one_thread:
             self.check_usable()
             for group in chosen:
-                group.begin_missed()
+                group.pending_update.begin_missed()
             self.fetcher.announce(chosen)
 
     def computing(self, unit: Unit) -> AbstractContextManager[None]:

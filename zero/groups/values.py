@@ -102,7 +102,7 @@ class ParameterValues(WeightValues):
         del host  # not before: a copy without views may be dropped
 
     def _host_weights(self, group: ParamGroup) -> torch.Tensor:
-        group.wait_for_update()
+        group.pending_update.wait()
         return group.state.host_tensor()
 
     def _master(self, chunk: _ParamInChunk) -> Array:
@@ -173,7 +173,7 @@ class ParameterValues(WeightValues):
         """Set how often the optimizer has updated a trained parameter."""
         for row in self._store.rows_of(param):
             group, index = self._find(row)
-            group.wait_for_update()  # missed steps are updated, too: the step count includes them
+            group.pending_update.wait()  # also for missed steps: the step count includes them
             self._state_of(group).steps[index] = steps
 
     def read_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:

@@ -80,7 +80,7 @@ class WeightValues:
     def _enter(self, groups: Sequence[ParamGroup], user: object) -> None:
         """Enter groups. Raises BudgetError if they do not fit together."""
         for group in groups:
-            group.begin_missed()
+            group.pending_update.begin_missed()
         for count, group in enumerate(groups):
             try:
                 group.enter(user)

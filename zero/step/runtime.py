@@ -181,7 +181,7 @@ class Runtime:
         # model has to ask for it at each use, so that its own stream waits.
         states = (group.state, gradients.state, *records)
         table = self.store.table_of(group)
-        group.all_in_place = (
+        group.pending_update.step_waits = (
             kept.in_place and not group.has_masters and layout.ranks == 1
             and not (table is not None and table.packed)  # experts may miss steps
             and not any(each.at_home_on_device for each in states)
@@ -216,7 +216,7 @@ class Runtime:
             )  # fmt: skip
 
         return self.rank_work.of(ep_size).gradients(
-            index, part, own, local, lambda: self.groups[index].wait_for_update()
+            index, part, own, local, lambda: self.groups[index].pending_update.wait()
         )
 
     def start(self, model: nn.Module, values: Values, owner: object) -> None:
@@ -269,8 +269,9 @@ class Runtime:
         if type(gradient) is not torch.Tensor:
             gradient = spread_as(group.params[index], gradient)
         self.stepper.check_arrival(state)
-        if group.pending is not None:
-            group.wait_for_update()  # the graph predates the last step, which still reads gradients
+        if group.pending_update.ready is not None:
+            # the graph predates the last step, which still reads gradients
+            group.pending_update.wait()
         self._backward_thread = threading.get_ident()
         readable = state.gradients.add(index, gradient)
         self.stepper.arrived(state, index, readable=readable)

@@ -10,7 +10,7 @@ once, its old versions are kept, and the step decides:
                        │ else: back to them ├ 0 ┤├ 1 ┤├ 2 ┤
 
 The bits are those of the deferred update in any case. A group that is read before the step, or
-gets another gradient, is as it was: `ParamGroup.wait_for_update` goes back first.
+gets another gradient, is as it was: `PendingUpdate.wait` goes back first.
 (Speculation with validation behind it is described for updates in CPU memory in SuperOffload,
 arXiv:2509.21271.)
 """
@@ -128,7 +128,7 @@ class SpeculativeUpdates:
             kept.pop_all()
         self._spare = self._spare - nbytes
         self._terms[index] = terms
-        state.group.on_trial = lambda: self.take_back([index])
+        state.group.pending_update.on_trial = lambda: self.take_back([index])
         return True
 
     def keeps(self, index: int, terms: Terms) -> bool:
@@ -173,14 +173,14 @@ class SpeculativeUpdates:
                 ended.callback(each.drop_old if keep else each.go_back)
             if not keep:
                 self._withdraw(index)
-                state.group.pending = None
+                state.group.pending_update.ready = None
 
     def _forget(self, index: int) -> None:
         nbytes = self._nbytes[index]
         assert nbytes is not None, "it was on trial"
         del self._terms[index]
         self._spare = self._spare + nbytes
-        self._states[index].group.on_trial = None
+        self._states[index].group.pending_update.on_trial = None
 
     def decide_next(self, passes: int, *, changed: bool, hypers_changed: bool) -> None:
         """Decide whether the next step has trials, after a step of so many passes; `changed`: it

@@ -377,7 +377,7 @@ class Stepper:
             reading = sorted(self._read_by_update.keys() - self._ahead)
         reading = [index for index in reading if index not in self.speculative]
         for index in reading:
-            self._states[index].group.wait_for_update()
+            self._states[index].group.pending_update.wait()
 
     def _note_nonfinite(self, finite: bool, skip: bool) -> None:
         if finite:
@@ -402,7 +402,7 @@ class Stepper:
         for state in having:
             state.group.await_or_unmap()
         for group in self._missed.end_step(with_gradients):
-            group.fall_behind(lambda group: self.catch_up([group]))
+            group.fall_behind(partial(self.catch_up, [group]))
         self.catch_up(self._missed.overdue())
 
     def _keep_trials(self, hyper_of: HyperOf, grad_scale: float) -> Iterator[int]:
@@ -423,7 +423,7 @@ class Stepper:
         for state in states:
             terms = self._terms(state, hyper_of, grad_scale)
             missed = self._missed.take(state, terms.indices)
-            state.group.caught_up()
+            state.group.pending_update.caught_up()
             updates.append(self._group_update(state, terms, missed))
             state.steps[list(terms.indices)] += 1
             state.group.invalidate()
@@ -476,7 +476,7 @@ class Stepper:
         for group in groups:
             state = self._states[group.index]
             missed = self._missed.take(state)
-            group.caught_up()
+            group.pending_update.caught_up()
             segments = merge(_without_gradients(state, missed))
             ready: Transfer[None] = Transfer(f"the steps that {group.name} missed")
             if segments:

@@ -92,7 +92,7 @@ class UpdateQueue(PendingUpdates):
             for update in updates:
                 update.after = so_far
                 update.ready.lane = self.lane
-                update.group.pending = update.ready
+                update.group.pending_update.ready = update.ready
                 self._unfinished[update.group.index] = update
                 self._waiting[update.group.index] = update
                 if first:
