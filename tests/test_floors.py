@@ -21,7 +21,7 @@ FLOORS: list[set[str]] = [
     {"gpt", "loggers", "moe"},
     {"checkpoint"},
     {"planning"},
-    {"kv", "memory", "models", "optimizers", "quantised", "report", "weights"},
+    {"kv", "memory", "models", "optimizers", "quantized", "report", "weights"},
     {"runs"},
     {"tiered_model"},
     {"inference", "engine"},

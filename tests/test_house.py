@@ -236,7 +236,7 @@ LINES = {
     "offload/pages": 598,
     "offload/planning": 6199,
     "offload/process": 1102,
-    "offload/quantised": 1496,
+    "offload/quantized": 1496,
     "offload/runs": 1500,
     "offload/train": 1248,
     "offload/weights": 2042,

@@ -1,7 +1,7 @@
 """Tensors whose values stay in a file until they are asked for.
 
     stored      bytes of a safetensors file
-    matrix      codes of several tensors in such files, which are decoded (`offload.quantised`)
+    matrix      codes of several tensors in such files, which are decoded (`offload.quantized`)
     moved       what an operation makes of them that only moves or casts elements (`torch.stack` of
                 the experts of a checkpoint, `.to(dtype)`): noted, done when values are asked for
     all else    (a norm, a copy into an ordinary tensor) reads the values then and there
@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.quantised.matrix import Matrix
-from offload.quantised.reading import matrices_of
+from offload.quantized.matrix import Matrix
+from offload.quantized.reading import matrices_of
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import (
     Stored,

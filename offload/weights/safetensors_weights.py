@@ -13,7 +13,7 @@ from torch import nn
 from offload.checkpoint.foreign.model_files import own_file
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_of
-from offload.quantised.reading import settings_in, transposed_weights
+from offload.quantized.reading import settings_in, transposed_weights
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor, LazyWeights, checked_tensors, lazy_tensors
 from offload.weights.materialise import refuse_attributes

@@ -23,7 +23,7 @@ from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
 from tests.offload.engine_cases import HOST, bits, config
 from tests.outside.pretrained_cases import FILE, saved
-from tests.outside.test_quantised_folders import llama
+from tests.outside.test_quantized_folders import llama
 from tests.outside.zoo import transformers
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")

@@ -24,7 +24,7 @@ from offload.checkpoint.format.disk import (
 from offload.config.paths import StrPath, path_of
 from offload.integrations.transformers.pretrained import open_pretrained
 from offload.process import machine
-from offload.quantised.writing import Target, configuration, described, encoded
+from offload.quantized.writing import Target, configuration, described, encoded
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.groups.storage import HEAD, is_named
 
@@ -52,7 +52,7 @@ def compress(
     `storage` is "int4", "int8" or "nf4", with `group_size` elements per scale; each weight is
     rounded to the nearest code. Files of int4 and int8 are those of compressed-tensors, files of
     nf4 those of bitsandbytes. The codes are those of `storage:` in the configuration: a model whose
-    weights are stored so computes with the same values (`quantised.writing` names the exceptions).
+    weights are stored so computes with the same values (`quantized.writing` names the exceptions).
     The weights of linear layers are quantised, and those of experts if files store each separately
     (not in bitsandbytes), except those that `skip` names (modules, or ends of their names; by
     default `lm_head`).

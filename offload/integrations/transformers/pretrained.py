@@ -33,7 +33,7 @@ from offload.display.plain_text import plain
 from offload.engine import Engine, ParamGroups, initialize
 from offload.integrations.loaded_weights import missing_in, overwrite
 from offload.integrations.transformers.hub_names import not_local
-from offload.quantised.reading import settings_in, settings_of, transposed_weights
+from offload.quantized.reading import settings_in, settings_of, transposed_weights
 from offload.tiered_model import DTYPES
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
@@ -123,7 +123,7 @@ def open_pretrained(
     `key_mapping`, `ignore_mismatched_sizes`, ...).
 
     Weights that the files lack are initialised by transformers, in RAM, and reported by it. Weights
-    that the files have in codes of 4 or 8 bits (`offload.quantised`) are decoded when they are
+    that the files have in codes of 4 or 8 bits (`offload.quantized`) are decoded when they are
     read, and the model is one with ordinary weights.
 
     Raise ConfigError if `folder` is no such folder (pickles and names of a hub are not read),

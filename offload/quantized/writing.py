@@ -24,8 +24,8 @@ from torch import Tensor
 from offload.kernels.cpu.weight_codes import encode_weights
 from offload.kernels.floats import Array
 from offload.kernels.weight_formats import Code, WeightFormat
-from offload.quantised import bitsandbytes, compressed_tensors
-from offload.quantised.matrix import Grouped, packed, piece_rows, unpacked
+from offload.quantized import bitsandbytes, compressed_tensors
+from offload.quantized.matrix import Grouped, packed, piece_rows, unpacked
 from offload.tiers.errors import CheckpointError, ConfigError
 from offload.zero.groups.bits import FLOAT_OF, array_of
 from offload.zero.groups.coded_layout import refusal

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import offload
 from tests.offload.engine_cases import HOST, bits, config
-from tests.offload.quantised_cases import FORMATS, Format
+from tests.offload.quantized_cases import FORMATS, Format
 from tests.outside.pretrained_cases import FILE, saved
 from tests.outside.zoo import transformers
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.quantised.bitsandbytes import NF4
+from offload.quantized.bitsandbytes import NF4
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 Random = torch.Generator

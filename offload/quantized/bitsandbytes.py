@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from offload.display.plain_text import plain
-from offload.quantised.matrix import Matrix, piece_rows
-from offload.quantised.parts import Parts, damaged
+from offload.quantized.matrix import Matrix, piece_rows
+from offload.quantized.parts import Parts, damaged
 from offload.tiers.errors import UnsupportedError
 from offload.weights.tensor_file import Stored
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.quantised.matrix import Matrix, piece_rows, unpacked
-from offload.quantised.parts import FLOATS, Parts, groups_in, names, number
+from offload.quantized.matrix import Matrix, piece_rows, unpacked
+from offload.quantized.parts import FLOATS, Parts, groups_in, names, number
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored
 

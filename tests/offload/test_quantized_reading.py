@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, OffloadError, UnsupportedError
-from offload.quantised import matrix
-from offload.quantised.reading import settings_in, settings_of
+from offload.quantized import matrix
+from offload.quantized.reading import settings_in, settings_of
 from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
 from tests.offload.engine_cases import HOST, bits, config
-from tests.offload.quantised_cases import FORMATS, Weight, compressed, four_bits, gptq
+from tests.offload.quantized_cases import FORMATS, Weight, compressed, four_bits, gptq
 
 ROWS, COLUMNS = 24, 64
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from offload.checkpoint.foreign.model_files import CONFIG, read_json
-from offload.quantised import bitsandbytes, compressed_tensors, gptq_and_awq
-from offload.quantised.matrix import Matrix
-from offload.quantised.parts import Parts
+from offload.quantized import bitsandbytes, compressed_tensors, gptq_and_awq
+from offload.quantized.matrix import Matrix
+from offload.quantized.parts import Parts
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored
 

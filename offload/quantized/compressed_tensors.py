@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.quantised.matrix import Grouped, Matrix, packed, piece_rows, unpacked
-from offload.quantised.parts import FLOATS, Parts, damaged, groups_in, names, number
+from offload.quantized.matrix import Grouped, Matrix, packed, piece_rows, unpacked
+from offload.quantized.parts import FLOATS, Parts, damaged, groups_in, names, number
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored
 
