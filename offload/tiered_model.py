@@ -455,7 +455,7 @@ def _check_model(model: nn.Module) -> None:
         if param.is_floating_point() and param.dtype.itemsize == 1:  # as managed, it would be cast
             raise UnsupportedError(
                 f"{name} is {param.dtype}: the engine has all parameters in its precision:, where "
-                "quantised weights lose their scales; dequantise the model first (transformers: "
+                "quantized weights lose their scales; dequantize the model first (transformers: "
                 "FineGrainedFP8Config(dequantize=True))"
             )
         if param.is_inference():

@@ -190,7 +190,7 @@ def compress(
         ),
     ] = None,
 ) -> None:
-    """Write FOLDER's model to OUT with quantised weights, in files that from_pretrained opens.
+    """Write FOLDER's model to OUT with quantized weights, in files that from_pretrained opens.
     One tensor is in RAM at a time."""
     from offload.integrations.transformers.compress import compress as run
     from offload.tiers.units import format_bytes

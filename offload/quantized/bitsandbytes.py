@@ -161,11 +161,11 @@ def pack(
     }  # fmt: skip
 
 
-def configuration(dtype: torch.dtype, unquantised: Collection[str]) -> Mapping[str, Any]:
+def configuration(dtype: torch.dtype, unquantized: Collection[str]) -> Mapping[str, Any]:
     """Return `quantization_config` of a folder."""
     return {
         "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
         "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False,
         "bnb_4bit_compute_dtype": _SPELT[dtype], "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": list(unquantised),
+        "llm_int8_skip_modules": list(unquantized),
     }  # fmt: skip

@@ -87,7 +87,7 @@ def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
     for module in parts.modules(".weight_packed"):
         if any(_matches(module, each) for each in ignored):
             raise CheckpointError(
-                f"{module} is quantised, and quantization_config in config.json ignores it; get "
+                f"{module} is quantized, and quantization_config in config.json ignores it; get "
                 "the folder again"
             )
         found[parts.weight_name(module)] = _matrix(module, _scheme_of(module, schemes), parts)
@@ -127,7 +127,7 @@ def _scheme(name: Any, group: Any, settings: Mapping[str, Any]) -> _Scheme:
         raise UnsupportedError(f"{where} has format {stored!r:.40}, read is {FORMAT}; {_UNPACK}")
     if group.get("input_activations") or group.get("output_activations"):
         raise UnsupportedError(
-            f"{where} quantises activations, which is not done here: results would not be the "
+            f"{where} quantizes activations, which is not done here: results would not be the "
             "model's own"
         )
     kind, bits = str(weights.get("type", "int")).lower(), weights.get("num_bits")
@@ -174,7 +174,7 @@ def _scheme_of(module: str, schemes: list[_Scheme]) -> _Scheme:
         return classes[0]
     why = "several groups of classes" if classes else "no group"
     raise CheckpointError(
-        f"{module} is quantised, and quantization_config in config.json has {why} for it: it is "
+        f"{module} is quantized, and quantization_config in config.json has {why} for it: it is "
         "not known how; name the module in the targets of one"
     )
 
@@ -231,7 +231,7 @@ def pack(made: Grouped) -> dict[str, Tensor]:
 
 
 def configuration(
-    bits: int, group_size: int, unquantised: Collection[str], *, symmetric: bool, experts: bool
+    bits: int, group_size: int, unquantized: Collection[str], *, symmetric: bool, experts: bool
 ) -> Mapping[str, Any]:
     """Return `quantization_config` of a folder, for its linear layers. `experts`: also for the
     experts that transformers packs, which it takes to be symmetric, and whose group it finds by a
@@ -253,5 +253,5 @@ def configuration(
     return {
         "quant_method": "compressed-tensors", "format": FORMAT,
         "quantization_status": "compressed", "kv_cache_scheme": None,
-        "config_groups": groups, "ignore": list(unquantised),
+        "config_groups": groups, "ignore": list(unquantized),
     }  # fmt: skip

@@ -80,7 +80,7 @@ def gptq(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
             f"GPTQ weights of {bits} bits in format {kind:.40} are not read, of 4 and 8 in "
             f"{' and '.join(_FORMATS)} are; {_UNPACK}"
         )
-    # settings of single modules, except that of leaving one unquantised, which begins with -
+    # settings of single modules, except that of leaving one unquantized, which begins with -
     other = [key for key in names(settings, "dynamic") if not key.startswith("-")]
     if other:
         raise UnsupportedError(

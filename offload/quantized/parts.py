@@ -34,7 +34,7 @@ class Parts:
         `dtypes` and of `shape`, in which None is any size but 0."""
         found = self.left.pop(name, None)
         if found is None:
-            raise CheckpointError(f"{of} is quantised, and its {name} is not there; {_GET}")
+            raise CheckpointError(f"{of} is quantized, and its {name} is not there; {_GET}")
         if found.dtype not in dtypes:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
             raise damaged(found, f"is {found.dtype}, and {wanted} was expected")
@@ -65,7 +65,7 @@ class Parts:
 
     def weight_name(self, module: str) -> str:
         """Return the name of a module's weight. Raise CheckpointError if the module has it
-        unquantised as well."""
+        unquantized as well."""
         name = f"{module}.weight"
         if name in self.left:
             raise CheckpointError(f"{module} has a weight and codes of it; {_GET}")

@@ -22,7 +22,7 @@ _READ: dict[str, Callable[[Mapping[str, Any], Parts], dict[str, Matrix]]] = {
     "compressed-tensors": compressed_tensors.matrices,
     "gptq": gptq_and_awq.gptq,
 }
-# Ends of names that only parts of quantised weights have.
+# Ends of names that only parts of quantized weights have.
 _ENDS = (
     ".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".weight_zero_point",
     ".weight_shape", ".weight_g_idx", ".weight.absmax", ".weight.quant_map",
@@ -33,7 +33,7 @@ _GET = "get the whole folder again"
 
 
 def settings_of(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Return the quantisation settings of config.json; None if the weights are not quantised.
+    """Return the quantization settings of config.json; None if the weights are not quantized.
 
     Raise UnsupportedError for formats that are not read.
     """
@@ -47,7 +47,7 @@ def settings_of(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | 
         method = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else None
     if not isinstance(found, Mapping) or str(method) not in _READ:
         raise UnsupportedError(
-            f"{folder} has weights quantised by {method!s:.40}, which is not read here (read are "
+            f"{folder} has weights quantized by {method!s:.40}, which is not read here (read are "
             f"{', '.join(_READ)}); load it once with transformers and its own library, call "
             "model.dequantize(), and save_pretrained it to another folder"
         )
@@ -55,13 +55,13 @@ def settings_of(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | 
 
 
 def settings_in(folder: Path) -> Mapping[str, Any] | None:
-    """Return the quantisation settings of a folder, which may have no config.json."""
+    """Return the quantization settings of a folder, which may have no config.json."""
     path = folder / CONFIG
     return settings_of(read_json(path), folder) if path.is_file() else None
 
 
 def matrices_of(stored: dict[str, Stored], settings: Mapping[str, Any] | None) -> dict[str, Matrix]:
-    """Return the quantised weights by their names; all of their parts are taken out of `stored`.
+    """Return the quantized weights by their names; all of their parts are taken out of `stored`.
 
     Raise CheckpointError if tensors and `settings` disagree, UnsupportedError for unsupported
     formats. Nothing of the size of a weight is read or allocated.
@@ -71,13 +71,13 @@ def matrices_of(stored: dict[str, Stored], settings: Mapping[str, Any] | None) -
     if left is not None:
         if settings is None:
             raise CheckpointError(
-                f"{left} is of a quantised weight, and config.json has no quantization_config "
+                f"{left} is of a quantized weight, and config.json has no quantization_config "
                 "that says how: put it there (it may be in quantize_config.json), or get the "
                 "folder again"
             )
         raise CheckpointError(
             f"{left} belongs to no weight of {settings['quant_method']}, which config.json says "
-            f"the weights are quantised by; {_GET}"
+            f"the weights are quantized by; {_GET}"
         )
     if settings is not None:
         _check_rest(stored, found, str(settings["quant_method"]))
@@ -87,7 +87,7 @@ def matrices_of(stored: dict[str, Stored], settings: Mapping[str, Any] | None) -
 def _check_rest(stored: Mapping[str, Stored], found: Mapping[str, Matrix], method: str) -> None:
     if not found:
         raise CheckpointError(
-            f"config.json says that weights are quantised by {method}, and none is; {_GET}, or "
+            f"config.json says that weights are quantized by {method}, and none is; {_GET}, or "
             "take quantization_config out of it if its weights are ordinary ones"
         )
     for name, tensor in stored.items():

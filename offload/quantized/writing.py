@@ -109,7 +109,7 @@ def encoded(
 ) -> dict[str, Tensor]:
     """Return the same with values. Raise CheckpointError for values that the format cannot hold."""
     if not bool(tensor.isfinite().all()):
-        raise CheckpointError(f"{name} has values that are not finite, and is not quantised")
+        raise CheckpointError(f"{name} has values that are not finite, and is not quantized")
     weights, dtype = target.weights, tensor.dtype
     if target.is_symmetric(expert=expert) and not (
         weights.code is Code.INT8 and dtype == torch.float32
@@ -198,17 +198,17 @@ def _floats(words: Array) -> Tensor:
 
 
 def configuration(
-    target: Target, chosen: Collection[str], unquantised: Sequence[str], dtype: torch.dtype, *,
+    target: Target, chosen: Collection[str], unquantized: Sequence[str], dtype: torch.dtype, *,
     experts: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Return `quantization_config` of a folder, from the linear layers in codes, and the others.
     `experts`: with the experts that transformers packs."""
     code, group_size = target.weights.code, target.weights.group_size
     if code is Code.NF4:
-        skipped = [_pattern(name, chosen) for name in unquantised]
+        skipped = [_pattern(name, chosen) for name in unquantized]
         return dict(bitsandbytes.configuration(dtype, skipped))
     found = compressed_tensors.configuration(
-        code.bits, group_size, unquantised, symmetric=code is Code.INT8, experts=experts
+        code.bits, group_size, unquantized, symmetric=code is Code.INT8, experts=experts
     )
     return dict(found)
 

@@ -209,7 +209,7 @@ class LazyTensor(torch.Tensor):
         if not self.is_floating_point():
             raise CheckpointError(
                 f"weights: {name} is {self.dtype} in the files, and a floating point parameter in "
-                "the model; convert it (dequantise it) first"
+                "the model; convert it (dequantize it) first"
             )
         asked = self if number is None else self.row(number)
         tensor = asked.source.read(rounded=False)
@@ -413,18 +413,18 @@ def checked_tensors(reader: CheckpointReader) -> dict[str, LazyTensor]:
 
 
 def lazy_tensors(
-    files: Iterable[Path], quantisation: Mapping[str, Any] | None = None,
+    files: Iterable[Path], quantization: Mapping[str, Any] | None = None,
     transposed: Collection[str] = (),
 ) -> dict[str, LazyTensor]:  # fmt: skip
-    """Return every tensor of safetensors files. Those that are stored as codes, as `quantisation`
+    """Return every tensor of safetensors files. Those that are stored as codes, as `quantization`
     (of config.json) says, have their values, under the names of the weights. The weights in
     `transposed` have the columns first.
 
     Raises CheckpointError for a name that two files have, and for codes that do not fit together or
-    that `quantisation` does not describe; UnsupportedError for a format that is not read.
+    that `quantization` does not describe; UnsupportedError for a format that is not read.
     """
     stored = stored_tensors(files)
-    matrices = matrices_of(stored, quantisation)  # taken out of `stored`
+    matrices = matrices_of(stored, quantization)  # taken out of `stored`
     sources: dict[str, Source] = {**stored, **matrices}
     found = {name: LazyTensor(source) for name, source in sources.items()}
     for name in matrices.keys() & transposed:

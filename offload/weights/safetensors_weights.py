@@ -30,7 +30,7 @@ def first_weights(
     model: nn.Module, weights: StrPath | None, only: torch.dtype | None = None
 ) -> Iterator[LazyWeights]:
     """Provide the lazy weights of a model, and those of `weights`, if given: a safetensors file,
-    all files of a folder, or an engine's checkpoint, which is compared with its hashes. Quantised
+    all files of a folder, or an engine's checkpoint, which is compared with its hashes. Quantized
     ones, if config.json says so, have their values. Buffers, and parameters that stay in the model,
     are read now.
 

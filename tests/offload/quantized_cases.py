@@ -1,4 +1,4 @@
-"""Quantised weights as other libraries write them, packed one code at a time, and their values by
+"""Quantized weights as other libraries write them, packed one code at a time, and their values by
 the formats' documented formulas, in plain numpy and torch."""
 
 from __future__ import annotations

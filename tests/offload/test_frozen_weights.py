@@ -94,5 +94,5 @@ def test_weights_of_8_bits_are_refused(tmp_path: Path) -> None:
     model = seeded(build)
     codes = torch.ones(2, 2).to(torch.float8_e4m3fn)
     model.codes = nn.Parameter(codes, requires_grad=False)  # type: ignore[assignment]
-    with pytest.raises(UnsupportedError, match=r"codes is torch.float8_e4m3fn: .*dequantise"):
+    with pytest.raises(UnsupportedError, match=r"codes is torch.float8_e4m3fn: .*dequantize"):
         offload.initialize(model, config(tmp_path))

@@ -1,4 +1,4 @@
-"""Quantised weights in other libraries' formats have their values, to the bit, and what is damaged
+"""Quantized weights in other libraries' formats have their values, to the bit, and what is damaged
 or mislabelled is refused before a weight is allocated."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_a_zero_point_of_gptq_v1_that_carries_changes_the_next_as_in_gptqmodel(
 
 
 @pytest.mark.parametrize("name", ["nf4 nested", "gptq desc_act", "ct int4, asymmetric"])
-def test_weights_of_a_quantised_folder_begin_with_its_values(name: str, tmp_path: Path) -> None:
+def test_weights_of_a_quantized_folder_begin_with_its_values(name: str, tmp_path: Path) -> None:
     one, two = (FORMATS[name].make(32, 32, generator()) for _ in range(2))
     tensors = {
         **named(one, "0"),
@@ -134,7 +134,7 @@ def with_group(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "fp8"}, "quantised by fp8, which is not read here"),
+        ({"quant_method": "fp8"}, "quantized by fp8, which is not read here"),
         ({"quant_method": "mxfp4"}, "by mxfp4"),
         ({"quant_method": "aqlm"}, "by aqlm"),
         ({"quant_method": "hqq"}, "by hqq"),
@@ -146,7 +146,7 @@ def with_group(**keys: Any) -> dict[str, Any]:
         (changed(compressed().settings, transform_config={"a": 1}), "transform_config"),
         (changed(compressed().settings, sparsity_config={"format": "sparse-24"}), "sparse-24"),
         (changed(compressed().settings, config_groups={"W4A16": ["Linear"]}), "W4A16"),
-        (with_group(input_activations={"num_bits": 8}), "quantises activations"),
+        (with_group(input_activations={"num_bits": 8}), "quantizes activations"),
         (with_weights(num_bits=3), "3 bits"),
         (with_weights(type="float"), "type float"),
         (with_weights(strategy="block"), "strategy block"),
@@ -306,13 +306,13 @@ def test_symmetric_weights_have_no_zero_points_but_zero(kind: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["ct int4", "gptq", "awq", "nf4"])
-def test_quantised_tensors_without_the_mark_are_refused(name: str, tmp_path: Path) -> None:
+def test_quantized_tensors_without_the_mark_are_refused(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path, None, named(FORMATS[name].make(ROWS, COLUMNS, generator())))
     with pytest.raises(CheckpointError, match="has no quantization_config"):
         opened(folder)
 
 
-def test_a_mark_without_quantised_tensors_is_refused(tmp_path: Path) -> None:
+def test_a_mark_without_quantized_tensors_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, gptq().settings, {"linear.weight": torch.ones(4, 4)})
     with pytest.raises(CheckpointError, match="none is"):
         opened(folder)

@@ -1,4 +1,4 @@
-"""`offload.compress`: folders with quantised weights, which transformers (and the libraries of the
+"""`offload.compress`: folders with quantized weights, which transformers (and the libraries of the
 formats, where they are installed) load with the values that they say."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def is_linear(name: str) -> bool:
     return "_proj" in name
 
 
-# --------------------------------------------------------------------------------- quantising
+# --------------------------------------------------------------------------------- quantizing
 @pytest.mark.sample("32-torch.bfloat16-int4", "32-torch.float32-nf4", "64-torch.bfloat16-int8")
 @pytest.mark.parametrize("code", ["int4", "int8", "nf4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)

@@ -344,7 +344,7 @@ def configured(**keys: Any) -> Callable[[Path], None]:
         (adapter, UnsupportedError, "holds an adapter .*PeftModel.from_pretrained"),
         (
             configured(quantization_config={"quant_method": "fp8"}), UnsupportedError,
-            "weights quantised by fp8, which is not read here",
+            "weights quantized by fp8, which is not read here",
         ),
         (configured(architectures=["FooForCausalLM"]), ConfigError, "FooForCausalLM"),
         (configured(architectures=None), ConfigError, "names no class"),

@@ -1,4 +1,4 @@
-"""`offload.open_pretrained` of quantised folders: the model is transformers' own, with ordinary
+"""`offload.open_pretrained` of quantized folders: the model is transformers' own, with ordinary
 weights, which have the values that the formats' libraries give (where these are installed)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def quantise(folder: Path, kind: Format, keep: tuple[str, ...] = ("lm_head", "gate.weight")) -> Any:
+def quantize(folder: Path, kind: Format, keep: tuple[str, ...] = ("lm_head", "gate.weight")) -> Any:
     """Other weights for the layers' matrices, in this format, in place: their values by name."""
     tensors = load_file(folder / FILE)
     random = torch.Generator().manual_seed(5)
@@ -61,7 +61,7 @@ def llama(folder: Path) -> Path:
 def test_the_model_is_one_with_ordinary_weights(name: str, tmp_path: Path) -> None:
     folder = llama(tmp_path / "model")
     before = load_file(folder / FILE)
-    values = quantise(folder, FORMATS[name])
+    values = quantize(folder, FORMATS[name])
     model: Any = offload.open_pretrained(folder, dtype=torch.float32)
     assert type(model) is transformers.LlamaForCausalLM
     assert not hasattr(model.config, "quantization_config")
@@ -78,7 +78,7 @@ def test_the_model_is_one_with_ordinary_weights(name: str, tmp_path: Path) -> No
 def test_experts_are_packed_as_transformers_packs_them(name: str, tmp_path: Path) -> None:
     """Per expert in the files, one tensor in the model; a row of it reads one expert."""
     folder = saved(tmp_path / "model", "mixtral", hidden_size=32, intermediate_size=32)
-    values = quantise(folder, FORMATS[name])
+    values = quantize(folder, FORMATS[name])
     model: Any = offload.open_pretrained(folder, dtype=torch.float32)
     experts = model.model.layers[0].mlp.experts
     prefix = "model.layers.0.block_sparse_moe.experts"
@@ -161,7 +161,7 @@ def test_bitsandbytes_gives_the_same_values(
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("settings", ["nf4", "nf4, twice"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_transformers_quantises_with_bitsandbytes_is_read_as_it_dequantises_it(
+def test_what_transformers_quantizes_with_bitsandbytes_is_read_as_it_dequantizes_it(
     family: str, settings: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("bitsandbytes")
@@ -172,13 +172,13 @@ def test_what_transformers_quantises_with_bitsandbytes_is_read_as_it_dequantises
         transformers.GPT2LMHeadModel(shape).bfloat16().save_pretrained(tmp_path / "model")
     keys: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     keys["bnb_4bit_use_double_quant"] = "twice" in settings
-    quantised = transformers.AutoModelForCausalLM.from_pretrained(
+    quantized = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", quantization_config=transformers.BitsAndBytesConfig(**keys)
     )
-    quantised.save_pretrained(tmp_path / "quantised")
-    found = dict(offload.open_pretrained(tmp_path / "quantised").named_parameters())
-    for name, param in quantised.dequantize(torch.float32).named_parameters():
+    quantized.save_pretrained(tmp_path / "quantized")
+    found = dict(offload.open_pretrained(tmp_path / "quantized").named_parameters())
+    for name, param in quantized.dequantize(torch.float32).named_parameters():
         ours = found[name].value()  # type: ignore[attr-defined]
-        if "c_" in name and name.endswith("weight"):  # it dequantises into linear layers
+        if "c_" in name and name.endswith("weight"):  # it dequantizes into linear layers
             ours = ours.t()
         assert bits(ours.contiguous()) == bits(param.detach().to(ours.dtype)), name

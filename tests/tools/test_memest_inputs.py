@@ -253,7 +253,7 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
         read_model(str(index))
 
 
-def test_buffers_and_quantised_weights_are_not_counted_and_that_is_said(tmp_path: Path) -> None:
+def test_buffers_and_quantized_weights_are_not_counted_and_that_is_said(tmp_path: Path) -> None:
     entries = entries_of({"h.0.attn.bias": (1, 1, 8, 8), "h.0.fc.weight": (8, 8)})
     start = entries["h.0.fc.weight"]["data_offsets"][1]
     entries["h.1.fc.weight"] = {
@@ -262,7 +262,7 @@ def test_buffers_and_quantised_weights_are_not_counted_and_that_is_said(tmp_path
     source = read_model(str(write_safetensors(tmp_path / "w.safetensors", entries)))
     assert source.shape.numel == 64
     assert any("1 buffers" in note for note in source.notes)
-    assert any("16 elements are quantised" in note for note in source.notes)
+    assert any("16 elements are quantized" in note for note in source.notes)
 
 
 # functions

@@ -46,14 +46,14 @@ def compress(
     """Write a folder that transformers' `from_pretrained` opens; return its files. One tensor is in
     RAM at a time.
 
-    `source`: a folder that `offload.open_pretrained` opens (quantised ones, too), or a model: of
+    `source`: a folder that `offload.open_pretrained` opens (quantized ones, too), or a model: of
     `open_pretrained`, dispatched, or an engine's. `out` must not exist, and is complete or absent.
 
     `storage` is "int4", "int8" or "nf4", with `group_size` elements per scale; each weight is
     rounded to the nearest code. Files of int4 and int8 are those of compressed-tensors, files of
     nf4 those of bitsandbytes. The codes are those of `storage:` in the configuration: a model whose
     weights are stored so computes with the same values (`quantized.writing` names the exceptions).
-    The weights of linear layers are quantised, and those of experts if files store each separately
+    The weights of linear layers are quantized, and those of experts if files store each separately
     (not in bitsandbytes), except those that `skip` names (modules, or ends of their names; by
     default `lm_head`).
 

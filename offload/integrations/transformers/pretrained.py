@@ -45,9 +45,9 @@ _log = logging.getLogger("offload")
 _ADAPTER = "adapter_config.json"
 _DOWNLOAD = "download the folder (hf download ID --local-dir FOLDER) and name it"
 _STATES = "budget and placement in offload's configuration say where states are"
-_QUANTISED = (
-    "quantised folders are read by what their config.json says, and storage in offload's "
-    "configuration quantises frozen weights"
+_QUANTIZED = (
+    "quantized folders are read by what their config.json says, and storage in offload's "
+    "configuration quantizes frozen weights"
 )
 # Arguments of transformers' from_pretrained, and their alternatives here.
 _REFUSED = {
@@ -55,7 +55,7 @@ _REFUSED = {
     "state_dict": "build the model, load them, and call offload.initialize(model, config)",
     "device_map": _STATES, "max_memory": _STATES, "offload_folder": _STATES,
     "offload_buffers": _STATES, "low_cpu_mem_usage": "it never takes more memory than needed",
-    "quantization_config": _QUANTISED, "load_in_8bit": _QUANTISED, "load_in_4bit": _QUANTISED,
+    "quantization_config": _QUANTIZED, "load_in_8bit": _QUANTIZED, "load_in_4bit": _QUANTIZED,
     "gguf_file": "convert it to safetensors once: from_pretrained(..., gguf_file=...) of "
     "transformers, and save_pretrained",
     "torch_dtype": "its name is dtype",
@@ -127,8 +127,8 @@ def open_pretrained(
     read, and the model is one with ordinary weights.
 
     Raise ConfigError if `folder` is no such folder (pickles and names of a hub are not read),
-    UnsupportedError for other quantised weights, CheckpointError if weights do not fit the model or
-    their quantisation.
+    UnsupportedError for other quantized weights, CheckpointError if weights do not fit the model or
+    their quantization.
     """
     import transformers
 
@@ -150,9 +150,9 @@ def _opened(
     dtype: torch.dtype | str, kwargs: dict[str, Any],
 ) -> nn.Module:  # fmt: skip
     settings, kind, kwargs = _settings(transformers, folder, model_class, kwargs)
-    quantised = _take_quantisation(settings, folder)
-    transposed = _transposed(kind, settings) if quantised is not None else set()
-    tensors = lazy_tensors(files, quantised, transposed)
+    quantized = _take_quantization(settings, folder)
+    transposed = _transposed(kind, settings) if quantized is not None else set()
+    tensors = lazy_tensors(files, quantized, transposed)
     generation_class = transformers.GenerationConfig
     if (folder / GENERATION_CONFIG).is_file():
         read_json(folder / GENERATION_CONFIG)  # refuses files that transformers would accept
@@ -274,8 +274,8 @@ def _understood(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _take_quantisation(settings: Any, folder: Path) -> Mapping[str, Any] | None:
-    """Return the quantisation settings of config.json, and remove them from `settings`: the model
+def _take_quantization(settings: Any, folder: Path) -> Mapping[str, Any] | None:
+    """Return the quantization settings of config.json, and remove them from `settings`: the model
     has ordinary weights."""
     for each in (settings, settings.get_text_config()):
         if hasattr(each, "quantization_config"):

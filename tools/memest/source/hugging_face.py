@@ -60,7 +60,7 @@ class ModelConfiguration:
             if names_code(key) and "/" in str(value)
         ]
         if self.values.get("quantization_config") is not None:
-            notes.append("quantization_config is left aside: training is estimated unquantised")
+            notes.append("quantization_config is left aside: training is estimated unquantized")
         if self.architecture is None:
             notes.append("no architecture is named: taken as a causal language model")
         return tuple(notes)

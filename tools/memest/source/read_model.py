@@ -247,7 +247,7 @@ def _from_weights(files: Sequence[Path], path: Path, blocks: Sequence[str]) -> M
         notes.append(f"{len(named.buffers)} buffers are not counted, {named.buffers[0]} is one")
     fixed = sum(math.prod(t.shape) for t in tensors.values() if not is_trainable(t))
     if fixed:
-        notes.append(f"{fixed:,} elements are quantised or integers and not trained")
+        notes.append(f"{fixed:,} elements are quantized or integers and not trained")
     return ModelSource(
         name=path.resolve().name,
         kind=SourceKind.SAFETENSORS,

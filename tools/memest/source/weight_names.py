@@ -56,7 +56,7 @@ def model_of_names(tensors: Mapping[str, Stored]) -> NamedWeights:
 
 
 def is_trainable(tensor: Stored) -> bool:
-    """Whether a tensor is real floating point of at least 16 bits; others are quantised, an index
+    """Whether a tensor is real floating point of at least 16 bits; others are quantized, an index
     or complex."""
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
 
