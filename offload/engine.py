@@ -21,7 +21,7 @@ from offload.checkpoint.engine.saving import save_engine
 from offload.config import OffloadConfig
 from offload.config.fields import shared_settings
 from offload.config.paths import StrPath, local_path_of
-from offload.memory.tier_manager import TieredHomes, ranks_here
+from offload.memory.tier_manager import TierManager, ranks_here
 from offload.models.activations import Activations
 from offload.models.closing import Keep
 from offload.models.foreign_wrappers import refuse_foreign_wrappers
@@ -167,7 +167,7 @@ class Engine(TieredModel):
             self.close("drop")
             raise
         runtime = self._open()
-        made = self._saves, self._run, self._homes
+        made = self._saves, self._run, self._tier_manager
         # this keeps no model, which keeps its engine
         self._close_with(self, partial(_close_all, runtime.ending(), *made))
 
@@ -195,7 +195,7 @@ class Engine(TieredModel):
         self.optimizer.register_step_pre_hook(lambda *_: _refuse_unseen(module, store))
         self.optimizer.serve(self)
         self._activations = Activations(
-            self.module, discovery, config, self._homes.activations, self._store
+            self.module, discovery, config, self._tier_manager.activations, self._store
         )
         runtime.start(self.module, self.values, self)  # which the model keeps
         refuse_foreign_optimizers(store)
@@ -219,24 +219,24 @@ class Engine(TieredModel):
                 config.max_skipped_steps,
                 in_backward=config.optimizer.in_backward is True,
                 passes=config.gradient_accumulation_steps,
-                trial_nbytes=self._homes.spare,
-                free_nbytes=self._homes.free_nvme_nbytes,
+                trial_nbytes=self._tier_manager.spare,
+                free_nbytes=self._tier_manager.free_nvme_nbytes,
             ),
             reduce_dtype=None if rounded == "fp32" else DTYPES[rounded],
         )
         runtime = Runtime(
             discovery,
             options,
-            self._homes,
+            self._tier_manager,
             run,
-            self._homes.staging(),
+            self._tier_manager.staging(),
             _loss_scale(config),
             self.ranks,
             self._tensor_parallel,
         )
         trace = runtime.trace
         runtime.on_forward = self._forward_begins
-        self._homes.let_wait(_while_there(runtime.await_progress), lambda: trace.uses_left)
+        self._tier_manager.let_wait(_while_there(runtime.await_progress), lambda: trace.uses_left)
         return runtime
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
@@ -314,7 +314,7 @@ class Engine(TieredModel):
 
     def waits(self) -> dict[str, float]:
         """Return the seconds for which the model's thread has waited, as in `Report.waits`."""
-        return waits_s([*self._homes.lanes(), *self._open().lanes()])
+        return waits_s([*self._tier_manager.lanes(), *self._open().lanes()])
 
     def watch(
         self, *, steps: int | None = None, tokens: int | None = None,
@@ -350,8 +350,8 @@ class Engine(TieredModel):
     def settle(self) -> None:
         """Wait for every pending update and every byte in transit. Raises their errors."""
         self._open().settle()
-        if self._homes.activations is not None:
-            self._homes.activations.settle()
+        if self._tier_manager.activations is not None:
+            self._tier_manager.activations.settle()
 
     # ---------------------------------------------------------------- checkpoints
     def register_for_checkpointing(self, **objects: Carried) -> None:
@@ -466,7 +466,7 @@ class Engine(TieredModel):
     @property
     def swap_folders(self) -> Sequence[str]:
         """The folders that hold swap files; empty if nothing is on nvme."""
-        return self._homes.swap_folders
+        return self._tier_manager.swap_folders
 
     def load_checkpoint(self, path: StrPath) -> dict[str, Any]:
         """Take over what `save_checkpoint` wrote, under any placement and number of ranks, and
@@ -515,9 +515,9 @@ class Engine(TieredModel):
 
     def _close_all(self) -> None:
         try:
-            runtime, homes = self._runtime, getattr(self, "_homes", None)
+            runtime, tier_manager = self._runtime, getattr(self, "_tier_manager", None)
             end = None if runtime is None else partial(runtime.close, self._why_without)
-            _close_all(end, self._saves, self._run, homes)
+            _close_all(end, self._saves, self._run, tier_manager)
         finally:
             if self.ranks is not None:
                 self.ranks.watch.close()
@@ -533,7 +533,7 @@ def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:
 
 def _close_all(
     end: Callable[[], None] | None, saves: BackgroundSaves, runner: ParallelRunner | None,
-    homes: TieredHomes | None,
+    tier_manager: TierManager | None,
 ) -> None:  # fmt: skip
     """Close a save in progress, threads by `end`, files and memory, in this order."""
     try:
@@ -545,8 +545,8 @@ def _close_all(
     finally:
         if runner is not None:
             runner.close()
-        if homes is not None:
-            homes.close()
+        if tier_manager is not None:
+            tier_manager.close()
 
 
 def _while_there(wait: Callable[[], bool]) -> Callable[[], bool]:

@@ -128,7 +128,7 @@ class Dispatched(TieredModel):
         except BaseException:
             self.close("drop")
             raise
-        self._close_with(model, self._homes.close)  # which keeps no part of the model
+        self._close_with(model, self._tier_manager.close)  # which keeps no part of the model
 
     def _build(
         self, config: OffloadConfig, discovery: Discovery, lazy: LazyWeights,
@@ -139,12 +139,12 @@ class Dispatched(TieredModel):
         self._make_plan(config, discovery)
         first = self._initialisation(discovery, dtype, lazy, only)
         self._open_tiers(config, dtype)
-        depth = int(self.config.prefetch)
         self._store = WeightStore(
-            discovery, self._homes, dtype, self.device, prefetch=depth, straight_from_codes=True
-        )
+            discovery, self._tier_manager, dtype, self.device,
+            prefetch=int(self.config.prefetch), straight_from_codes=True,
+        )  # fmt: skip
         self._store.closed = self._CLOSED
-        self._homes.let_wait(lambda: False)  # no update will give back copies
+        self._tier_manager.let_wait(lambda: False)  # no update will give back copies
         self._load(first)
         if self._tensor_parallel is not None:  # they have agreed on first values, and share no more
             self._tensor_parallel.ranks.watch.close()
@@ -166,7 +166,7 @@ class Dispatched(TieredModel):
 
         # caches live as long as somebody has them, and keep no model
         self._kv = KVStore(
-            KVHomes(self._homes, self.plan, kv), weakref.proxy(store.fetcher), self.device,
+            KVHomes(self._tier_manager, self.plan, kv), weakref.proxy(store.fetcher), self.device,
             room_nbytes=kv_room_nbytes(self.plan, kv.computing), page_nbytes=kv.page_nbytes,
             tokens=kv.planned_tokens, int8=self.config.kv.dtype == "int8", layers=kv.layers,
             session=store.one_thread, check_usable=partial(_check_usable, weakref.ref(store)),
@@ -195,7 +195,7 @@ class Dispatched(TieredModel):
     def report(self) -> TierTraffic:
         """Return bytes per tier, bytes moved, and seconds waited so far. It waits for nothing:
         numbers of operations in progress may change while they are read."""
-        lanes = [*self._homes.lanes(), *self.store.ranks.lanes()]
+        lanes = [*self._tier_manager.lanes(), *self.store.ranks.lanes()]
         if self._kv is not None:
             self._kv.tidy()
         seen = self._seen()
@@ -219,9 +219,9 @@ class Dispatched(TieredModel):
             if self._store is not None:
                 self._store.close(self._why_without)
         finally:
-            homes = getattr(self, "_homes", None)
-            if homes is not None:
-                homes.close()
+            tier_manager = getattr(self, "_tier_manager", None)
+            if tier_manager is not None:
+                tier_manager.close()
 
 
 def _refuse_gradient(name: str, param: torch.Tensor) -> None:

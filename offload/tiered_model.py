@@ -25,7 +25,7 @@ from offload.config import OffloadConfig
 from offload.display.byte_progress import progress
 from offload.memory.preflight import preflight
 from offload.memory.tier_manager import (
-    TieredHomes,
+    TierManager,
     compute_device,
     nvme_paths,
     this_machine,
@@ -80,7 +80,7 @@ class TieredModel(abc.ABC):
     plan: Plan
     config: OffloadConfig
     values: WeightValues
-    _homes: TieredHomes
+    _tier_manager: TierManager
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
         self.module = model
@@ -150,7 +150,7 @@ class TieredModel(abc.ABC):
 
     @defer_signals  # an interrupted call would leave its threads running
     def _open_tiers(self, config: OffloadConfig, dtype: torch.dtype) -> None:
-        self._homes = TieredHomes(self.plan, config.nvme, self.device, dtype)
+        self._tier_manager = TierManager(self.plan, config.nvme, self.device, dtype)
 
     def _load(self, first: WeightInitialisation) -> None:
         """Fill every group's states, one group at a time."""
@@ -227,20 +227,20 @@ class TieredModel(abc.ABC):
     def _seen(self) -> dict[str, Any]:
         """Return the figures that every report has (see `TierTraffic`)."""
         store = self.store
-        with self._homes.lock:
-            tiers = tier_reports(self._homes.ledger.accounts)
+        with self._tier_manager.lock:
+            tiers = tier_reports(self._tier_manager.ledger.accounts)
         return {
             "tiers": tiers,
-            "bytes_moved": {**self._homes.bytes_moved(), **store.ranks.moved_nbytes()},
-            "evictions": self._homes.pool.evictions,
-            "memory": self._homes.guard.report(),
+            "bytes_moved": {**self._tier_manager.bytes_moved(), **store.ranks.moved_nbytes()},
+            "evictions": self._tier_manager.pool.evictions,
+            "memory": self._tier_manager.guard.report(),
             "placements": {str(c): p.describe() for c, p in self.plan.placements.items()},
         }
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every tier's books balance."""
-        with self._homes.lock:
-            self._homes.ledger.check_integrity()
+        with self._tier_manager.lock:
+            self._tier_manager.ledger.check_integrity()
 
     @property
     def store(self) -> WeightStore:
@@ -316,7 +316,7 @@ class TieredModel(abc.ABC):
                 "on several ranks all have to ask for the parameters: engine.close(keep='host')"
             )
             return None
-        back = GivenBack(self.module, self._store, self.values, self._homes, self._given)
+        back = GivenBack(self.module, self._store, self.values, self._tier_manager, self._given)
         try:
             with self._store.one_thread:
                 self._store.check_usable()

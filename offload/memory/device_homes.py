@@ -29,7 +29,7 @@ _TO_DEVICE, _TO_HOST = "host to device", "device to host"
 
 
 class DeviceHomes:
-    """The part of `TieredHomes` that is open where the model computes on a GPU (or where host
+    """The part of `TierManager` that is open where the model computes on a GPU (or where host
     memory stands in for one). On a CPU there are no streams, and nothing is mirrored."""
 
     def __init__(

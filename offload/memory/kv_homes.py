@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from offload.memory.tier_manager import TieredHomes
+from offload.memory.tier_manager import TierManager
 from offload.planning.plan.kv_plan import KVPlan
 from offload.planning.plan.plan import Plan, kv_room_nbytes
 from offload.swap.states.state import State
@@ -19,9 +19,9 @@ from offload.tiers.units import round_up
 class KVHomes:
     """Places pages by the shares of `placement.kv`, counted in bytes as they come and go."""
 
-    def __init__(self, homes: TieredHomes, plan: Plan, kv: KVPlan) -> None:
-        self.lock: threading.RLock = homes.lock
-        self._homes = homes
+    def __init__(self, tier_manager: TierManager, plan: Plan, kv: KVPlan) -> None:
+        self.lock: threading.RLock = tier_manager.lock
+        self._tier_manager = tier_manager
         self._kv = kv
         self._room = {tier: kv_room_nbytes(plan, tier) for tier in TIERS}
         self._held: Counter[Tier] = Counter()  # pages, and memory to compute with
@@ -31,7 +31,7 @@ class KVHomes:
     def kv_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
         tier, size = self._tier_of_next(nbytes), round_up(nbytes, PAGE_NBYTES)
         self._check_room(tier, size, name)
-        state = self._homes.kv_page(tier, name, nbytes, next_use)
+        state = self._tier_manager.kv_page(tier, name, nbytes, next_use)
         self._held[tier] += size
         self._pages[tier] += size
         self._tiers[id(state)] = tier, size
@@ -45,13 +45,13 @@ class KVHomes:
 
     def kv_memory(self, name: str, nbytes: int) -> Lease:
         self._check_room(self._kv.computing, round_up(nbytes, PAGE_NBYTES), name)
-        lease = self._homes.kv_memory(name, nbytes)
+        lease = self._tier_manager.kv_memory(name, nbytes)
         self._held[self._kv.computing] += lease.extent.nbytes
         return lease
 
     def free_kv_memory(self, lease: Lease) -> None:
         self._held[self._kv.computing] -= lease.extent.nbytes
-        self._homes.free_kv_memory(lease)
+        self._tier_manager.free_kv_memory(lease)
 
     def _tier_of_next(self, nbytes: int) -> Tier:
         """Return the tier that is furthest behind its share."""

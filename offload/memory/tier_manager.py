@@ -61,7 +61,7 @@ _log = logging.getLogger("offload")
 _BESIDE_EXPERTS_NBYTES = 2 << 20  # of a call; shorter ones reach less of a disk's bandwidth
 
 
-class TieredHomes:
+class TierManager:
     """The tiers of one engine, and the states in them. `close` gives everything back."""
 
     def __init__(

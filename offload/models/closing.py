@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from offload.memory.tier_manager import TieredHomes
+from offload.memory.tier_manager import TierManager
 from offload.process import machine
 from offload.tiers.units import format_bytes
 from offload.zero.groups.group import ParamGroup
@@ -56,14 +56,14 @@ class GivenBack:
     """The parameters of one model, on their way out of the tiers."""
 
     def __init__(
-        self, model: nn.Module, store: WeightStore, values: WeightValues, homes: TieredHomes,
+        self, model: nn.Module, store: WeightStore, values: WeightValues, tier_manager: TierManager,
         dtypes: Mapping[int, torch.dtype],
     ) -> None:  # fmt: skip
         """`dtypes` holds the format in which each parameter was given, by its id."""
         self._model = model
         self._store = store
         self._values = values
-        self._homes = homes
+        self._tier_manager = tier_manager
         found = [
             (param, kind, spec.shape) for group in store.groups
             for (param, kind), spec in zip(group.own_classes(), group.layout.params, strict=True)
@@ -81,7 +81,7 @@ class GivenBack:
         """Return the reason why the values cannot come into RAM, which the tiers free as they are
         moved; None if there is none. `within_budget`: they are to take no more than the
         configuration has given to the tiers."""
-        held = self._homes.pool.tier
+        held = self._tier_manager.pool.tier
         freed = held.touched_nbytes if held.gives_back else 0
         missing = self.nbytes - machine.available_memory_nbytes() - freed
         if missing > 0:
@@ -90,7 +90,7 @@ class GivenBack:
                 f"RAM, and {format_bytes(missing)} are missing; close other programs, or save "
                 "them with engine.save_checkpoint and use close(keep='drop')"
             )
-        budget = self._homes.ram_budget_nbytes
+        budget = self._tier_manager.ram_budget_nbytes
         if within_budget and self.nbytes > budget:
             return (
                 f"{format_bytes(self.nbytes)} of parameters are more than budget.host "
@@ -106,8 +106,8 @@ class GivenBack:
         copies.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self._homes.begin_emptying()
-            copied = 0
+            self._tier_manager.begin_emptying()
+            arena_nbytes, copied = self._tier_manager.pool.tier.arena.nbytes, 0
             since = _GIVE_BACK_NBYTES  # the buffers of updates are free now
             for group in self._store.groups:
                 nbytes = self._take_group(group)
@@ -115,7 +115,7 @@ class GivenBack:
                 copied, since = copied + nbytes, since + nbytes
                 if since >= _GIVE_BACK_NBYTES:
                     since = 0
-                    self._homes.hold_within(self._homes.pool.tier.arena.nbytes - copied)
+                    self._tier_manager.hold_within(arena_nbytes - copied)
 
     def _take_group(self, group: ParamGroup) -> int:
         store, copied = self._store, 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from offload.memory import tier_manager as homes
+from offload.memory import tier_manager
 from offload.swap.io.backends import open_backend
 from offload.swap.io.io_backend import IOBackend
 from offload.swap.io.io_watch import LOOKS
@@ -65,7 +65,7 @@ class FaultyFiles:
         would be refused as no whole number of blocks."""
         with monkeypatch.context() as patched:
             refuse_o_direct(patched)
-            patched.setattr(homes, "open_backend", self._open)
+            patched.setattr(tier_manager, "open_backend", self._open)
             yield
 
     def _open(self, name: str, **options: Any) -> IOBackend:

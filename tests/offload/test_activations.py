@@ -176,7 +176,7 @@ def train(settings: Any, build: Callable[[], nn.Module] = Model, steps: int = 3)
 def assert_nothing_left(engine: offload.Engine) -> None:
     engine.settle()
     engine.check_integrity()
-    tier = engine._homes.activations
+    tier = engine._tier_manager.activations
     if tier is not None:
         assert tier.parked_nbytes == 0
         on_disk = engine.report().tiers.get("nvme")
@@ -266,7 +266,7 @@ def test_several_forwards_before_any_backward_in_any_order(folder: Path) -> None
 
 def test_an_abandoned_graph_leaves_nothing(engine: offload.Engine) -> None:
     loss = loss_of(engine.module, tokens_of(0))
-    assert engine._homes.activations.parked_nbytes > 0
+    assert engine._tier_manager.activations.parked_nbytes > 0
     assert engine.report().tiers["nvme"].by_class["activations"] > 0
     del loss
     assert_nothing_left(engine)
@@ -310,7 +310,7 @@ def test_inputs_and_buffers_stay_where_they_are(folder: Path) -> None:
 
     with offload.initialize(seeded(Masked), keys(folder, "nvme")) as e:
         out = e.module(torch.ones(64, WIDTH, device=ON))
-        assert e._homes.activations.parked_nbytes == 0
+        assert e._tier_manager.activations.parked_nbytes == 0
         out.sum().backward()
 
 

@@ -177,7 +177,7 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
     engine = offload.initialize(seeded(TinyLM), config(tmp_path, groups={"blocks": ["Block"]}))
     losses_of(engine, batches(2))
     engine.settle()  # an update that is under way would keep it
-    gone, store, updates = weakref.ref(engine), engine._homes.store, engine._runtime.updates
+    gone, store, updates = weakref.ref(engine), engine._tier_manager.store, engine._runtime.updates
     assert store is not None
     collected = threading.Event()
 

@@ -32,7 +32,7 @@ BEFORE_WEIGHTS_LEAVE = {
     "the backend": (offload.memory.tier_manager, "open_backend"),
     "the store of blocks": (offload.memory.tier_manager, "BlockStore"),
     "the tier of activations": (offload.memory.tier_manager, "ActivationTier"),
-    "the update buffers": (offload.memory.tier_manager.TieredHomes, "staging"),
+    "the update buffers": (offload.memory.tier_manager.TierManager, "staging"),
     "the update queue": (offload.zero.step.runtime, "UpdateQueue"),
     "the stepper": (offload.zero.step.runtime, "Stepper"),
     "gradient handles": (offload.zero.step.runtime, "GradientHandles"),

@@ -138,7 +138,7 @@ def differs(seed: int, folder: Path, machine: Machine) -> int:
     for pressed in (False, True):
         machine.now = PLENTY
         with offload.initialize(seeded(TinyLM), keys) as engine:
-            guard, budget = engine._homes.guard, engine.plan.budgets
+            guard, budget = engine._tier_manager.guard, engine.plan.budgets
             # about what the tier holds of so small a model
             used = min(max(budget.values()), 512 << 10)
             if pressed:
@@ -180,7 +180,7 @@ def test_updates_on_trial_keep_their_bits_under_pressure(
                 ways.append(run(engine, program, force=False))
                 continue
             drawn = Drawn(machine, random.Random(seed), 512 << 10)
-            with looked_at(engine._homes.guard, drawn):
+            with looked_at(engine._tier_manager.guard, drawn):
                 ways.append(run(engine, program, force=True))
             assert engine.report().trials.kept + engine.report().trials.redone > 0
     assert repr(ways[0][0]) == repr(ways[1][0])  # some are NaN
@@ -194,7 +194,7 @@ def test_what_is_given_up_costs_no_ram_and_comes_back(
     with offload.initialize(seeded(lambda: TinyLM(40)), config(tmp_path)) as engine:
         train(engine, 1)
         engine.settle()
-        guard, pool = engine._homes.guard, engine._homes.pool
+        guard, pool = engine._tier_manager.guard, engine._tier_manager.pool
         guard.close()  # looks when the test says so
         before = pool.tier.touched_nbytes
         machine.has(-64 * MIB)
@@ -222,7 +222,7 @@ def test_a_dispatched_model_answers_with_the_same_bits(tmp_path: Path, machine: 
     offload.dispatch(model, config(tmp_path, {"parameters": "nvme"}))
     with torch.no_grad(), offload.dispatched(model) as tiers:
         machine.has(-64 * MIB)
-        tiers._homes.guard.look()
+        tiers._tier_manager.guard.look()
         assert torch.equal(model(tokens), expected)
 
 

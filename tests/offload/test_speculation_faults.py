@@ -20,7 +20,7 @@ from torch import Tensor
 
 import offload
 from offload.errors import NoSpaceError, StorageError
-from offload.memory import tier_manager as homes
+from offload.memory import tier_manager
 from offload.swap.io.threads_backend import ThreadsBackend
 from tests.aio import refuse_o_direct
 from tests.offload.engine_cases import (
@@ -165,7 +165,7 @@ def meet(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StorageEr
         train(engine, whole, case)
         expected = states_of(engine)
     with monkeypatch.context() as patched:
-        patched.setattr(homes, "open_backend", faults.backend)
+        patched.setattr(tier_manager, "open_backend", faults.backend)
         refuse_o_direct(patched)  # which would refuse to move half a piece
         making = case.engine(folder, NVME)
         engine = making.__enter__()

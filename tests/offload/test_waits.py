@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.memory import tier_manager as homes
+from offload.memory import tier_manager
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.lanes import Lane, WaitFor
 from tests.offload.engine_cases import NVME, TinyLM, batches, seeded
@@ -31,7 +31,7 @@ def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(*_: Any, **__: Any) -> ThreadsBackend:
         return ThreadsBackend(preadv=slow(os.preadv), pwritev=slow(os.pwritev))
 
-    monkeypatch.setattr(homes, "open_backend", backend)
+    monkeypatch.setattr(tier_manager, "open_backend", backend)
 
 
 def train(engine: Any, steps: int = 2) -> tuple[dict[str, float], float]:

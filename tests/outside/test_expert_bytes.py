@@ -126,7 +126,7 @@ def drawn(tokens: int) -> Iterator[list[torch.Tensor]]:
 
 def forget_copies(engine: TieredModel) -> None:
     """As if memory were too small to keep any."""
-    pool = engine._homes.pool
+    pool = engine._tier_manager.pool
     with pool.lock:
         for piece in list(pool._held.values()):
             if piece.can_evict():

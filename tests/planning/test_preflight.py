@@ -80,7 +80,7 @@ def test_the_engine_asks_before_it_allocates(tmp_path, monkeypatch, caplog):
         raise AssertionError("allocated")
 
     monkeypatch.setattr("offload.tiered_model.preflight", full)
-    monkeypatch.setattr("offload.tiered_model.TieredHomes", allocate)
+    monkeypatch.setattr("offload.tiered_model.TierManager", allocate)
     with pytest.raises(BudgetError, match="nothing is left"):
         offload.initialize(seeded(TinyLM), config(tmp_path))
     monkeypatch.undo()

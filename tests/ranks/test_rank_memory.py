@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offload
-from offload.memory import tier_manager as homes
+from offload.memory import tier_manager
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -43,14 +43,14 @@ def train(folder: str, placement: dict[str, Any], stage: int, pressed: bool) -> 
     torch.set_num_threads(1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     machine = Machine()
-    homes.read_headroom = machine  # type: ignore[assignment]
+    tier_manager.read_headroom = machine  # type: ignore[assignment]
     keys = config(
         Path(folder), placement, budget=BUDGET, optimizer=OPTIMIZER,
         zero={"stage": stage, "timeout_s": 20.0}, clip_grad_norm=0.5,
     )  # fmt: skip
     data = batches(STEPS * world_size)[rank::world_size]
     with offload.initialize(seeded(TinyLM), keys) as engine:
-        guard = engine._homes.guard
+        guard = engine._tier_manager.guard
         drawn = Drawn(machine, random.Random(stage), 512 << 10)
         with looked_at(guard, drawn) if pressed and rank == SHORT else nullcontext():
             for tokens in data:
