@@ -1,4 +1,4 @@
-"""Passes of a language model whose weights are on disk, beside what disk and arithmetic alone take.
+"""Passes of a language model whose weights are on disk, beside the bounds of disk and arithmetic.
 
     python -m benchmarks.generation [--shape dense] [--batch 1 32 256] [--json FILE]
 
@@ -32,7 +32,7 @@ from offload.bench.rounds import interleaved, seconds_of
 from offload.bench.table import Column, number, print_record
 from offload.process.child import Child, Parent
 
-OURS, IN_RAM = "ours, all on nvme", "all weights in memory"
+OFFLOAD, IN_RAM = "offload, all on nvme", "all weights in memory"
 DISK, LONGEST = "bound by disk", "the larger bound"
 DISK_NBYTES = 2 << 30
 _OF_EXPERTS = Shape(8, 3 << 20)  # of `mixture`
@@ -147,7 +147,7 @@ def _read_nothing() -> int:
     return 0
 
 
-def _ours(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[], int]]:
+def _offload(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[], int]]:
     config: dict[str, Any] = {
         "precision": "bf16", "budget": {"host": options["budget"]},
         "nvme": {"paths": [options["folder"]]}, "placement": {"parameters": "nvme"},
@@ -179,7 +179,7 @@ def _in_ram(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable
     return model, _read_nothing
 
 
-_OPENED = {OURS: _ours, IN_RAM: _in_ram}
+_OPENED = {OFFLOAD: _offload, IN_RAM: _in_ram}
 
 
 # ---------------------------------------------------------------- rounds
@@ -193,7 +193,7 @@ def compare(options: argparse.Namespace, batch: int) -> Record:
             DISK: lambda: disk.nbytes / seconds_of(partial(disk.run, write=False))
         }
         children = []
-        for system in (OURS, IN_RAM):
+        for system in (OFFLOAD, IN_RAM):
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.path)))
             given = {
                 "system": system, "shape": options.shape, "budget": options.budget,
@@ -223,9 +223,9 @@ def _add_rows(
     record: Record, turns: Mapping[str, Sequence[Mapping[str, Any]]], speeds: Sequence[float],
     options: argparse.Namespace,
 ) -> None:  # fmt: skip
-    """Add a row per system, one for the time that the disk needs for our bytes, and one for the
-    larger of that and of the pass with everything in memory."""
-    batch, kinds = record.options["batch"], {OURS: Kind.OURS, IN_RAM: Kind.LIMIT}
+    """Add a row per system, one for the time that the disk needs for the bytes that offload read,
+    and one for the larger of that and of the pass with everything in memory."""
+    batch, kinds = record.options["batch"], {OFFLOAD: Kind.OFFLOAD, IN_RAM: Kind.LIMIT}
     for system, found in turns.items():
         names = ("seconds", "read_nbytes", "peak_rss_nbytes")
         measures = {name: [float(each[name]) for each in found] for name in names}
@@ -240,7 +240,7 @@ def _add_rows(
     chosen = [[each["chosen"] for each in found] for found in turns.values()]
     same = all(each == chosen[0] for each in chosen)
     record.notes.append("the same tokens from all systems" if same else "TOKENS DIFFER")
-    record.compare(LONGEST, OURS, "seconds")
+    record.compare(LONGEST, OFFLOAD, "seconds")
     record.note_rounds(options.rounds)
     record.notes.append(
         f"{record.details['parameters'] / 1e9:.2f} B parameters, bf16"

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_check [--out FILE or FOLDER] [--parts NAMES]
                                    [--folder DIR]
 
-    probe     what the machine has: what it cannot hold is left out
+    probe     the machine's memory and speeds; models that it cannot hold are left out
     tests     pytest -m gpu
     kernels   each Triton kernel against a copy of as many bytes
     copies    offload bench copy
@@ -11,8 +11,8 @@
               DeepSpeed is installed, it trains 3.6 B, too
 
 Each part is a process of its own with a time limit. The record is written anew after each, so that
-whatever ends the check leaves what was found until then. Exit status 1 if a test or our own part
-failed, 0 otherwise, and 0 where there is no GPU.
+a check that is cut short leaves the results until then. Exit status 1 if a test or a part other
+than DeepSpeed's failed, 0 otherwise, and 0 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class Training:
         return f"{self.label}, {self.shape}"
 
 
-_OURS, _THEIRS = "step:3.6 B", "step:deepspeed"
-_HALF = "ours, half of the optimizer's states on nvme"
+_OFFLOAD, _DEEPSPEED = "step:3.6 B", "step:deepspeed"
+_HALF = "offload, half of the optimizer's states on nvme"
 TRAININGS = {
-    "step:0.15 B": Training("ours", "0.15 B"),  # small enough for a GPU that computes nothing
-    _OURS: Training("ours", "3.6 B"),
-    _THEIRS: Training("DeepSpeed ZeRO-3, all on cpu", "3.6 B"),
-    "step:8 B": Training("ours", "8 B"),
+    "step:0.15 B": Training("offload", "0.15 B"),  # small enough for a GPU that computes nothing
+    _OFFLOAD: Training("offload", "3.6 B"),
+    _DEEPSPEED: Training("DeepSpeed ZeRO-3, all on cpu", "3.6 B"),
+    "step:8 B": Training("offload", "8 B"),
     "step:spill": Training(_HALF, "3.6 B", 50),
     "step:13 B": Training(_HALF, "13 B", 50),
 }
-_PROGRAMS = {True: "benchmarks.trained:DeepSpeedZero3", False: "benchmarks.gpu_step:QuickOurs"}
+_PROGRAMS = {True: "benchmarks.trained:DeepSpeedZero3", False: "benchmarks.gpu_step:QuickOffload"}
 _COLUMNS = {"kernels": KERNEL_COLUMNS, "copies": COPY_COLUMNS}
 
 
@@ -168,13 +168,13 @@ def run_steps(check: Check, machine: GpuMachine) -> None:
             check.leave_out(name, why)
         else:
             _run_step(check, machine, name, case)
-    check.record.compare(TRAININGS[_OURS].name, TRAININGS[_THEIRS].name, "tokens_per_s")
+    check.record.compare(TRAININGS[_OFFLOAD].name, TRAININGS[_DEEPSPEED].name, "tokens_per_s")
     check.write()
 
 
 def _missing(check: Check, machine: GpuMachine, name: str, case: Case) -> str:
     """Why the case is not trained; empty if nothing is missing."""
-    if name == _THEIRS:
+    if name == _DEEPSPEED:
         peer = check.outcomes.get(_COMPILE)
         if peer is None or not peer.ok:
             return INSTALL_BENCH if peer is None else peer.note
@@ -189,22 +189,22 @@ def _missing(check: Check, machine: GpuMachine, name: str, case: Case) -> str:
 def _run_step(check: Check, machine: GpuMachine, name: str, case: Case) -> None:
     label = TRAININGS[name].name
     check.record.details["cases"][name] = {**asdict(case), "label": label}
-    theirs = name == _THEIRS
+    is_peer = name == _DEEPSPEED
     config = {**case.config, "nvme": {"paths": [str(check.folder)]}}
     options = {
-        "program": _PROGRAMS[theirs],
-        "settings": {"device": "cpu"} if theirs else {}, "config": config, "steps": STEPS,
+        "program": _PROGRAMS[is_peer],
+        "settings": {"device": "cpu"} if is_peer else {}, "config": config, "steps": STEPS,
         "folder": str(check.folder),
     }  # fmt: skip
     outcome = check.run(name, options, check.left_s())
     if outcome.result and outcome.status is not Status.FAILED:
-        kind = Kind.PEER if theirs else Kind.OURS
+        kind = Kind.PEER if is_peer else Kind.OFFLOAD
         check.record.rows.append(row_of(label, kind, case, outcome.result, machine))
         check.write()
 
 
 def succeeded(outcomes: Iterable[Outcome]) -> bool:
-    """Whether all tests and our own parts that were begun succeeded; peers may fail."""
+    """Whether all parts that were begun succeeded, tests included; DeepSpeed's may fail."""
     return all(
         outcome.status in (Status.DONE, Status.LEFT_OUT) or "deepspeed" in outcome.name
         for outcome in outcomes

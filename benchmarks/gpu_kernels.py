@@ -82,7 +82,7 @@ def _measure(case: KernelCase, record: Record) -> None:
     copy = partial(torch.empty_like(source).copy_, source)
     name = f"copy of {format_bytes(case.nbytes)}, beside {case.name}"
     systems = [
-        _timed(case.name, Kind.OURS, case.nbytes, case.run),
+        _timed(case.name, Kind.OFFLOAD, case.nbytes, case.run),
         _timed(name, Kind.LIMIT, case.nbytes, copy),
     ]
     measure(record, systems, _ROUNDS, lambda _: None)

@@ -36,7 +36,7 @@ from benchmarks.generation import give_quick_values
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_sizes import Case
 from offload.bench.record import Kind, Row
-from offload.bench.systems import Ours, batch_of, between, made
+from offload.bench.systems import Offload, batch_of, between, made
 from offload.bench.table import Column, number, span
 from offload.config import OffloadConfig
 from offload.gpt import LanguageModel, build_meta_model
@@ -59,8 +59,8 @@ COLUMNS = (
 )
 
 
-class QuickOurs(Ours):
-    """Ours, with first values that are there at once."""
+class QuickOffload(Offload):
+    """`Offload` with initial values that take no time to make."""
 
     def built(self, config: OffloadConfig) -> LanguageModel:
         model = build_meta_model(config)
@@ -127,7 +127,7 @@ def row_of(label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine:
         "share_of_all_bounds": max(limits.values()) / seconds,
         "peak_rss_nbytes": float(step["peak_rss_nbytes"]),
         "peak_device_nbytes": float(step["peak_device_nbytes"]),
-        **({"predicted_s": case.predicted_s} if kind is Kind.OURS else {}),
+        **({"predicted_s": case.predicted_s} if kind is Kind.OFFLOAD else {}),
         **{f"bound by {name}, s": value for name, value in sorted(limits.items())},
     }
     for link, least in ((TO_DEVICE, case.least_to_device_nbytes), (TO_HOST, case.weights_nbytes)):

@@ -22,7 +22,7 @@ from typing import Any
 
 from offload.bench.contenders import (
     LLAMA_151M,
-    OURS,
+    OFFLOAD,
     Contender,
     StepOptions,
     SystemSpec,
@@ -55,7 +55,7 @@ COLUMNS = (
 
 def _case(name: str, overrides: tuple[str, ...], batches: int = 1) -> SystemSpec:
     """A configuration by its differences from that of the 151 M shape."""
-    return SystemSpec(name, name, Kind.OURS, OURS, overrides, batches=batches)
+    return SystemSpec(name, name, Kind.OFFLOAD, OFFLOAD, overrides, batches=batches)
 
 
 def _model(layers: int, hidden: int, mlp: int, heads: int, vocab: int = 8192) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def run(options: StepOptions) -> Record:
     systems, found = train_in_turn(record, options, CASES, base, print, speeds)
     for system in systems:
         row = record.measured(system.spec.label)
-        assert row is not None, "what fails of ours is raised"
+        assert row is not None, "a failure of offload is raised"
         predict = predictor(system.spec)
         predicted = [predict(each) for each in found[_SPEEDS]]
         add_prediction(row, predicted)

@@ -9,7 +9,7 @@ On a CPU with its defaults but for what has to be otherwise for this model to tr
 
 On a GPU with its documented offload settings: pinned memory, overlapped communication, its CPU Adam
 (compiled beforehand), and the model built inside `zero.Init`, so that it is never whole in device
-memory. Activation checkpointing is the model's own, as ours has it.
+memory. Activation checkpointing is the model's own, as for `offload.bench.systems.Offload`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def prepare(accelerator: str) -> None:
 
 
 def settings_of(config: OffloadConfig, device: str) -> dict[str, Any]:
-    """DeepSpeed's configuration: all states on `device`, the rest as in ours."""
+    """DeepSpeed's configuration: all states on `device`, the rest as in `config`."""
     offloaded: dict[str, Any] = {"device": device}
     zero: dict[str, Any] = {"stage": 3}
     if config.device == "cuda":

@@ -1,7 +1,7 @@
-"""The benches: measurements of the hardware and of our systems, interleaved in one run.
+"""The benches: measurements of the hardware and of offload, interleaved in one run.
 
-    record      what a bench found: rows of measurements per round, and ratios within rounds
-    rounds      who is measured when
+    record      a bench's results: rows of measurements per round, and ratios within rounds
+    rounds      the order in which systems are measured
     table       a record on a terminal
     stream      the memory bus: a loop with given traffic and no arithmetic
     adam        optimizer steps on flat arrays
@@ -10,5 +10,5 @@
     step        whole training steps, of one rank        contenders, systems
     ranks       ... and of several
 
-Others are measured in the same run by `benchmarks/` of a checkout, over the same harness.
+A checkout's `benchmarks/` measures other systems in the same run, over the same harness.
 """

@@ -94,15 +94,15 @@ def _passing(
 def _systems(arrays: Arrays, runner: ParallelRunner) -> list[Timed]:
     """The systems of all variants, limits first."""
     limits: dict[str, Timed] = {}
-    ours: list[Timed] = []
+    steps: list[Timed] = []
     for variant in VARIANTS:
         held = [arrays[stream] for stream in variant.streams]
         bus = BusLoop(variant.streams, held, runner)
         name = _limit(variant.streams)
         limits.setdefault(name, _passing(name, Kind.LIMIT, bus.traffic, arrays, bus, "C"))
         step = stepper(variant, arrays, runner)
-        ours.append(_passing(variant.name, Kind.OURS, variant.traffic, arrays, step))
-    return [*limits.values(), *ours]
+        steps.append(_passing(variant.name, Kind.OFFLOAD, variant.traffic, arrays, step))
+    return [*limits.values(), *steps]
 
 
 def _limit(streams: Sequence[Stream]) -> str:

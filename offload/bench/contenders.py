@@ -56,7 +56,7 @@ class SystemSpec:
     requires: str = ""  # a module that may not be installed
 
 
-OURS = "offload.bench.systems:Ours"
+OFFLOAD = "offload.bench.systems:Offload"
 PLAIN = SystemSpec("plain", "plain PyTorch", Kind.PEER, "offload.bench.systems:Plain")
 
 
@@ -72,7 +72,7 @@ _MEASURES = ("seconds", "forward_backward_s", "read_nbytes", "written_nbytes")
 
 
 class Contender:
-    """The processes of one system. A peer's failure is noted, one of ours ends the bench."""
+    """The processes of one system. A peer's failure is noted, one of offload ends the bench."""
 
     def __init__(self, spec: SystemSpec, base: OffloadConfig, folder: Path, ranks: int = 1) -> None:
         """Blocks until the model is built on every rank."""
@@ -101,7 +101,7 @@ class Contender:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Kill the processes if one of them fails. Raises ChildFailed for one of ours only."""
+        """Kill the processes if one of them fails. Raises ChildFailed, unless it is a peer's."""
         try:
             yield
         except BaseException as error:
@@ -124,7 +124,7 @@ class Contender:
             self.turns.append(Turn(turns[0].losses, **slowest, **together))
 
     def close(self) -> None:
-        """Let our processes end by themselves, with their own checks."""
+        """Kill a peer's processes; let offload's end by themselves, with their own checks."""
         if self.spec.kind is Kind.PEER:
             self.kill()
             return
@@ -165,7 +165,7 @@ def _environments(ranks: int) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-# ---------------------------------------------------------------- which, and of what model
+# ---------------------------------------------------------------- options, systems and the model
 @dataclass(frozen=True)
 class StepOptions:
     """`config` None trains the 151 M shape; `systems` empty takes all of the usual ones; `ranks`
@@ -220,8 +220,8 @@ def train_in_turn(
     """Measure the systems beside each other, and add a row for each to `record`. Returns the
     systems, closed, and the results of `limits` by name and round.
 
-    ChildFailed if one of our own ends early; PathError and ConfigError before anything is
-    measured.
+    Raises ChildFailed if a process of offload ends early; PathError and ConfigError before anything
+    is measured.
     """
     folder = options.folder or machine.swap_folder()
     if not folder.is_dir():

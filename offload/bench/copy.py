@@ -1,8 +1,8 @@
-"""`offload bench copy`: copies between host and device memory through our streams.
+"""`offload bench copy`: copies between host and device memory through the runtime's streams.
 
-The limit is one large copy from memory that PyTorch pinned, on a stream of its own; ours goes
-through `CopyStream`, in pieces as the runtime moves them, from memory pinned as the host tier pins
-its own. Each direction alone, then both at once.
+The limit is one large copy from memory that PyTorch pinned, on a stream of its own. The rows of
+offload go through `CopyStream`, in pieces as the runtime moves them, from memory pinned as the host
+tier pins its own. Each direction is measured alone, then both at once.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def run_copy(options: CopyOptions, say: Say) -> Record:
     record.note_rounds(options.rounds)
     measure(record, _systems(nbytes, device), options.rounds, say)
     for way in _WAYS:
-        record.compare(f"ours, {way}", f"raw, {way}", "bytes_per_s")
+        record.compare(f"offload, {way}", f"raw, {way}", "bytes_per_s")
     record.notes.append(
-        f"{format_bytes(nbytes)} per copy and direction; ours in pieces of "
+        f"{format_bytes(nbytes)} per copy and direction; offload's in pieces of "
         f"{format_bytes(min(PIECE_NBYTES, nbytes))}"
     )
     return record
@@ -88,7 +88,7 @@ def _systems(nbytes: int, device: torch.device) -> list[Timed]:
     for way, places in _WAYS.items():
         for name, kind, host, copies, said in (
             ("raw", Kind.LIMIT, raw, _raw_copies, ""),
-            ("ours", Kind.OURS, pinned, _our_copies, note),
+            ("offload", Kind.OFFLOAD, pinned, _stream_copies, note),
         ):
             pairs = ((there[0], host[0]), (host[1], there[1]))
             run = copies([pairs[place] for place in places], device)
@@ -110,7 +110,7 @@ def _raw_copies(pairs: Sequence[Pair], device: torch.device) -> Callable[[], Non
     return run
 
 
-def _our_copies(pairs: Sequence[Pair], device: torch.device) -> Callable[[], None]:
+def _stream_copies(pairs: Sequence[Pair], device: torch.device) -> Callable[[], None]:
     streams = [CopyStream(device) for _ in pairs]
 
     def run() -> None:

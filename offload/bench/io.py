@@ -1,4 +1,4 @@
-"""`offload bench io`: our block store against a raw loop on the same device.
+"""`offload bench io`: the runtime's block store against a raw loop on the same device.
 
 Every system has a file of its own in the same folder, written in full before it is timed.
 """
@@ -27,7 +27,7 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.units import format_bytes
 
 DEFAULT_NBYTES = 1 << 30
-BLOCK_NBYTES = 16 << 20  # of our store
+BLOCK_NBYTES = 16 << 20  # of the block store
 _IN_FLIGHT = 4  # blocks
 T = TypeVar("T")
 
@@ -57,19 +57,19 @@ def run_io(options: IoOptions, say: Say) -> Record:
     with ExitStack() as stack:
         shape = Shape(min(RAW.depth, nbytes // RAW.block_nbytes), RAW.block_nbytes)
         raw = raw_loop(folder, nbytes, say, stack, shape)
-        ours = StoreLoop(stack.enter_context(SwapFile(folder)), nbytes, options.backend, say)
-        stack.callback(ours.close)
-        ours.write()
+        store = StoreLoop(stack.enter_context(SwapFile(folder)), nbytes, options.backend, say)
+        stack.callback(store.close)
+        store.write()
         systems = [
             moving("raw read", Kind.LIMIT, raw.nbytes, partial(raw.run, write=False), raw.name),
-            moving("ours read", Kind.OURS, nbytes, ours.read, ours.name),
+            moving("offload read", Kind.OFFLOAD, nbytes, store.read, store.name),
             moving("raw write", Kind.LIMIT, raw.nbytes, partial(raw.run, write=True), raw.name),
-            moving("ours write", Kind.OURS, nbytes, ours.write, ours.name),
+            moving("offload write", Kind.OFFLOAD, nbytes, store.write, store.name),
         ]
         measure(record, systems, options.rounds, say)
         record.notes.append(_where(folder, nbytes, raw.file))
     for direction in ("read", "write"):
-        record.compare(f"ours {direction}", f"raw {direction}", "bytes_per_s")
+        record.compare(f"offload {direction}", f"raw {direction}", "bytes_per_s")
     return record
 
 
@@ -84,7 +84,7 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
             f"--size: {wanted} bytes cannot be timed; choose {format_bytes(BLOCK_NBYTES)} or more"
         )
     nbytes = max(wanted // BLOCK_NBYTES, 1) * BLOCK_NBYTES
-    needed = 2 * nbytes + _IN_FLIGHT * BLOCK_NBYTES  # raw, and ours
+    needed = 2 * nbytes + _IN_FLIGHT * BLOCK_NBYTES  # the raw loop's file, and the store's
     if needed > free:
         raise PathError(
             f"--size: {format_bytes(nbytes)} per file need {format_bytes(needed)} in {folder}, "
@@ -98,7 +98,7 @@ def _where(folder: Path, nbytes: int, file: SwapFile) -> str:
     return f"{format_bytes(nbytes)} per pass on {file_system_of(folder.resolve())}, {how}"
 
 
-# ---------------------------------------------------------------- our way to the disk
+# ---------------------------------------------------------------- the block store
 class StoreLoop:
     """Writes and reads blocks of a `BlockStore`, a few in flight.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.bench.contenders import (
-    OURS,
+    OFFLOAD,
     Contender,
     StepOptions,
     SystemSpec,
@@ -23,16 +23,16 @@ from offload.bench.rounds import Say
 from offload.bench.table import Column, number
 
 
-def _ours(name: str, stage: int, tier: str) -> SystemSpec:
+def _offload(name: str, stage: int, tier: str) -> SystemSpec:
     budget = "budget.host=" + ("768MiB" if tier == "nvme" else "auto")
     overrides = (*all_on(tier), budget, f"zero.stage={stage}")
-    return SystemSpec(name, f"ours, stage {stage}, {tier}", Kind.OURS, OURS, overrides)
+    return SystemSpec(name, f"offload, stage {stage}, {tier}", Kind.OFFLOAD, OFFLOAD, overrides)
 
 
 SYSTEMS = (
-    _ours("stage3", 3, "host"),
-    _ours("stage2", 2, "host"),
-    _ours("stage3-nvme", 3, "nvme"),
+    _offload("stage3", 3, "host"),
+    _offload("stage2", 2, "host"),
+    _offload("stage3-nvme", 3, "nvme"),
 )
 COLUMNS = (
     Column("s/step", number("seconds")),

@@ -23,15 +23,15 @@ from offload.process import machine
 from offload.tiers import accelerator
 from offload.tiers.errors import PathError
 
-FORMAT = 1  # of the JSON; raised when a key changes its meaning
+FORMAT = 2  # of the JSON; raised when a key changes its meaning: 1 had "ours" for "offload"
 LEAST_ROUNDS = 7  # fewer are a look, not a measurement
 
 
 class Kind(enum.StrEnum):
     """The kind of a row."""
 
-    LIMIT = "limit"  # what the hardware does without us
-    OURS = "ours"
+    LIMIT = "limit"  # what the hardware does without offload
+    OFFLOAD = "offload"
     PEER = "peer"
 
 

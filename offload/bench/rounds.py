@@ -91,7 +91,7 @@ def moving(name: str, kind: Kind, nbytes: int, work: Callable[[], object], note:
 
 @contextmanager
 def sharing(threads: int) -> Iterator[ParallelRunner]:
-    """A runner of `threads` threads for our systems, and as many for PyTorch inside."""
+    """A runner of `threads` threads for offload's kernels, and as many for PyTorch inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     runner = ParallelRunner(threads, min_share=1)

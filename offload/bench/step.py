@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.bench.contenders import (
-    OURS,
+    OFFLOAD,
     PLAIN,
     Contender,
     StepOptions,
@@ -42,8 +42,8 @@ from offload.process import machine
 from offload.tiers.errors import IntegrityError
 
 _ON_HOST = (*all_on("host"), "budget.host=auto")
-HOST = SystemSpec("host", "ours, all on host", Kind.OURS, OURS, _ON_HOST)
-NVME = SystemSpec("nvme", "ours, all on nvme", Kind.OURS, OURS, all_on("nvme"))
+HOST = SystemSpec("host", "offload, all on host", Kind.OFFLOAD, OFFLOAD, _ON_HOST)
+NVME = SystemSpec("nvme", "offload, all on nvme", Kind.OFFLOAD, OFFLOAD, all_on("nvme"))
 SYSTEMS = (PLAIN, HOST, NVME)
 
 COLUMNS = (
@@ -61,8 +61,8 @@ BUS_NUMEL = 1 << 24  # parameters the bus is timed with: beyond any cache
 
 
 def run_step(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -> Record:
-    """Run the bench. IntegrityError if our losses are not the same everywhere; otherwise raises as
-    `train_in_turn` does."""
+    """Run the bench. IntegrityError if offload's losses depend on the placement; otherwise raises
+    as `train_in_turn` does."""
     base = base_config(options.config, options.overrides)
     record = Record("step", {})
     numel = count_parameters(base)
@@ -81,8 +81,8 @@ def run_step(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -
 
 
 class _Bounds:
-    """The raw loops on disk and bus; the disk's reads are mixed with writes as our nvme system
-    mixed them in its last turn."""
+    """The raw loops on disk and bus; the disk's reads are mixed with writes as `NVME` mixed them in
+    its last turn."""
 
     def __init__(self, precision: str, say: Say) -> None:
         self._precision = precision
@@ -109,15 +109,16 @@ def losses_of(system: Contender) -> list[float]:
 
 
 def _check_losses(systems: Sequence[Contender]) -> None:
-    """Compare the losses of our own systems that train on the very same batches."""
-    ours = [s for s in systems if s.spec in (HOST, NVME)]
-    for other in ours[1:]:
-        pairs = zip(losses_of(ours[0]), losses_of(other), strict=True)
+    """Compare the losses of offload's placements, which train on the very same batches."""
+    placements = [s for s in systems if s.spec in (HOST, NVME)]
+    for other in placements[1:]:
+        pairs = zip(losses_of(placements[0]), losses_of(other), strict=True)
         for step, (a, b) in enumerate(pairs):
             if struct.pack("<d", a) != struct.pack("<d", b):  # bits: NaN is equal to NaN
                 raise IntegrityError(
-                    f"step {step}: the loss is {a!r} with {ours[0].spec.label} and {b!r} with "
-                    f"{other.spec.label}; where states live must not change a bit: please report it"
+                    f"step {step}: the loss is {a!r} with {placements[0].spec.label} and {b!r} "
+                    f"with {other.spec.label}; where states live must not change a bit: please "
+                    "report it"
                 )
 
 
@@ -170,10 +171,11 @@ def _notes(base: OffloadConfig, numel: int, bounds: _Bounds) -> list[str]:
     notes = [
         f"{numel / 1e6:.4g} M parameters, {base.precision}, batch {base.train.batch} x "
         f"{base.train.sequence} tokens, accumulation {base.gradient_accumulation_steps}",
-        f"bounds: compute is plain PyTorch's forward and backward; disk is our nvme bytes in a raw "
-        f"loop ({bounds.disk.name}); bus is {bounds.bus.traffic:g} B per parameter in a loop in C; "
-        f"{_ROOFLINE} is the largest of each round",
-        "loss diff: the largest from plain PyTorch at equal steps; ours are equal to the last bit",
+        "bounds: compute is plain PyTorch's forward and backward; disk is offload's nvme bytes in "
+        f"a raw loop ({bounds.disk.name}); bus is {bounds.bus.traffic:g} B per parameter in a loop "
+        f"in C; {_ROOFLINE} is the largest of each round",
+        "loss diff: the largest from plain PyTorch at equal steps; offload's losses are equal to "
+        "the last bit, wherever states live",
     ]
     if base.precision != "fp32" and base.precision in machine.slow_matmul_precisions():
         notes.append(f"{base.precision} products are slow on this CPU: all systems wait for them")

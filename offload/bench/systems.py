@@ -1,4 +1,4 @@
-"""The systems that train in a child process, plain PyTorch and ours, and their turns."""
+"""The systems that train in a child process, plain PyTorch and offload, and their turns."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Plain(plain.Plain, System):
         super().__init__(config)
 
 
-class Ours(System):
+class Offload(System):
     """The same model as `Plain`, trained through `offload.initialize`."""
 
     defers = True

@@ -12,7 +12,7 @@ from rich.text import Text
 from offload.bench.record import Kind, Record, Row
 from offload.display.console import PlainConsole, table
 
-_STYLES = {Kind.LIMIT: "cyan", Kind.OURS: "bold", Kind.PEER: ""}
+_STYLES = {Kind.LIMIT: "cyan", Kind.OFFLOAD: "bold", Kind.PEER: ""}
 _MEASURES = {
     "seconds": "time",
     "parameters_per_s": "speed",

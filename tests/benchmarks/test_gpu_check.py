@@ -92,7 +92,7 @@ def row(name: str, kind: str, speeds: list[float]) -> dict[str, Any]:
 COMMON: dict[str, Any] = {"bench": "part", "options": {}, "details": {}, "machine": HARDWARE}
 KERNELS = {
     **COMMON,
-    "rows": [row("adamw | split", "ours", [3e12, 4e12, 5e12]), row("copy", "limit", [4e12] * 3)],
+    "rows": [row("adamw | split", "offload", [3e12, 4e12, 5e12]), row("copy", "limit", [4e12] * 3)],
     "ratios": [
         {"of": "adamw | split", "to": "copy", "measure": "bytes_per_s",
          "rounds": [0.75, 1.0, 1.25], "median": 1.0},
@@ -162,13 +162,13 @@ def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
     assert record["machine"]["gpu"] == "NVIDIA H200"
     assert record["details"]["cases"]["step:8 B"]["shape"]["name"] == "8 B"
     assert [row["name"] for row in record["rows"]] == [
-        "ours, 0.15 B", "ours, 3.6 B", "ours, 8 B",
-        "ours, half of the optimizer's states on nvme, 3.6 B",
+        "offload, 0.15 B", "offload, 3.6 B", "offload, 8 B",
+        "offload, half of the optimizer's states on nvme, 3.6 B",
     ]  # fmt: skip
     given = next(part for part in record["details"]["parts"] if part["name"] == "step:8 B")[
         "result"
     ]["given"]
-    assert (given["program"], given["steps"]) == ("benchmarks.gpu_step:QuickOurs", STEPS)
+    assert (given["program"], given["steps"]) == ("benchmarks.gpu_step:QuickOffload", STEPS)
     assert OffloadConfig.load(given["config"]).precision == "bf16"
     assert "offload bench part: NVIDIA H200" in printed
     assert "pip install 'offload[bench]'" in printed
@@ -197,12 +197,12 @@ def test_failed_tests_fail_the_check(run: Any) -> None:
     assert "1 failed, 40 passed\nFAILED test_x: not equal" in printed
 
 
-def test_a_peer_trains_the_case_of_ours_beside_it(run: Any) -> None:
+def test_a_peer_trains_the_case_that_offload_trains(run: Any) -> None:
     check, record, _ = run(peer=True)
     assert record["details"]["cases"]["step:deepspeed"]["shape"]["name"] == "3.6 B"
     (ratio,) = record["ratios"]
     assert (ratio["measure"], ratio["median"]) == ("tokens_per_s", 1.0)
-    assert (ratio["of"], ratio["to"]) == ("ours, 3.6 B", "DeepSpeed ZeRO-3, all on cpu, 3.6 B")
+    assert (ratio["of"], ratio["to"]) == ("offload, 3.6 B", "DeepSpeed ZeRO-3, all on cpu, 3.6 B")
     assert succeeded(check.outcomes.values())
 
 

@@ -62,7 +62,7 @@ def test_a_step_is_judged_by_the_least_bytes_and_the_operations() -> None:
     assert found["bus"] == pytest.approx(26 * case.numel / 150e9)
     assert "disk" not in found
     moved = [{"host to device": 3 * weights, "device to host": weights}] * 3
-    facts = row_of("ours", Kind.OURS, case, {**STEP, "moved_nbytes": moved}, H200).facts
+    facts = row_of("offload", Kind.OFFLOAD, case, {**STEP, "moved_nbytes": moved}, H200).facts
     assert facts["tokens_per_s"] == pytest.approx(case.tokens / 10)
     longest = max(found["link"], found["compute"])
     assert facts["share_of_roofline"] == pytest.approx(longest / 10)

@@ -83,16 +83,16 @@ def test_deepspeed_is_given_our_optimizer_and_pins_memory_for_a_gpu_alone(device
 
 
 @pytest.mark.slow
-def test_ranks_of_others_train_as_ours_do(recorded: Any, tmp_path: Path, long: bool) -> None:
+def test_ranks_of_others_train_as_offload_does(recorded: Any, tmp_path: Path, long: bool) -> None:
     if not long:
         pytest.skip("a quarter of a minute: with --long")
     systems = "stage3,ddp,fsdp2-offload"
     rows, ratios, printed = recorded("ranks", "--systems", systems, *TINY_MODEL)
-    labels = ["ours, stage 3, host", "DDP", "FSDP2, CPUOffloadPolicy"]
+    labels = ["offload, stage 3, host", "DDP", "FSDP2, CPUOffloadPolicy"]
     assert all(rows[label]["measures"]["seconds"] for label in labels)
     assert "has other losses" not in printed
     pairs = {(ratio["of"], ratio["to"]) for ratio in ratios}
-    assert pairs == {("ours, stage 3, host", "FSDP2, CPUOffloadPolicy")}
+    assert pairs == {("offload, stage 3, host", "FSDP2, CPUOffloadPolicy")}
     for row in rows.values():
         for measure, values in row["measures"].items():
             assert row["medians"][measure] == statistics.median(values)

@@ -49,13 +49,13 @@ def recorded(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 def check(record: dict[str, Any], bench: str) -> dict[str, dict[str, Any]]:
     """The schema, and that every ratio follows from the rows; the rows by name."""
-    assert (record["format"], record["bench"]) == (1, bench)
+    assert (record["format"], record["bench"]) == (2, bench)
     assert {"cpu", "cores", "memory_nbytes", "torch"} <= set(record["machine"])
     assert any("2 rounds only" in note for note in record["notes"])
     rows = {row["name"]: row for row in record["rows"]}
     assert len(rows) == len(record["rows"])
     for row in rows.values():
-        assert row["kind"] in {"limit", "ours", "peer"}
+        assert row["kind"] in {"limit", "offload", "peer"}
         assert row["measures"] or row["note"], row["name"]
         for measure, values in row["measures"].items():
             assert len(values) == 2
@@ -96,7 +96,7 @@ def test_adam_compares_every_variant_with_a_loop_of_its_own_traffic(recorded: An
 def test_io_compares_reads_with_reads_and_writes_with_writes(recorded: Any, tmp_path: Path) -> None:
     record, printed = recorded(*IO, "--path", str(tmp_path))
     rows = check(record, "io")
-    for name in ("raw read", "raw write", "ours read", "ours write"):
+    for name in ("raw read", "raw write", "offload read", "offload write"):
         assert len(rows[name]["measures"]["cpu_s_per_gb"]) == 2
     for ratio in record["ratios"]:
         assert ratio["of"].split()[-1] == ratio["to"].split()[-1]
@@ -115,7 +115,7 @@ def test_copy_measures_both_directions_and_both_at_once(recorded: Any) -> None:
     record, _ = recorded(*COPY)
     rows = check(record, "copy")
     for way in ("host to device", "device to host", "both at once"):
-        assert rows[f"ours, {way}"]["measures"]
+        assert rows[f"offload, {way}"]["measures"]
     alone, both = (rows[f"raw, {way}"]["measures"] for way in ("host to device", "both at once"))
     ratio = (both["bytes_per_s"][0] * both["seconds"][0]) / (
         alone["bytes_per_s"][0] * alone["seconds"][0]
@@ -147,9 +147,9 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
     losses = record["details"]["losses"]
     assert losses["host"] == losses["nvme"]
     assert len(losses["host"]) == 2 * len(losses["plain"]) == 6  # warm-up round included
-    assert rows["ours, all on nvme"]["facts"]["loss_difference"] < 1e-3
-    assert all(rows["ours, all on nvme"]["measures"]["written_nbytes"])
-    assert not any(rows["ours, all on host"]["measures"]["written_nbytes"])
+    assert rows["offload, all on nvme"]["facts"]["loss_difference"] < 1e-3
+    assert all(rows["offload, all on nvme"]["measures"]["written_nbytes"])
+    assert not any(rows["offload, all on host"]["measures"]["written_nbytes"])
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
     assert max(map(len, printed.splitlines())) <= 100
 
@@ -195,13 +195,13 @@ def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_system_of_ours_that_fails_ends_the_bench_with_its_own_words(
+def test_a_failure_of_offload_ends_the_bench_with_its_own_words(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload.bench.step.raw_loop", None)  # its turn does not come
     arguments = [*STEP, "--systems", "nvme", "-o", "budget.host=1MiB", "--path", str(tmp_path)]
     assert run(*arguments, "--rounds", "1") == 1
     error = capsys.readouterr().err
-    assert "ours, all on nvme ended early with status 1" in error
+    assert "offload, all on nvme ended early with status 1" in error
     assert "budget.host: 1.0 MiB" in error
     assert list(tmp_path.iterdir()) == []

@@ -131,10 +131,10 @@ def _split(name: str, states: StateFormat) -> Variant:
     return Variant(name, GRAD16, WEIGHT16, RecordFormat(Master.SPLIT, state_format=states))
 
 
-PLAIN = Variant("ours, fp32", GRAD32, WEIGHT32, RecordFormat(Master.NONE))
-SPLIT = _split("ours, split", StateFormat.FP32)
-SPLIT_BF16 = _split("ours, split, bf16 moments", StateFormat.BF16)
-SPLIT_INT8 = _split("ours, split, int8 moments", StateFormat.INT8)
+PLAIN = Variant("offload, fp32", GRAD32, WEIGHT32, RecordFormat(Master.NONE))
+SPLIT = _split("offload, split", StateFormat.FP32)
+SPLIT_BF16 = _split("offload, split, bf16 moments", StateFormat.BF16)
+SPLIT_INT8 = _split("offload, split, int8 moments", StateFormat.INT8)
 VARIANTS = (PLAIN, SPLIT, SPLIT_BF16, SPLIT_INT8)
 
 
