@@ -26,8 +26,8 @@ MAX_SHOWN = 8
 
 def render(error: ValidationError, model: type[BaseModel], source: ConfigSource) -> ConfigError:
     """Return one ConfigError for all of `error`, with at most `MAX_SHOWN` mistakes shown."""
-    found = sorted(error.errors(), key=lambda detail: source.document.line_of(detail["loc"]) or 0)
-    lines = list(dict.fromkeys(_line(detail, model, source) for detail in found))
+    details = sorted(error.errors(), key=lambda detail: source.document.line_of(detail["loc"]) or 0)
+    lines = list(dict.fromkeys(_line(detail, model, source) for detail in details))
     shown = lines[:MAX_SHOWN]
     if len(lines) > MAX_SHOWN:
         shown.append(f"... and {len(lines) - MAX_SHOWN} more")
@@ -79,27 +79,27 @@ def _given(values: Any, path: KeyPath) -> bool:
 
 
 def _problem(detail: ErrorDetails, path: KeyPath, model: type[BaseModel]) -> str:
-    kind, found = detail["type"], detail.get("input")
+    kind, given = detail["type"], detail.get("input")
     cause = detail.get("ctx", {}).get("error")
     if kind == "extra_forbidden":
         return "unknown key" + unknown_key(path, model)
     if kind == "literal_error":
         expected = detail["ctx"]["expected"].replace(" or ", ", ").split(",")
         allowed = [word.strip("' ") for word in expected]
-        return f"{_shown(found)} is not allowed" + suggestion(str(found), allowed)
+        return f"{_shown(given)} is not allowed" + suggestion(str(given), allowed)
     if kind == "missing":
         return "a value is missing"
     if isinstance(cause, UnknownNameError):
-        return f"{cause}{suggestion(cause.found, cause.allowed)}"
+        return f"{cause}{suggestion(cause.name, cause.allowed)}"
     if kind == "value_error":
         return str(cause)
     if kind == "model_type":
         section = model_at(model, path)
         keys = f"; its keys: {', '.join(section.model_fields)}" if section else ""
-        return f"must be keys and values, found {_shown(found)}{keys}"
+        return f"must be keys and values, found {_shown(given)}{keys}"
     # pydantic's own words, with YAML's name of a list
     text = detail["msg"].replace("Input should be", "must be").replace("tuple", "list")
-    return f"{text}, found {_shown(found)}"
+    return f"{text}, found {_shown(given)}"
 
 
 def _shown(value: Any) -> str:

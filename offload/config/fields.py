@@ -65,16 +65,16 @@ class Section(BaseModel):
 def shared_settings(section: Section, path: str = "") -> dict[str, str]:
     """Return the settings that all ranks of a run must have alike, by key: those whose field is not
     marked `per_rank`. Every configuration has the same keys."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for name, field in type(section).model_fields.items():
         extra, value = field.json_schema_extra, getattr(section, name)
         if isinstance(extra, dict) and extra.get("x-per-rank"):
             continue
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            found |= shared_settings(value, f"{path}{name}.")
+            settings |= shared_settings(value, f"{path}{name}.")
         else:  # also of a section that may be absent
-            found[path + name] = str(value)
-    return found
+            settings[path + name] = str(value)
+    return settings
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -137,10 +137,10 @@ StateFormatName = Literal["fp32", "bf16", "int8"]
 class UnknownNameError(ValueError):
     """A name that is not one of `allowed`; the error carries both for a suggestion."""
 
-    def __init__(self, found: str, allowed: tuple[str, ...], what: str) -> None:
-        self.found = found
+    def __init__(self, name: str, allowed: tuple[str, ...], what: str) -> None:
+        self.name = name
         self.allowed = allowed
-        super().__init__(f"{found!r} is not {what}")
+        super().__init__(f"{name!r} is not {what}")
 
 
 class KeyedError(ValueError):
@@ -288,8 +288,8 @@ _BOUNDS = {"multiple_of": "in steps of", "ge": "from", "gt": "above", "le": "to"
 
 def kind_of(field: FieldInfo) -> Kind:
     """Return the allowed values of a key in words."""
-    found = [item for item in field.metadata if isinstance(item, Kind)]
-    kind = found[0] if found else Kind(_type_text(field.annotation))
+    kinds = [item for item in field.metadata if isinstance(item, Kind)]
+    kind = kinds[0] if kinds else Kind(_type_text(field.annotation))
     return replace(kind, text=f"{kind.text} {_bounds(field.metadata)}".strip())
 
 
@@ -314,13 +314,13 @@ def _type_text(annotation: Any) -> str:
 
 def _bounds(metadata: Sequence[Any]) -> str:
     """Return the bounds in words, `from 0 to 3` or `above 0 and below 1`; "" without any."""
-    found = {
+    bounds = {
         name: f"{words} {_number(getattr(item, name))}"
         for name, words in _BOUNDS.items()
         for item in metadata
         if hasattr(item, name)
     }
-    return (" and " if "lt" in found else " ").join(found.values())
+    return (" and " if "lt" in bounds else " ").join(bounds.values())
 
 
 def _number(value: float) -> str:

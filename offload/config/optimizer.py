@@ -33,14 +33,14 @@ class OptimizerKind:
 
     def numbers(self, group: Mapping[str, Any]) -> dict[str, Number]:
         """Return the numbers of a param group that `scalars` takes."""
-        found = {key: group[key] for key in self.defaults if key != "betas"}
+        numbers = {key: group[key] for key in self.defaults if key != "betas"}
         if "betas" in self.defaults:
-            found["beta1"], found["beta2"] = group["betas"]
-        found |= self.fixed
+            numbers["beta1"], numbers["beta2"] = group["betas"]
+        numbers |= self.fixed
         taken = {field.name for field in fields(self.scalars) if field.init}
         return {
             key: bool(value) if isinstance(self.defaults.get(key, value), bool) else float(value)
-            for key, value in found.items()
+            for key, value in numbers.items()
             if key in taken and key not in _OF_A_STEP
         }
 

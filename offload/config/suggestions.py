@@ -19,18 +19,18 @@ _REMOVED = {  # keys of earlier versions, and what to do instead
 }
 
 
-def suggestion(found: str, allowed: Iterable[str]) -> str:
+def suggestion(given: str, allowed: Iterable[str]) -> str:
     """Return a suggestion such as `; did you mean `lr`? allowed: a, b, c`."""
     names = tuple(allowed)
-    close = near(found, names)
+    close = near(given, names)
     hint = f"; did you mean `{close}`?" if close else ";"
     return f"{hint} allowed: {', '.join(names)}" if names else ""
 
 
-def near(found: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
+def near(given: str, names: Iterable[str], cutoff: float = 0.5) -> str | None:
     """Return the one of `names` that is meant: the nearest, and host for cpu."""
     known = tuple(names)
-    word = found.strip("[]'\" ").lower()
+    word = given.strip("[]'\" ").lower()
     if word == "cpu" and "host" in known:
         return "host"
     close = [] if word in _NONE_NEAR else difflib.get_close_matches(word, known, 1, cutoff)

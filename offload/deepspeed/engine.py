@@ -285,10 +285,10 @@ class EngineModule(nn.Module):
                 "zero.GatheredParameters"
             )
         folder = path_of(load_dir, "load_dir")
-        found = load_saved(self.offload, folder, None if tag is None else str(tag))
-        if found is None:
+        saved = load_saved(self.offload, folder, None if tag is None else str(tag))
+        if saved is None:
             return None, None
-        path, state = found
+        path, state = saved
         self.zero_grad()
         self.micro_steps = 0
         if load_lr_scheduler_states and self.lr_scheduler is not None and state.lr_scheduler:

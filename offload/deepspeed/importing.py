@@ -77,8 +77,8 @@ def import_checkpoint(
     """
     folder = _tag_of(source)
     with _as_deepspeed_writes(folder):
-        found = ZeroCheckpoint(folder)
-        reader = _Importer(found, kind, dict(tied or {}))
+        saved = ZeroCheckpoint(folder)
+        reader = _Importer(saved, kind, dict(tied or {}))
     target = out / folder.name
     with _as_deepspeed_writes(folder), PendingFolder(target) as pending:
         reader.write(pending.path)
@@ -114,45 +114,45 @@ def _tag_of(source: Path) -> Path:
 class _Importer:
     """Converts one checkpoint. Everything that can be refused is refused when it is made."""
 
-    def __init__(self, found: ZeroCheckpoint, kind: str | None, tied: dict[str, str]) -> None:
-        self._found = found
-        self._precision = _PRECISIONS[found.dtype]
-        self._kind = kind or _kind_of(found)
+    def __init__(self, saved: ZeroCheckpoint, kind: str | None, tied: dict[str, str]) -> None:
+        self._saved = saved
+        self._precision = _PRECISIONS[saved.dtype]
+        self._kind = kind or _kind_of(saved)
         if self._kind not in KINDS:
             raise ConfigError(f"--optimizer {self._kind}: write one of {', '.join(KINDS)}")
-        self._numbers = [_numbers_of(self._kind, each) for each in found.numbers]
+        self._numbers = [_numbers_of(self._kind, each) for each in saved.numbers]
         first = {**KINDS[self._kind].defaults, **self._numbers[0]}
         states = tuple(KINDS[self._kind].scalars.kept_for(first))
-        if set(states) != found.state_names:
+        if set(states) != saved.state_names:
             raise CheckpointError(
-                f"{found.folder} has the states {', '.join(sorted(found.state_names)) or 'none'}, "
+                f"{saved.folder} has the states {', '.join(sorted(saved.state_names)) or 'none'}, "
                 f"and {self._kind} keeps {', '.join(states) or 'none'}"
             )
         self._format = RecordFormat(_MASTERS[self._precision], states, StateFormat.FP32)
-        self._params = self._listed({**found.shared, **tied})
-        run = {STATE: packed(_loop_state(found).entry, STATE)}
+        self._params = self._listed({**saved.shared, **tied})
+        run = {STATE: packed(_loop_state(saved).entry, STATE)}
         self._run, self._run_tensors = RunRecord(tensors=tensor_records(run)), [*run.values()]
         self._manifest = self._new_manifest()
 
     def _listed(self, tied: dict[str, str]) -> dict[str, ParameterRecord]:
-        found, names = self._found, {}
-        trained = {name: shape for group in found.groups for name, shape in group.items()}
-        for name in (*trained, *found.frozen):
+        saved, names = self._saved, {}
+        trained = {name: shape for group in saved.groups for name, shape in group.items()}
+        for name in (*trained, *saved.frozen):
             names[name] = [name, *(other for other, first in tied.items() if first == name)]
         known = {each for several in names.values() for each in several}
-        missing = [name for name in found.names if name not in known]
+        missing = [name for name in saved.names if name not in known]
         if missing:
             raise CheckpointError(
-                f"{found.folder} does not say what {', '.join(missing[:3])} is tied to: stage 3 "
+                f"{saved.folder} does not say what {', '.join(missing[:3])} is tied to: stage 3 "
                 f"notes no tied parameters; add --tied {missing[0]}=NAME"
             )
         listed = {}
         for number, (name, several) in enumerate(names.items()):
             is_trained = name in trained
-            shape = trained[name] if is_trained else found.frozen[name]
+            shape = trained[name] if is_trained else saved.frozen[name]
             record = ParameterRecord(
-                names=several, dtype=DTYPE_NAMES[found.dtype], shape=list(shape),
-                trainable=is_trained, steps=found.steps if is_trained else 0, group=number,
+                names=several, dtype=DTYPE_NAMES[saved.dtype], shape=list(shape),
+                trainable=is_trained, steps=saved.steps if is_trained else 0, group=number,
             )  # fmt: skip
             listed[name] = record
         return listed
@@ -162,31 +162,31 @@ class _Importer:
         """Write every file, the manifest last."""
         made = _Composer(folder, self._manifest, self._format)
         self._write_parameters(made)
-        made.write_tensors(BUFFERS, self._manifest.buffers, self._found.buffers.values())
+        made.write_tensors(BUFFERS, self._manifest.buffers, self._saved.buffers.values())
         if self._run_tensors:
             made.write_tensors(RUN, self._run.tensors, self._run_tensors)
         made.finish()
 
     def _write_parameters(self, made: _Composer) -> None:
-        fields = {field: self._found.tensors(field) for field in self._format.states}
-        for param, master in self._found.tensors("master"):
+        fields = {field: self._saved.tensors(field) for field in self._format.states}
+        for param, master in self._saved.tensors("master"):
             states = {}
             for field, values in fields.items():
                 other, states[field] = next(values)
                 assert other == param, "all fields are in the order of the groups"
-            weight = master.reshape(-1).to(self._found.dtype)
+            weight = master.reshape(-1).to(self._saved.dtype)
             own = None if self._format.master is Master.NONE else master
             made.add_trained(self._params[param], weight, states, own)
-        for param in self._found.frozen:
-            value = self._found.frozen_value(param).to(self._found.dtype)
+        for param in self._saved.frozen:
+            value = self._saved.frozen_value(param).to(self._saved.dtype)
             made.add_weight(self._params[param], value)
 
     def _new_manifest(self) -> Manifest:
-        about = self._found.about
-        scale = self._found.loss_scale if self._precision == "fp16" else None
+        about = self._saved.about
+        scale = self._saved.loss_scale if self._precision == "fp16" else None
         groups = [
             ParamGroupRecord(numbers=numbers, params=list(shapes))
-            for numbers, shapes in zip(self._numbers, self._found.groups, strict=True)
+            for numbers, shapes in zip(self._numbers, self._saved.groups, strict=True)
         ]
         return Manifest(
             precision=self._precision,
@@ -203,7 +203,7 @@ class _Importer:
                 for each in self._params.values()
             ],
             parameters=list(self._params.values()),
-            buffers=tensor_records(self._found.buffers),
+            buffers=tensor_records(self._saved.buffers),
             buffers_file=BUFFERS,
             files={},
             run=self._run,
@@ -261,43 +261,43 @@ def _flat(value: torch.Tensor) -> Array:
 def _numbers_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """The param group's numbers that the rule has, and the program's own numbers and texts."""
     unlike = {"step", "bias_correction", "foreach", "capturable", "differentiable", "fused"}
-    found = {}
+    numbers = {}
     for key, value in group.items():
         if key in unlike or key == "decoupled_weight_decay":
             continue
         plain = list(value) if isinstance(value, tuple) else value
         plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
         if key in KINDS[kind].defaults or isinstance(plain, str | int | float):
-            found[key] = plain
-    return {**{k: _listed(v) for k, v in KINDS[kind].defaults.items()}, **found}
+            numbers[key] = plain
+    return {**{k: _listed(v) for k, v in KINDS[kind].defaults.items()}, **numbers}
 
 
 def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _kind_of(found: ZeroCheckpoint) -> str:
+def _kind_of(saved: ZeroCheckpoint) -> str:
     """Return the optimizer's type from the configuration that was saved with the checkpoint. Raise
     ConfigError if it has none."""
-    config = found.about.get("ds_config")
+    config = saved.about.get("ds_config")
     section = config.get("optimizer") if isinstance(config, dict) else None
     if section:
         alone = {"train_batch_size": 1, "optimizer": section}
         return str(migrate(alone).values["optimizer"]["type"])
     raise ConfigError(
-        f"{found.folder} does not say which optimizer its program made; add --optimizer "
+        f"{saved.folder} does not say which optimizer its program made; add --optimizer "
         f"{' or '.join(KINDS)}"
     )
 
 
-def _loop_state(found: ZeroCheckpoint) -> LoopState:
+def _loop_state(saved: ZeroCheckpoint) -> LoopState:
     """Return the loop's state that `offload.deepspeed` keeps beside a checkpoint."""
-    about = found.about
+    about = saved.about
     scheduler = about.get("lr_scheduler")
     state: dict[str, Any] = {}
     if isinstance(scheduler, dict) and set(scheduler) == {"last_batch_iteration"}:
         count = int(scheduler["last_batch_iteration"]) + 1
-        rates = [numbers["lr"] for numbers in found.numbers]
+        rates = [numbers["lr"] for numbers in saved.numbers]
         state = {
             "last_epoch": count, "_step_count": count + 1, "_last_lr": list(map(float, rates)),
             "lr_lambdas": [None] * len(rates),

@@ -69,13 +69,13 @@ class Batches:
             micro = train // ((steps or 1) * ranks)
         if steps is None:
             steps = 1 if train is None else train // (micro * ranks) if micro else 0
-        found = cls(micro * steps * ranks if train is None else train, micro, steps)
-        if min(found.train, micro, steps) < 1 or found.train != micro * steps * ranks:
+        sizes = cls(micro * steps * ranks if train is None else train, micro, steps)
+        if min(sizes.train, micro, steps) < 1 or sizes.train != micro * steps * ranks:
             raise ConfigError(
-                f"{TRAIN}: {found.train} is not {MICRO}: {micro} x {STEPS}: {steps} x {ranks} "
+                f"{TRAIN}: {sizes.train} is not {MICRO}: {micro} x {STEPS}: {steps} x {ranks} "
                 f"rank{'s' * (ranks != 1)}; remove one of them"
             )
-        return found
+        return sizes
 
 
 @dataclass
@@ -137,10 +137,10 @@ def read_ds_config(source: StrPath | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return {str(key): value for key, value in source.items()}
     path = path_of(source, "config")
-    found = bounded_json.read_named(path, "a configuration of DeepSpeed")
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected keys and values, found {type(found).__name__}")
-    return found
+    config = bounded_json.read_named(path, "a configuration of DeepSpeed")
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: expected keys and values, found {type(config).__name__}")
+    return config
 
 
 def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
@@ -250,11 +250,11 @@ def _shown(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and value < 1e16:
         return str(int(value))
     try:
-        found = json.dumps(value)
+        text = json.dumps(value)
     except (TypeError, ValueError):
-        found = str(value)
-    found = " ".join(found.split())
-    return found if len(found) <= 60 else f"{found[:57]}..."
+        text = str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # ---------------------------------------------------------------- several keys together

@@ -38,13 +38,13 @@ class LoopState:
     client_state: dict[str, Any]
 
     @classmethod
-    def read(cls, found: Any, where: Path) -> LoopState:
+    def read(cls, entry: Any, where: Path) -> LoopState:
         """Return the state in a checkpoint's entry. Raise CheckpointError unless it is complete."""
         try:
             return cls(
-                int(found["global_steps"]), int(found["global_samples"]),
-                int(found["skipped_steps"]), dict(found["lr_scheduler"]),
-                dict(found["client_state"]),
+                int(entry["global_steps"]), int(entry["global_samples"]),
+                int(entry["skipped_steps"]), dict(entry["lr_scheduler"]),
+                dict(entry["client_state"]),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise CheckpointError(

@@ -119,13 +119,13 @@ def init_distributed(
 
 def _config(args: Any, config: Config | None, config_params: Config | None) -> Config:
     named = getattr(args, "deepspeed_config", None)
-    found = [each for each in (config, config_params, named) if each is not None]
-    if len(found) != 1:
+    configs = [each for each in (config, config_params, named) if each is not None]
+    if len(configs) != 1:
         raise ConfigError(
             "initialize takes one configuration: config=, or --deepspeed_config of args; "
-            f"{len(found)} are given"
+            f"{len(configs)} are given"
         )
-    return found[0]
+    return configs[0]
 
 
 def _parameters(given: Iterable[Any] | nn.Module | None) -> list[Any] | None:

@@ -72,12 +72,12 @@ class ZeroCheckpoint:
 
     @cached_property
     def frozen(self) -> Shapes:
-        found = {n: tuple(s) for n, s in (self.about.get("frozen_param_shapes") or {}).items()}
+        shapes = {n: tuple(s) for n, s in (self.about.get("frozen_param_shapes") or {}).items()}
         if self.stage < 3:  # stage 1 has no such list, and every parameter whole
             trained = {name for group in self.groups for name in group}
-            others = set(self.names) - trained - self.shared.keys() - found.keys()
-            found |= {n: tuple(self.about["module"][n].shape) for n in self.names if n in others}
-        return found
+            others = set(self.names) - trained - self.shared.keys() - shapes.keys()
+            shapes |= {n: tuple(self.about["module"][n].shape) for n in self.names if n in others}
+        return shapes
 
     @property
     def shared(self) -> dict[str, str]:
@@ -98,8 +98,8 @@ class ZeroCheckpoint:
     def dtype(self) -> torch.dtype:
         """The dtype that the model computed in."""
         tensors = [self.about["module"][name] for name in self.names]
-        found: torch.dtype = next(t.dtype for t in tensors if t.is_floating_point())
-        return found
+        dtype: torch.dtype = next(t.dtype for t in tensors if t.is_floating_point())
+        return dtype
 
     @cached_property
     def numbers(self) -> list[dict[str, Any]]:
@@ -130,8 +130,8 @@ class ZeroCheckpoint:
 
     def _state_dict(self, rank: int) -> dict[str, Any]:
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
-        found: dict[str, Any] = self._parts[rank][key]
-        return found
+        state: dict[str, Any] = self._parts[rank][key]
+        return state
 
     def tensors(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `master`, or one of `state_names`, of each trained parameter, fp32, one at a
@@ -188,15 +188,15 @@ class _Joined:
         self._parts = parts
 
     def read(self, start: int, numel: int, name: str) -> torch.Tensor:
-        found, begin = [], 0
+        pieces, begin = [], 0
         for part in self._parts:
             lo, hi = max(start, begin), min(start + numel, begin + part.numel())
             if lo < hi:
-                found.append(part[lo - begin : hi - begin])
+                pieces.append(part[lo - begin : hi - begin])
             begin += part.numel()
-        if sum(each.numel() for each in found) != numel:
+        if sum(each.numel() for each in pieces) != numel:
             raise CheckpointError(f"{name}: {numel} elements from {start} on are not in the files")
-        return torch.cat(found) if found else torch.empty(0)
+        return torch.cat(pieces) if pieces else torch.empty(0)
 
 
 def _rank_of(path: Path) -> int:
@@ -209,10 +209,10 @@ def _is_flat(value: Any) -> bool:
 
 def _number(value: Any, folder: Path) -> int:
     """Return the stage: an enum of DeepSpeed is inert data here, with its number as an argument."""
-    found = value.arguments[0] if isinstance(value, _Opaque) and value.arguments else value
-    if found not in (1, 2, 3):
+    number = value.arguments[0] if isinstance(value, _Opaque) and value.arguments else value
+    if number not in (1, 2, 3):
         raise CheckpointError(f"{folder}: no checkpoint of ZeRO stage 1, 2 or 3")
-    return int(found)
+    return int(number)
 
 
 # ---------------------------------------------------------------- files
@@ -246,7 +246,7 @@ def _load(path: Path) -> dict[str, Any]:
     with refusals(str(path)):
         names = get_unsafe_globals_in_checkpoint(str(path))
         with safe_globals([(_Opaque, name) for name in names]):
-            found: dict[str, Any] = torch.load(
+            content: dict[str, Any] = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=True
             )
-    return found
+    return content

@@ -144,7 +144,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         """Load as Accelerator does; a folder that a plain Accelerator saved is whole in RAM."""
         folders: list[Path] = []
 
-        def found(models: list[nn.Module], folder: str) -> None:
+        def note_folder(models: list[nn.Module], folder: str) -> None:
             folders.append(Path(folder))
 
         engine = self.engine
@@ -152,7 +152,7 @@ class OffloadAccelerator(Accelerator):  # type: ignore[misc]
         if engine is None or (given is not None and not (given / _STATES).is_dir()):
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
-        handle = self.register_load_state_pre_hook(found)
+        handle = self.register_load_state_pre_hook(note_folder)
         try:
             with self._without(engine):
                 super().load_state(input_dir, load_kwargs, **kwargs)

@@ -58,10 +58,10 @@ def _adapter_values(engine: Engine, embeddings: Any) -> dict[str, Tensor]:
     picked: set[int] = set()
     adapters: Any = model.peft_config
     for adapter in adapters:
-        found = get_peft_model_state_dict(
+        values = get_peft_model_state_dict(
             model, state_dict=probes, adapter_name=adapter, save_embedding_layers=embeddings
         )
-        picked |= set(map(id, found.values()))
+        picked |= set(map(id, values.values()))
     return {
         name: _value(engine, tensors[name]) for name, probe in probes.items() if id(probe) in picked
     }

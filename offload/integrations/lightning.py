@@ -318,8 +318,8 @@ class _OffloadHalfPrecision(HalfPrecision):  # type: ignore[misc]
 
 
 def _computes_alike(engine: Engine, module: nn.Module, config: OffloadConfig) -> bool:
-    found = engine.module, engine.device.type, engine.config.precision
-    return found == (module, config.device, config.precision)
+    own = engine.module, engine.device.type, engine.config.precision
+    return own == (module, config.device, config.precision)
 
 
 def _precision(configured: str | None, lightnings: str) -> str:
@@ -375,10 +375,10 @@ def _lightnings_part(folder: Path, *, weights_only: bool) -> dict[str, Any]:
         )
     with refusals(f"{folder}: Lightning's part", remedy=remedy):
         file = io.BytesIO(raw.numpy().data)
-        found = torch.load(file, map_location="cpu", weights_only=weights_only)
-    if not isinstance(found, dict):
+        part = torch.load(file, map_location="cpu", weights_only=weights_only)
+    if not isinstance(part, dict):
         raise CheckpointError(f"{folder}: Lightning's part is no dict; load another checkpoint")
-    return found
+    return part
 
 
 StrategyRegistry.register("offload", OffloadStrategy, "offload, with its defaults", override=True)

@@ -28,14 +28,14 @@ def load_checkpoint_weights(engine: Engine, folder: Path) -> None:
     """
     with CheckpointReader(folder) as reader:
         reader.check(contents=True)
-        found = checked_tensors(reader)
-        absent = sorted(found.keys() - saved_tensors(engine.module).keys())
+        tensors = checked_tensors(reader)
+        absent = sorted(tensors.keys() - saved_tensors(engine.module).keys())
         if absent:
             raise CheckpointError(
                 f"{folder} has {_listing(absent)}, which the model does not have; it is of another "
                 "model"
             )
-        overwrite(engine, folder, found)
+        overwrite(engine, folder, tensors)
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -44,21 +44,21 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def missing_in(found: Mapping[str, LazyTensor], model: nn.Module) -> list[str]:
-    """Return the names that `found` lacks. One name of a tied tensor is enough, and none of those
+def missing_in(tensors: Mapping[str, LazyTensor], model: nn.Module) -> list[str]:
+    """Return the names that `tensors` lacks. One name of a tied tensor is enough, and none of those
     that transformers does not save is needed."""
     wanted = saved_tensors(model)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    there = {id(wanted[name]) for name in wanted.keys() & found.keys()}
+    there = {id(wanted[name]) for name in wanted.keys() & tensors.keys()}
     return [n for n, tensor in wanted.items() if id(tensor) not in there and n not in ignored]
 
 
-def overwrite(engine: Engine, folder: Path, found: Mapping[str, LazyTensor]) -> None:
+def overwrite(engine: Engine, folder: Path, tensors: Mapping[str, LazyTensor]) -> None:
     """Write the tensors of `folder` into the model. Raise CheckpointError, with nothing changed,
     if some are missing or of other shapes."""
     wanted = saved_tensors(engine.module)
-    _check(engine.module, folder, wanted, found)
-    read = {name: tensor for name, tensor in found.items() if name in wanted}
+    _check(engine.module, folder, wanted, tensors)
+    read = {name: tensor for name, tensor in tensors.items() if name in wanted}
     with progress("loading weights", sum(wanted[name].nbytes for name in read)) as came:
         for name, tensor in read.items():
             target = wanted[name]
@@ -70,18 +70,18 @@ def overwrite(engine: Engine, folder: Path, found: Mapping[str, LazyTensor]) -> 
 
 
 def _check(
-    model: nn.Module, folder: Path, wanted: Mapping[str, Tensor], found: Mapping[str, LazyTensor]
+    model: nn.Module, folder: Path, wanted: Mapping[str, Tensor], tensors: Mapping[str, LazyTensor]
 ) -> None:
-    missing = missing_in(found, model)
+    missing = missing_in(tensors, model)
     if missing:
-        others = sorted(found.keys() - wanted.keys())
+        others = sorted(tensors.keys() - wanted.keys())
         has = f" (it has {_listing(others)})" if others else ""
         raise CheckpointError(
             f"{folder} has no {_listing(missing)}{has}; it is of another model: load one of this "
             "model, or a checkpoint that has the engine's states"
         )
-    for name in wanted.keys() & found.keys():
-        shapes = tuple(found[name].shape), tuple(wanted[name].shape)
+    for name in wanted.keys() & tensors.keys():
+        shapes = tuple(tensors[name].shape), tuple(wanted[name].shape)
         if shapes[0] != shapes[1]:
             raise CheckpointError(
                 f"{folder}: {name} has shape {shapes[0]}, the model's has shape {shapes[1]}; it is "

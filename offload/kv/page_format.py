@@ -185,8 +185,8 @@ def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) 
     scales = scales.view(torch.float32).clamp(min=_LEAST_SCALE)
     whole = torch.isfinite(largest)
     words.copy_(scales.view(torch.int32).where(whole, _NAN_BITS))
-    found = (groups / scales[..., None]).round().where(whole[..., None], 0)
-    codes.copy_(found.to(torch.int8).view(torch.uint8).view(codes.shape))
+    levels = (groups / scales[..., None]).round().where(whole[..., None], 0)
+    codes.copy_(levels.to(torch.int8).view(torch.uint8).view(codes.shape))
 
 
 def decode_int8(words: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:

@@ -145,10 +145,10 @@ class KVPages:
         """Return the keys or values that are asked for, as `extend` does."""
         self._check_open()
         with self._in_use():
-            found = list(self._room_for(self.length, keys=keys, values=values))
-            parts = iter(found)
+            tensors = list(self._room_for(self.length, keys=keys, values=values))
+            parts = iter(tensors)
             self._read(next(parts) if keys else None, next(parts) if values else None)
-        return found
+        return tensors
 
     @interrupted_in_waits
     def keep_last(self, count: int) -> None:

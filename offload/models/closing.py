@@ -64,14 +64,14 @@ class GivenBack:
         self._store = store
         self._values = values
         self._tier_manager = tier_manager
-        found = [
+        params = [
             (param, kind, spec.shape) for group in store.groups
             for (param, kind), spec in zip(group.own_classes(), group.layout.params, strict=True)
             if id(param) not in store.whole  # no row
         ]  # fmt: skip
-        found += [(each.param, each.own_class, each.spec.shape) for each in store.packed]
+        params += [(each.param, each.own_class, each.spec.shape) for each in store.packed]
         self._given: dict[int, _Given] = {}
-        for param, kind, shape in found:
+        for param, kind, shape in params:
             dtype = torch.promote_types(dtypes.get(id(param), store.dtype), store.dtype)
             self._given[id(param)] = _Given(param, kind, tuple(shape), dtype)
         self.nbytes = sum(each.nbytes for each in self._given.values())

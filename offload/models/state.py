@@ -65,10 +65,10 @@ class StateDictHooks:
     def _copy(self, param: nn.Parameter, state_dict: dict[str, Any]) -> torch.Tensor:
         """Return a copy of a parameter. All names of a tied parameter share its memory, by which
         writers of files recognise it."""
-        found = self._store.group_of(param)
-        if self._names[id(param)] == 1 or found is None:  # packed ones are not tied
+        place = self._store.group_of(param)
+        if self._names[id(param)] == 1 or place is None:  # packed ones are not tied
             return self._values.give_out(param)
-        known, version = self._copied.get(id(param)), found[0].version
+        known, version = self._copied.get(id(param)), place[0].version
         is_there = any(value is known for value in state_dict.values())
         if known is not None and is_there and self._versions[id(param)] == version:
             return known.detach()
@@ -101,8 +101,8 @@ class StateDictHooks:
         own code."""
         model = self._model()
         assert model is not None, "the caller holds the model"
-        found = [(p, self._store.group_of(p)) for p in model.parameters()]
-        here = [p for p, at in found if at and at[0].is_gathered]
+        places = [(p, self._store.group_of(p)) for p in model.parameters()]
+        here = [p for p, at in places if at and at[0].is_gathered]
         self._leaves_parameters = True
         try:
             # copied onto itself, one would count as written
@@ -151,10 +151,10 @@ def _refuse_single_experts(tables: list[str], first: str, state_dict: dict[str, 
     are. (transformers' own Trainer resumes so from the files that it has written.)"""
     if not tables or any(name in state_dict for name in tables):
         return
-    found = next((key for key in state_dict if key.startswith(first)), None)
-    if found is not None:
+    single = next((key for key in state_dict if key.startswith(first)), None)
+    if single is not None:
         raise UnsupportedError(
             f"{tables[0]} has all experts in one tensor, and the state dict has them one by one "
-            f"({found}, ...), as files of the hub do; resume with OffloadTrainer, which merges "
+            f"({single}, ...), as files of the hub do; resume with OffloadTrainer, which merges "
             "them, or open the folder with offload.open_pretrained"
         )

@@ -59,9 +59,9 @@ class Experts(nn.ModuleList):
         if self.on_chosen is not None:
             self.on_chosen(numbers)
         parts = x.split(list(counts))
-        found = [self._call(number, parts[number - self.first]) for number in numbers]
+        outputs = [self._call(number, parts[number - self.first]) for number in numbers]
         # `x` without rows: what comes out depends on `x` also where no expert is called
-        return torch.cat([x[:0], *found])
+        return torch.cat([x[:0], *outputs])
 
     def _call(self, number: int, x: Tensor) -> Tensor:
         output = self._of(number)(x)

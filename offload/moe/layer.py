@@ -217,9 +217,9 @@ def _counts(experts: Tensor, E: int) -> list[int]:  # noqa: N803
 
 
 def _tensor_of(output: object) -> Tensor:
-    found = output[0] if isinstance(output, tuple) else output
-    assert isinstance(found, Tensor), "a module gives a tensor, or a tuple that begins with one"
-    return found
+    tensor = output[0] if isinstance(output, tuple) else output
+    assert isinstance(tensor, Tensor), "a module gives a tensor, or a tuple that begins with one"
+    return tensor
 
 
 def _maker(expert: nn.Module | MakeExpert) -> Callable[[int], nn.Module]:

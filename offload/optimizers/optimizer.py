@@ -190,9 +190,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             numbers = {key: value for key, value in group.items() if key != "params"}
             ids = list(range(index, index + len(group["params"])))
             for number, param in zip(ids, group["params"], strict=True):
-                found = self._values.read_state(param)
-                if found:
-                    state[number] = found
+                values = self._values.read_state(param)
+                if values:
+                    state[number] = values
             index += len(ids)
             packed_groups.append({**numbers, "params": ids})
         return {"state": state, "param_groups": packed_groups}
@@ -207,9 +207,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         check_sizes(self.param_groups, state_dict)
         numbers, states = [], []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            found = {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
-            self.check_numbers(group, found)
-            numbers.append(found)
+            given = {key: copy.deepcopy(value) for key, value in saved.items() if key != "params"}
+            self.check_numbers(group, given)
+            numbers.append(given)
             for param, number in zip(group["params"], saved["params"], strict=True):
                 state = state_dict["state"].get(number, {})
                 states.append((param, check_state(self._kept(param), param, state)))
@@ -222,8 +222,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "load a checkpoint, or make a new engine"
             )
             raise
-        for group, found in zip(self.param_groups, numbers, strict=True):
-            group.update(found)
+        for group, given in zip(self.param_groups, numbers, strict=True):
+            group.update(given)
 
     def check_numbers(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Raise ValueError or UnsupportedError unless saved numbers can take the place of a param
@@ -235,9 +235,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise ValueError(f"no update can be made with it: {error}") from None
 
     def _kept(self, param: nn.Parameter) -> Kept:
-        found = self._kept_or_none(param)
-        assert found is not None, "checked when the param group was added"
-        return found
+        kept = self._kept_or_none(param)
+        assert kept is not None, "checked when the param group was added"
+        return kept
 
     def _kept_or_none(self, param: Any) -> Kept | None:
         spec = self._runtime.store.spec_of(param)

@@ -109,5 +109,5 @@ def check_tensor(what: str, kept: Kept, param: torch.Tensor, value: Any) -> None
     """Raise ValueError unless the value can be one of the states."""
     shape = tuple(param.shape) if is_dtensor(value) else kept.shape
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-        found = getattr(value, "shape", type(value).__name__)
-        raise ValueError(f"{what}: expected a tensor of shape {shape}, found {found}")
+        shown = getattr(value, "shape", type(value).__name__)
+        raise ValueError(f"{what}: expected a tensor of shape {shape}, found {shown}")

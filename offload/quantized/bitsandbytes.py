@@ -108,8 +108,8 @@ def _blocks(module: str, parts: Parts) -> _Blocks:
     numel = math.prod(state.shape)
     codes = parts.left.pop(name, None)
     if codes is None or codes.nbytes != -(-numel // 2):
-        found = "not there" if codes is None else f"{codes.nbytes} bytes"
-        raise damaged(described, f"describes {state.shape} values, and their codes are {found}")
+        stored = "not there" if codes is None else f"{codes.nbytes} bytes"
+        raise damaged(described, f"describes {state.shape} values, and their codes are {stored}")
     blocks = -(-numel // state.blocksize)
     nested = None
     if f"{name}.nested_absmax" in parts.left:

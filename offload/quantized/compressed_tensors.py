@@ -83,15 +83,15 @@ class _Packed(Matrix):
 def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
     schemes = _schemes(settings)
     ignored = names(settings, "ignore")
-    found: dict[str, Matrix] = {}
+    weights: dict[str, Matrix] = {}
     for module in parts.modules(".weight_packed"):
         if any(_matches(module, each) for each in ignored):
             raise CheckpointError(
                 f"{module} is quantized, and quantization_config in config.json ignores it; get "
                 "the folder again"
             )
-        found[parts.weight_name(module)] = _matrix(module, _scheme_of(module, schemes), parts)
-    return found
+        weights[parts.weight_name(module)] = _matrix(module, _scheme_of(module, schemes), parts)
+    return weights
 
 
 def _schemes(settings: Mapping[str, Any]) -> list[_Scheme]:
@@ -219,15 +219,15 @@ def _are_zeros(points: Tensor, bits: int, rows: int) -> bool:
 
 def pack(made: Grouped) -> dict[str, Tensor]:
     """Return the parts of a weight, by the ends of their names."""
-    found = {
+    parts = {
         "weight_packed": made.words, "weight_shape": torch.tensor(made.shape),
         "weight_scale": made.scale,
     }  # fmt: skip
     if made.zeros is not None:
         rows = made.shape[0]
         padded = torch.nn.functional.pad(made.zeros.t(), (0, -rows % (32 // made.bits)))
-        found["weight_zero_point"] = packed(padded, made.bits).t().contiguous()
-    return found
+        parts["weight_zero_point"] = packed(padded, made.bits).t().contiguous()
+    return parts
 
 
 def configuration(

@@ -32,20 +32,20 @@ class Parts:
     ) -> Stored:
         """Take out a tensor of the weight `of`. Raise CheckpointError unless it is there, of one of
         `dtypes` and of `shape`, in which None is any size but 0."""
-        found = self.left.pop(name, None)
-        if found is None:
+        part = self.left.pop(name, None)
+        if part is None:
             raise CheckpointError(f"{of} is quantized, and its {name} is not there; {_GET}")
-        if found.dtype not in dtypes:
+        if part.dtype not in dtypes:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
-            raise damaged(found, f"is {found.dtype}, and {wanted} was expected")
-        fits = len(found.shape) == len(shape) and all(
+            raise damaged(part, f"is {part.dtype}, and {wanted} was expected")
+        fits = len(part.shape) == len(shape) and all(
             size == wanted or (wanted is None and size > 0)
-            for size, wanted in zip(found.shape, shape, strict=True)
+            for size, wanted in zip(part.shape, shape, strict=True)
         )
         if not fits:
             sizes = ", ".join("any" if size is None else str(size) for size in shape)
-            raise damaged(found, f"has shape {found.shape}, and ({sizes}) was expected")
-        return found
+            raise damaged(part, f"has shape {part.shape}, and ({sizes}) was expected")
+        return part
 
     def groups_of_columns(
         self, name: str, columns: int, groups: int, of: str
@@ -55,13 +55,13 @@ class Parts:
         if name not in self.left:
             return None
         part = self.take(name, (torch.int32, torch.int64), (columns,), of)
-        found = part.read().long()
-        if bool(found.eq(-1).all()):
+        index = part.read().long()
+        if bool(index.eq(-1).all()):
             return None
-        lowest, highest = int(found.min()), int(found.max())
+        lowest, highest = int(index.min()), int(index.max())
         if lowest < 0 or highest >= groups:
             raise damaged(part, f"names groups {lowest} to {highest}, and there are {groups}")
-        return found
+        return index
 
     def weight_name(self, module: str) -> str:
         """Return the name of a module's weight. Raise CheckpointError if the module has it
@@ -81,13 +81,13 @@ def damaged(part: Stored, why: str) -> CheckpointError:
 
 def number(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """Return an integer of a configuration. Raise CheckpointError for any other value."""
-    found = settings.get(key, default)
-    if type(found) is not int:
+    value = settings.get(key, default)
+    if type(value) is not int:
         raise CheckpointError(
-            f"quantization_config in config.json has {key}: {found!r:.40}, which is no whole "
+            f"quantization_config in config.json has {key}: {value!r:.40}, which is no whole "
             f"number; {_GET}"
         )
-    return found
+    return value
 
 
 def groups_in(columns: int, group_size: int, name: str) -> int:
@@ -105,9 +105,9 @@ def groups_in(columns: int, group_size: int, name: str) -> int:
 def names(settings: Mapping[str, Any], key: str) -> list[str]:
     """Return a list of strings of a configuration, or the keys of an object; empty if it is absent.
     Raise CheckpointError for any other value."""
-    found = settings.get(key) or ()
-    if isinstance(found, str) or not isinstance(found, Iterable):
+    value = settings.get(key) or ()
+    if isinstance(value, str) or not isinstance(value, Iterable):
         raise CheckpointError(
-            f"quantization_config in config.json has {key}: {found!r:.40}, which is no list; {_GET}"
+            f"quantization_config in config.json has {key}: {value!r:.40}, which is no list; {_GET}"
         )
-    return [str(each) for each in found]
+    return [str(each) for each in value]

@@ -39,19 +39,19 @@ def settings_of(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | 
     """
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, Mapping) else None
-    found = config.get("quantization_config", inner)
-    if found is None:
+    entry = config.get("quantization_config", inner)
+    if entry is None:
         return None
-    method = found.get("quant_method") if isinstance(found, Mapping) else found
-    if isinstance(found, Mapping) and method is None:  # as transformers understands it
-        method = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else None
-    if not isinstance(found, Mapping) or str(method) not in _READ:
+    method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
+    if isinstance(entry, Mapping) and method is None:  # as transformers understands it
+        method = "bitsandbytes" if entry.get("load_in_4bit") or entry.get("load_in_8bit") else None
+    if not isinstance(entry, Mapping) or str(method) not in _READ:
         raise UnsupportedError(
             f"{folder} has weights quantized by {method!s:.40}, which is not read here (read are "
             f"{', '.join(_READ)}); load it once with transformers and its own library, call "
             "model.dequantize(), and save_pretrained it to another folder"
         )
-    return {**found, "quant_method": str(method)}
+    return {**entry, "quant_method": str(method)}
 
 
 def settings_in(folder: Path) -> Mapping[str, Any] | None:
@@ -66,7 +66,7 @@ def matrices_of(stored: dict[str, Stored], settings: Mapping[str, Any] | None) -
     Raise CheckpointError if tensors and `settings` disagree, UnsupportedError for unsupported
     formats. Nothing of the size of a weight is read or allocated.
     """
-    found = {} if settings is None else _READ[settings["quant_method"]](settings, Parts(stored))
+    matrices = {} if settings is None else _READ[settings["quant_method"]](settings, Parts(stored))
     left = next((name for name in stored if name.endswith(_ENDS)), None)
     if left is not None:
         if settings is None:
@@ -80,12 +80,12 @@ def matrices_of(stored: dict[str, Stored], settings: Mapping[str, Any] | None) -
             f"the weights are quantized by; {_GET}"
         )
     if settings is not None:
-        _check_rest(stored, found, str(settings["quant_method"]))
-    return found
+        _check_rest(stored, matrices, str(settings["quant_method"]))
+    return matrices
 
 
-def _check_rest(stored: Mapping[str, Stored], found: Mapping[str, Matrix], method: str) -> None:
-    if not found:
+def _check_rest(stored: Mapping[str, Stored], matrices: Mapping[str, Matrix], method: str) -> None:
+    if not matrices:
         raise CheckpointError(
             f"config.json says that weights are quantized by {method}, and none is; {_GET}, or "
             "take quantization_config out of it if its weights are ordinary ones"

@@ -92,16 +92,16 @@ def described(
             numel = tensor.numel()
             octets = torch.empty(numel // 2, dtype=torch.uint8)
             absmax = torch.empty(numel // weights.group_size)
-            found = bitsandbytes.pack(octets, absmax, tensor.shape, tensor.dtype)
+            parts = bitsandbytes.pack(octets, absmax, tensor.shape, tensor.dtype)
         else:
             bits = weights.code.bits
             zeros = torch.empty(rows, groups, dtype=torch.uint8)
-            found = compressed_tensors.pack(Grouped(
+            parts = compressed_tensors.pack(Grouped(
                 bits, torch.empty(rows, columns * bits // 32, dtype=torch.int32),
                 torch.empty(rows, groups, dtype=tensor.dtype),
                 None if target.is_symmetric(expert=expert) else zeros,
             ))  # fmt: skip
-    return {end: part.to("meta") for end, part in found.items()}
+    return {end: part.to("meta") for end, part in parts.items()}
 
 
 def encoded(
@@ -207,10 +207,10 @@ def configuration(
     if code is Code.NF4:
         skipped = [_pattern(name, chosen) for name in unquantized]
         return dict(bitsandbytes.configuration(dtype, skipped))
-    found = compressed_tensors.configuration(
+    settings = compressed_tensors.configuration(
         code.bits, group_size, unquantized, symmetric=code is Code.INT8, experts=experts
     )
-    return dict(found)
+    return dict(settings)
 
 
 def _pattern(name: str, others: Collection[str]) -> str:

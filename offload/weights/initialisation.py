@@ -83,14 +83,14 @@ class WeightInitialisation:
         if not all(packed in self._made for packed in wanted.values()):
             made = self._initialiser.values({n: packed.param for n, packed in wanted.items()})
             self._made = {wanted[name]: value for name, value in made.items()}
-        found = {
+        values = {
             spec.name: self._made[packed][number]
             for spec, (packed, number) in rows.items() if packed in self._made
         }  # fmt: skip
         for packed, number in rows.values():
             if number == len(packed.rows) - 1:
                 self._made.pop(packed, None)
-        return found
+        return values
 
     def fill_the_rest(self, others: Iterable[nn.Parameter], device: torch.device) -> None:
         """Give values to buffers and to `others`, the parameters that stay in the model. All are on

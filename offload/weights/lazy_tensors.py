@@ -84,8 +84,8 @@ class _Moved:
         if self.func is aten._to_copy.default:
             source = self.args[0]
             if not rounded and _loses_bits(source.dtype, self.dtype):
-                found: torch.Tensor = source.read(rounded=False)
-                return found
+                exact: torch.Tensor = source.read(rounded=False)
+                return exact
             rounded = True  # what is cast to a wider format shows what was lost before
         args, kwargs = pytree.tree_map(
             lambda value: value.read(rounded=rounded) if _is_source(value) else value,
@@ -106,11 +106,11 @@ def _row(source: Source, number: int) -> Source:
         info = replace(stored.info, shape=stored.info.shape[1:])
         at = stored.offset_bytes + number * info.nbytes
         return replace(source, tensor=replace(stored, info=info, offset_bytes=at))
-    found = _row_of_moved(source, number) if isinstance(source, _Moved) else None
-    if found is None:
+    row = _row_of_moved(source, number) if isinstance(source, _Moved) else None
+    if row is None:
         shape = source.shape[1:]
         return _Moved(aten.select.int, (source, 0, number), {}, None, source.dtype, shape)
-    return found
+    return row
 
 
 def _row_of_moved(moved: _Moved, number: int) -> Source | None:
@@ -193,9 +193,9 @@ class LazyTensor(torch.Tensor):
 
     def row(self, number: int) -> LazyTensor:
         """Return row `number` of the first dimension. Only the values of that row are read."""
-        found = self[number]
-        assert isinstance(found, LazyTensor), "it was only moved"
-        return found
+        row = self[number]
+        assert isinstance(row, LazyTensor), "it was only moved"
+        return row
 
     def checked(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, number: int | None = None
@@ -258,8 +258,8 @@ class LazyTensor(torch.Tensor):
             vars(made).update((k, v) for k, v in vars(self).items() if k not in _OWN_ATTRIBUTES)
             vars(made).update(_is_param=getattr(self, "_is_param", False))
             memo[id(self)] = made.requires_grad_(self.requires_grad)
-        found: LazyTensor = memo[id(self)]
-        return found
+        copied: LazyTensor = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(f"pickle of a weight {_HINT}")
@@ -381,8 +381,8 @@ class LazyWeights:
         """Return the lazy tensor that a parameter was, or was given; None for any other one."""
         if id(param) in self._given:
             return self._given[id(param)]
-        found = self._taken.get(id(param))
-        return None if found is None else found[1]
+        taken = self._taken.get(id(param))
+        return None if taken is None else taken[1]
 
 
 _OWN_ATTRIBUTES = frozenset({"source", "like", "_is_param"})
@@ -405,11 +405,11 @@ def checked_tensors(reader: CheckpointReader) -> dict[str, LazyTensor]:
     """Return the parameters and persistent buffers of a checkpoint by all their names, until
     `reader` is closed. What is read of them is compared with its hash. Raises CheckpointError if a
     file of them is missing or damaged, and StorageError."""
-    found: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for names, stored in reader.weights():
         tensor = LazyTensor(Stored(reader.path / stored.file, reader.read_into, stored))
-        found |= dict.fromkeys(names, tensor)
-    return found
+        tensors |= dict.fromkeys(names, tensor)
+    return tensors
 
 
 def lazy_tensors(
@@ -426,7 +426,7 @@ def lazy_tensors(
     stored = stored_tensors(files)
     matrices = matrices_of(stored, quantization)  # taken out of `stored`
     sources: dict[str, Source] = {**stored, **matrices}
-    found = {name: LazyTensor(source) for name, source in sources.items()}
+    tensors = {name: LazyTensor(source) for name, source in sources.items()}
     for name in matrices.keys() & transposed:
-        found[name] = found[name].t().contiguous()  # type: ignore[assignment]
-    return found
+        tensors[name] = tensors[name].t().contiguous()  # type: ignore[assignment]
+    return tensors

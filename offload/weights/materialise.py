@@ -199,8 +199,8 @@ class MetaInitialiser:
         Modules that share a tensor have to give it the same values under the first one's seed: the
         model does not say which of them initialised it."""
         first, *others = entry.owners
-        found = self._of_module(first.module, first.module)
-        made = {e: value for e, value in found.items() if e is entry or e.is_alone}
+        values = self._of_module(first.module, first.module)
+        made = {e: value for e, value in values.items() if e is entry or e.is_alone}
         for other in others:
             again = self._of_module(other.module, first.module)[entry]
             if not torch.equal(again, made[entry]):
@@ -268,26 +268,26 @@ class MetaInitialiser:
 # ---------------------------------------------------------------- the tensors
 def _entries(model: nn.Module, elsewhere: Container[torch.Tensor]) -> list[Entry]:
     """Return one entry per tensor: those that have values first."""
-    found: dict[int, Entry] = {}
+    entries: dict[int, Entry] = {}
     tied = _tied_names(model)
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in found:
-                    found[id(tensor)] = _entry(
+                if id(tensor) not in entries:
+                    entries[id(tensor)] = _entry(
                         tensor, is_parameter=tensors is module._parameters,
                         is_meta=tensor.is_meta and tensor not in elsewhere,
                     )  # fmt: skip
                 name = f"{prefix}.{key}" if prefix else key
-                entry = found[id(tensor)]
+                entry = entries[id(tensor)]
                 owners = entry.tied if name in tied else entry.owners
                 owners.append(Owner(name, module, tensors, key))
-    for entry in found.values():
+    for entry in entries.values():
         if not entry.owners:
             entry.owners, entry.tied = entry.tied[:1], entry.tied[1:]
-    return list(found.values())
+    return list(entries.values())
 
 
 def _tied_names(model: nn.Module) -> set[str]:
@@ -339,8 +339,8 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method) and _takes(method):
-            found: Callable[[], object] = method
-            return found
+            reset: Callable[[], object] = method
+            return reset
     return None
 
 
@@ -386,8 +386,8 @@ def _checked(entry: Entry, module: nn.Module) -> torch.Tensor:
             f"{'nothing' if value is None else f'{tuple(value.shape)} on {value.device}'} in the "
             f"place of {tuple(entry.twin.shape)}; build the model on the CPU"
         )
-    found: torch.Tensor = value.detach()
-    return found
+    checked: torch.Tensor = value.detach()
+    return checked
 
 
 # ---------------------------------------------------------------- what cannot be initialised

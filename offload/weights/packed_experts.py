@@ -150,20 +150,20 @@ def experts_forward(
     attached.weights.announce([*used, *none])
     *parts, rest = rows.split(_sizes(counts.tolist(), len(used)))
     done = 0  # pairs
-    found = []
+    outputs = []
     for expert, part, count in zip(used, parts, counts.to(torch.int32), strict=False):
         with attached.weights.using(expert) as weights:
-            found.append(_expert(settings, weights, part, count.view(1), done, T * K))
+            outputs.append(_expert(settings, weights, part, count.view(1), done, T * K))
         done += len(part)
     for expert in none:
         with attached.weights.using(expert) as weights:
-            found.append(
+            outputs.append(
                 _expert(settings, weights, rows[:0], counts.new_zeros(1, dtype=torch.int32), 0, 0)
             )
     if len(rest) or not used:
         # of no expert: zeros, through which the hidden states get the gradient zero
-        found.append(rest.masked_fill(torch.ones_like(rest, dtype=torch.bool), 0.0))
-    joined = torch.cat([part.to(found[0].dtype) for part in found])
+        outputs.append(rest.masked_fill(torch.ones_like(rest, dtype=torch.bool), 0.0))
+    joined = torch.cat([part.to(outputs[0].dtype) for part in outputs])
     weighted = joined * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
@@ -210,8 +210,8 @@ def _linear(
         first = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
         bias = _rows(weights[f"{name}_bias"].unsqueeze(0), first)
     weight = weights[name].unsqueeze(0)
-    found: Tensor = _grouped_linear(rows, weight, count, bias, settings.is_transposed)
-    return found
+    product: Tensor = _grouped_linear(rows, weight, count, bias, settings.is_transposed)
+    return product
 
 
 def _rows(table: Tensor, numbers: Tensor) -> Tensor:
@@ -240,10 +240,10 @@ def _in_place(activation: Any, hidden: Tensor, start: int, number: int, halves: 
         before = period
     if before or behind:
         padded = nn.functional.pad(hidden, (0, 0, before, behind))
-        found: Tensor = activation(padded)[before : before + len(hidden)]
+        activated: Tensor = activation(padded)[before : before + len(hidden)]
     else:
-        found = activation(hidden)
-    return found
+        activated = activation(hidden)
+    return activated
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -109,10 +109,10 @@ class SpreadExperts:
 
     def name_on(self, rank: int, name: str) -> str:
         """Return the name, on another rank, of the expert at the same place as `name` here."""
-        found = self._table_of(name)
-        if found is None:
+        entry = self._table_of(name)
+        if entry is None:
             return name
-        prefix, table = found
+        prefix, table = entry
         number, dot, rest = name[len(prefix) :].partition(".")
         return f"{prefix}{int(number) - table.first + rank * table.here}{dot}{rest}"
 

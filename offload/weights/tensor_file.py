@@ -90,14 +90,14 @@ class Stored:
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
     """Return every tensor of safetensors files. Raises CheckpointError if two share a name."""
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for path in files:
         file = TensorFile(path)
         for name, tensor in file.tensors.items():
-            if name in found:
-                raise CheckpointError(f"{name} is in {found[name].path} and in {path}; remove one")
-            found[name] = Stored(path, file.read_into, tensor)
-    return found
+            if name in stored:
+                raise CheckpointError(f"{name} is in {stored[name].path} and in {path}; remove one")
+            stored[name] = Stored(path, file.read_into, tensor)
+    return stored
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -202,20 +202,20 @@ def load_weights(engine: Engine, folder: Path) -> None:
     files = weight_files(folder)
     if not files:
         raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}; name another checkpoint")
-    found = lazy_tensors(files)
-    if missing_in(found, model) and isinstance(model, transformers.PreTrainedModel):
-        found = _converted(model, folder, found)
-    overwrite(engine, folder, found)
+    tensors = lazy_tensors(files)
+    if missing_in(tensors, model) and isinstance(model, transformers.PreTrainedModel):
+        tensors = _converted(model, folder, tensors)
+    overwrite(engine, folder, tensors)
 
 
-def _converted(model: Any, folder: Path, found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _converted(model: Any, folder: Path, saved: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the weights under the model's own names: transformers builds a second such model from
     them. Weights that are missing take no RAM, as they are not written, and are left out."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
         made = built(
-            type(model), copy.deepcopy(model.config), found, folder, dtype="auto",
+            type(model), copy.deepcopy(model.config), saved, folder, dtype="auto",
             generation_config=getattr(model, "generation_config", None),
         )  # fmt: skip
     return {
@@ -313,10 +313,10 @@ def _files(folder: Path, variant: str | None, named: str | None) -> list[Path]:
     names = [SINGLE, INDEX] if named is None else [str(named)]
     if variant is not None:
         names = [f".{variant}.".join(name.rsplit(".", 1)) for name in names]
-    found = weight_files(folder, names)
-    if not found:
+    files = weight_files(folder, names)
+    if not files:
         raise ConfigError(_without(folder, names))
-    return found
+    return files
 
 
 def _without(folder: Path, names: list[str]) -> str:

@@ -248,10 +248,10 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     # ---------------------------------------------------------------- Trainer's methods
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         if self._settled(self.model).precision != "fp32":
-            found["mixed_precision"] = "no"  # the engine's weights have 16 bits
-        return found
+            arguments["mixed_precision"] = "no"  # the engine's weights have 16 bits
+        return arguments
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: the engine moves the model to the device, piece by piece."""
@@ -266,8 +266,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         engine = self._training_engine()  # before what a subclass may do with the model
         clip = self._settled(engine.module).clip_grad_norm
         self._max_norm = math.inf if clip is None else clip
-        found = self.callback_handler.callbacks
-        watches = [each for each in found if isinstance(each, WatchCallback)]
+        callbacks = self.callback_handler.callbacks
+        watches = [each for each in callbacks if isinstance(each, WatchCallback)]
         if watches:  # a terminal has one bar
             self.remove_callback(transformers.ProgressCallback)
         with ExitStack() as last:
@@ -294,8 +294,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
         theirs = super().get_optimizer_cls_and_kwargs
         if theirs is not transformers.Trainer.get_optimizer_cls_and_kwargs:
-            found: tuple[Any, Any] = theirs(args, model)
-            return found
+            chosen: tuple[Any, Any] = theirs(args, model)
+            return chosen
         optimizer = self._settled(self.model).optimizer
         numbers = {k: v for k, v in optimizer.numbers.items() if k != "weight_decay"}
         return groups_only(optimizer.type), numbers  # Trainer's param groups have the decay

@@ -68,11 +68,11 @@ def settle(source: Source, args: TrainingArguments, model: nn.Module | None) -> 
 
 def arguments_for(config: OffloadConfig) -> dict[str, Any]:
     """Return the optimizer's numbers as the TrainingArguments that say the same."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for key, value in config.optimizer.numbers.items():
         names = _NUMBERS.get(key, ())
-        found.update(zip(names, value if len(names) > 1 else [value], strict=False))
-    return found
+        arguments.update(zip(names, value if len(names) > 1 else [value], strict=False))
+    return arguments
 
 
 def _is_named(args: TrainingArguments, name: str) -> bool:
@@ -150,12 +150,12 @@ def _optimizer(named: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
         "lr": args.learning_rate, "weight_decay": args.weight_decay,
         "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon,
     }  # fmt: skip
-    found = {
+    numbers = {
         key: _pick(named, args, key, value, *_NUMBERS[key], section="optimizer.")
         for key, value in theirs.items()
         if key in defaults and (key, type_) != ("eps", "adagrad")  # which is not Adam's
     }
-    return {**named, "type": type_, **found}
+    return {**named, "type": type_, **numbers}
 
 
 def _type(named: Mapping[str, Any], args: TrainingArguments) -> str:
