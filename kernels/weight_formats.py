@@ -21,8 +21,8 @@ _SCALE_NBYTES = 4
 
 def _fp32(value: float) -> float:
     """The nearest fp32 number."""
-    found: float = struct.unpack("f", struct.pack("f", value))[0]
-    return found
+    nearest: float = struct.unpack("f", struct.pack("f", value))[0]
+    return nearest
 
 
 NF4_LEVELS = tuple(
@@ -35,7 +35,7 @@ NF4_LEVELS = tuple(
     )
 )  # fmt: skip
 NF4_MIDPOINTS = tuple(_fp32((low + high) / 2) for low, high in pairwise(NF4_LEVELS))
-LEAST_SCALE_BITS = 27 << 23  # 2**-100
+MIN_SCALE_BITS = 27 << 23  # 2**-100
 GRID_STEP_BITS = 1 << 17  # fp32 bits of INT4's scales are multiples of it: 7 significant bits
 SIXTEEN_FIFTEENTHS = _fp32(16 / 15)
 INT8_SCALE_MASK = 0xFFFFFF80  # 17 significant bits: 127 times the scale is exact

@@ -108,8 +108,8 @@ def encode_int8(
     if signed:
         sign = builder.and_(vector.shift_right(bits, 24), vector.constant(I32, 0x80))
         return builder.or_(code, sign)
-    least = vector.unsigned_min(magnitude, vector.constant(I32, 1))
-    return vector.unsigned_max(code, least)
+    min_code = vector.unsigned_min(magnitude, vector.constant(I32, 1))
+    return vector.unsigned_max(code, min_code)
 
 
 def scale_bits_for(builder: ir.IRBuilder, largest: Value, signed: bool) -> tuple[Value, Value]:
@@ -119,8 +119,8 @@ def scale_bits_for(builder: ir.IRBuilder, largest: Value, signed: bool) -> tuple
     """
     rounded = builder.lshr(builder.add(largest, I32(0x200000)), I32(23))
     lowered = builder.sub(rounded, I32(octaves(signed)))
-    least = I32(MIN_SCALE_EXPONENT)
-    exponent = builder.select(builder.icmp_signed(">", lowered, least), lowered, least)
+    floor = I32(MIN_SCALE_EXPONENT)
+    exponent = builder.select(builder.icmp_signed(">", lowered, floor), lowered, floor)
     finite = builder.icmp_unsigned("<", largest, I32(0x7F800000))
     bits = builder.select(finite, builder.shl(exponent, I32(23)), I32(NAN_BITS))
     return bits, finite

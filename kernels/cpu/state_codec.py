@@ -95,8 +95,8 @@ def _best_code(block: Array, signed: bool) -> tuple[Array, np.float32]:
 def _coded(block: Array, scale: np.float32, signed: bool) -> Array:
     magnitude = np.abs(block)
     moved = (magnitude + scale).astype(np.float32).view(np.uint32) - scale.view(np.uint32)
-    most = np.uint32(127 if signed else 255)
-    codes = np.minimum((moved + _HALF) >> np.uint32(_CODE_SHIFT), most)
+    max_code = np.uint32(127 if signed else 255)
+    codes = np.minimum((moved + _HALF) >> np.uint32(_CODE_SHIFT), max_code)
     if signed:
         sign = (block.view(np.uint32) >> np.uint32(24)) & np.uint32(0x80)
         return (codes | sign).astype(np.uint8)

@@ -78,8 +78,8 @@ from offload.kernels.weight_formats import (
     GROUP_SIZES,
     INT8_SCALE_MASK,
     LARGEST,
-    LEAST_SCALE_BITS,
     LINE_NBYTES,
+    MIN_SCALE_BITS,
     NF4_LEVELS,
     NF4_MIDPOINTS,
     SIXTEEN_FIFTEENTHS,
@@ -200,14 +200,14 @@ class CodeLanes(Lanes):
         half = WIDTH // 2
         parts = [slice(0, half), slice(half, WIDTH)]
         low, high = (self.shuffled(table, table, range(WIDTH)[part]) for part in parts)
-        found = []
+        halves = []
         for part in parts:
             lanes = self.shuffled(index, index, range(WIDTH)[part])
             either = [self._call("llvm.x86.avx2.permd", each, lanes) for each in (high, low)]
             sign = builder.shl(lanes, ir.Constant(lanes.type, [28] * half))  # bit 3
             is_high = builder.icmp_signed("<", sign, ir.Constant(lanes.type, [0] * half))
-            found.append(builder.select(is_high, *either))
-        return self.shuffled(found[0], found[1], range(WIDTH))
+            halves.append(builder.select(is_high, *either))
+        return self.shuffled(halves[0], halves[1], range(WIDTH))
 
     def _call(self, name: str, table: Value, index: Value) -> Value:
         """Emit the CPU's instruction itself: a pattern for it does not survive the compiler."""
@@ -218,12 +218,12 @@ class CodeLanes(Lanes):
     def _taken(self, table: Value, index: Value) -> Value:
         """Look the table up lane by lane."""
         inside = self.builder.and_(index, self.constant(I32, 15))
-        found = ir.Constant(table.type, ir.Undefined)
+        lanes = ir.Constant(table.type, ir.Undefined)
         for lane in range(WIDTH):
             place = self.builder.extract_element(inside, I32(lane))
             value = self.builder.extract_element(table, place)
-            found = self.builder.insert_element(found, value, I32(lane))
-        return found
+            lanes = self.builder.insert_element(lanes, value, I32(lane))
+        return lanes
 
     def load_pairs(self, base: Value, index: Value, code: Code) -> tuple[Value, Value]:
         """Load two vectors of 4-bit codes, in the low bits of i32 lanes: of elements index, index +
@@ -356,9 +356,9 @@ def signed_bytes(vector: CodeLanes, word: Value, codes: Value, start: Value) -> 
     return vector.mul(builder.sitofp(raw, vector.of(F32)), scale)
 
 
-def _within(vector: Lanes, value: Value, most: float) -> Value:
+def _within(vector: Lanes, value: Value, limit: float) -> Value:
     """Emit a clamp to [-most, most]; a NaN stays one."""
-    upper, lower = vector.constant(F32, most), vector.constant(F32, -most)
+    upper, lower = vector.constant(F32, limit), vector.constant(F32, -limit)
     builder = vector.builder
     value = builder.select(builder.fcmp_ordered(">", value, upper), upper, value)
     return builder.select(builder.fcmp_ordered("<", value, lower), lower, value)
@@ -381,7 +381,7 @@ def _encode_group(
     builder.store(word, builder.gep(at.words, [number]), align=4)
     zero = vector.splat(builder.select(finite, zero, I32(0)))
     keep = vector.splat(builder.select(finite, I32(-1), I32(0)))  # else codes of zeros
-    divisor = builder.select(finite, scale_bits, I32(LEAST_SCALE_BITS))
+    divisor = builder.select(finite, scale_bits, I32(MIN_SCALE_BITS))
     scale = vector.splat(builder.bitcast(divisor, F32))
     for start, value in zip(starts, loaded, strict=True):
         bits = builder.and_(builder.bitcast(value, vector.of(I32)), keep)
@@ -415,33 +415,33 @@ def _extremes(vector: CodeLanes, loaded: Sequence[Value]) -> tuple[Value, Value]
     ups = [builder.bitcast(value, vector.of(I32)) for value in loaded]
     sign = vector.constant(I32, 0x80000000)
     zero = vector.constant(I32, 0)
-    found = []
+    extremes = []
     for lanes in (ups, [builder.xor(bits, sign) for bits in ups]):
-        most = zero
+        upper = zero
         for bits in lanes:
-            most = vector.signed_max(most, bits)
-        found.append(vector.largest(most))  # none is negative
-    return found[0], found[1]
+            upper = vector.signed_max(upper, bits)
+        extremes.append(vector.largest(upper))  # none is negative
+    return extremes[0], extremes[1]
 
 
 def _scale(builder: ir.IRBuilder, code: Code, up: Value, down: Value) -> tuple[Value, Value]:
     """Bits of a group's scale, and z of INT4 (else 0); scalars, of use where all is finite."""
     largest = _max(builder, up, down)
     if code is Code.NF4:
-        return _max(builder, largest, I32(LEAST_SCALE_BITS)), I32(0)
+        return _max(builder, largest, I32(MIN_SCALE_BITS)), I32(0)
     if code is Code.INT8:
         step = builder.fdiv(builder.bitcast(largest, F32), F32(127.0))
         bits = builder.and_(builder.bitcast(step, I32), I32(INT8_SCALE_MASK - (1 << 32)))
-        return _max(builder, bits, I32(LEAST_SCALE_BITS)), I32(0)
+        return _max(builder, bits, I32(MIN_SCALE_BITS)), I32(0)
     above, below = builder.bitcast(up, F32), builder.bitcast(down, F32)
     sixteenths = [builder.fmul(each, F32(0.0625)) for each in (above, below)]
     step = builder.fmul(builder.fadd(*sixteenths), F32(SIXTEEN_FIFTEENTHS))
     half = I32(GRID_STEP_BITS // 2)
     bits = builder.and_(builder.add(builder.bitcast(step, I32), half), I32(-GRID_STEP_BITS))
-    bits = _max(builder, bits, I32(LEAST_SCALE_BITS))
+    bits = _max(builder, bits, I32(MIN_SCALE_BITS))
     steps = [_rounded_steps(builder, each, bits) for each in (above, below)]
     short = builder.icmp_signed("<", builder.add(*steps), I32(15))
-    lower = _max(builder, builder.sub(bits, I32(GRID_STEP_BITS)), I32(LEAST_SCALE_BITS))
+    lower = _max(builder, builder.sub(bits, I32(GRID_STEP_BITS)), I32(MIN_SCALE_BITS))
     bits = builder.select(short, lower, bits)
     zero = _rounded_steps(builder, below, bits)
     return bits, builder.select(builder.icmp_signed("<", zero, I32(15)), zero, I32(15))

@@ -37,7 +37,7 @@ from offload.kernels.cpu.weight_codes import CodeLanes, Pointers, levels, signed
 from offload.kernels.floats import Array, Float, Runner, check_input, check_output, serial
 from offload.kernels.weight_formats import GROUP_SIZES, Code, WeightFormat
 
-MOST_ROWS = 4  # of x for which this is the faster way
+MAX_ROWS = 4  # of x for which this is the faster way
 SPAN = 2 * WIDTH
 _ROWS = 8  # of w, of which threads take whole multiples
 _FP32 = np.dtype(np.float32)

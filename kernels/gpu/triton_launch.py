@@ -64,10 +64,10 @@ def loaded(module: str, name: str) -> Kernel:
 class _Compiled:
     """A kernel of Triton as it was compiled for one device."""
 
-    def __init__(self, kernel: Kernel, found: Any) -> None:
+    def __init__(self, kernel: Kernel, compiled: Any) -> None:
         self.kernel = kernel  # kept: it is found by its address
-        self._run = found.run  # first: it loads the function
-        self._function, self._metadata = found.function, found.packed_metadata
+        self._run = compiled.run  # first: it loads the function
+        self._function, self._metadata = compiled.function, compiled.packed_metadata
 
     def start(self, programs: int, stream: int, args: Sequence[Any]) -> None:
         """Start the kernel as Triton does, but without profiler hooks. `stream`: CUDA's handle."""
@@ -114,10 +114,10 @@ def launch(
     if compiled is not None:
         compiled.start(programs, stream, (*addresses, *numbers, *constants))
         return
-    found = _launch_anew(kernel, programs, tensors, numbers, constants, num_warps)
+    started = _launch_anew(kernel, programs, tensors, numbers, constants, num_warps)
     # for AMD's GPUs it compiles anew for some more
-    if not _is_interpreted(kernel) and found.metadata.target.backend != "hip":
-        _compiled[variant] = _Compiled(kernel, found)
+    if not _is_interpreted(kernel) and started.metadata.target.backend != "hip":
+        _compiled[variant] = _Compiled(kernel, started)
 
 
 def _launch_anew(

@@ -148,12 +148,12 @@ def _checked(
 def _format_of(states: Sequence[torch.Tensor]) -> StateFormat:
     if not states:
         return StateFormat.FP32
-    found = _FORMATS.get(states[0].dtype)
-    if found is None:
+    states_format = _FORMATS.get(states[0].dtype)
+    if states_format is None:
         raise ValueError(
             f"states: expected dtype float32, bfloat16 or uint8, got {states[0].dtype}"
         )
-    return found
+    return states_format
 
 
 def _check_states(

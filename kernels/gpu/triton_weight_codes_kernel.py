@@ -15,31 +15,31 @@ from offload.kernels.weight_formats import Code
 INT8 = tl.constexpr(int(Code.INT8))
 INT4 = tl.constexpr(int(Code.INT4))
 LEVELS = tl.constexpr(formats.NF4_LEVELS)
-MOST_FP32 = tl.constexpr(formats.LARGEST[0])
-MOST_BF16 = tl.constexpr(formats.LARGEST[1])
-MOST_FP16 = tl.constexpr(formats.LARGEST[2])
+MAX_FP32 = tl.constexpr(formats.LARGEST[0])
+MAX_BF16 = tl.constexpr(formats.LARGEST[1])
+MAX_FP16 = tl.constexpr(formats.LARGEST[2])
 
 
 @triton.jit
 def level(code):
     """The value of an NF4 code with a scale of 1."""
-    found = tl.full(code.shape, LEVELS[0], tl.float32)
+    value = tl.full(code.shape, LEVELS[0], tl.float32)
     for place in tl.static_range(1, 16):
-        found = tl.where(code == place, LEVELS[place], found)
-    return found
+        value = tl.where(code == place, LEVELS[place], value)
+    return value
 
 
 @triton.jit
 def within(value, FLOAT: tl.constexpr):
     """Clamp to the largest finite numbers of a format; a NaN stays one."""
     if FLOAT == FP32:
-        most = MOST_FP32
+        limit = MAX_FP32
     elif FLOAT == FP16:
-        most = MOST_FP16
+        limit = MAX_FP16
     else:
-        most = MOST_BF16
-    value = tl.where(value > most, most, value)
-    return tl.where(value < -most, -most, value)
+        limit = MAX_BF16
+    value = tl.where(value > limit, limit, value)
+    return tl.where(value < -limit, -limit, value)
 
 
 @triton.jit(do_not_specialize=["groups"])

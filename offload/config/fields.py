@@ -44,7 +44,7 @@ else:
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
 _MAX_DEPTH = 4096  # groups fetched ahead: more than any model has
 _MAX_CHUNK = 1 << 34  # elements: no group has more
-_LEAST_BUDGET = 1024  # bytes: fewer are a number without its unit
+_MIN_BUDGET = 1024  # bytes: fewer are a number without its unit
 _VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{\w+\})")
 
 
@@ -172,7 +172,7 @@ def _parse_budget(value: Any) -> int | Percent | None:
     if str(value).strip().startswith("-"):
         raise ValueError(f"{value!r} is negative; write for example 8GiB, 80% or auto")
     nbytes = parse_bytes(value)
-    if 0 < nbytes < _LEAST_BUDGET:
+    if 0 < nbytes < _MIN_BUDGET:
         raise ValueError(
             f"{value!r} is {nbytes} bytes; write the unit, for example {nbytes}GiB, or a share, "
             f"for example {min(nbytes, 100)}%"

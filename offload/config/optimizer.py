@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     Type = str
 else:
     Type = Literal[tuple(KINDS)]
-_MOST = 1e9  # far below what float32 holds, which updates are computed in
+_MAX = 1e9  # far below what float32 holds, which updates are computed in
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -66,26 +66,26 @@ class OptimizerConfig(Section):
     type: Type = key("adamw")
     """adamw decays weights directly; adam adds the decay to the gradient; lion, adagrad and sgd
     keep one state instead of two (sgd without momentum none)."""
-    lr: float = key(1e-3, example=3e-4, ge=0, le=_MOST)
+    lr: float = key(1e-3, example=3e-4, ge=0, le=_MAX)
     """Learning rate; schedulers of torch.optim change it on engine.optimizer."""
     betas: Annotated[tuple[_Beta, _Beta] | None, Field(strict=False)] = key(
         None, example=[0.9, 0.95]
     )
     """Decay rates of the moments, each from 0 to less than 1."""
-    eps: float | None = key(None, example=1e-6, ge=0, le=_MOST)
+    eps: float | None = key(None, example=1e-6, ge=0, le=_MAX)
     """Added to the denominator of an update."""
-    weight_decay: float = key(0.01, example=0.1, ge=0, le=_MOST)
+    weight_decay: float = key(0.01, example=0.1, ge=0, le=_MAX)
     """Weight decay: adamw and lion shrink weights by lr x weight_decay, the others add it times the
     weight to the gradient."""
     amsgrad: bool | None = key(None, example=True)
     """Use the largest second moment seen; keeps a third state."""
-    momentum: float | None = key(None, example=0.9, ge=0, le=_MOST)
+    momentum: float | None = key(None, example=0.9, ge=0, le=_MAX)
     """Momentum; 0 keeps no state."""
-    dampening: float | None = key(None, example=0.1, ge=0, le=_MOST)
+    dampening: float | None = key(None, example=0.1, ge=0, le=_MAX)
     """Dampening of the momentum, which has to be set."""
     nesterov: bool | None = key(None, example=True)
     """Nesterov's momentum, which has to be set; without dampening."""
-    lr_decay: float | None = key(None, example=1e-4, ge=0, le=_MOST, unit="per step")
+    lr_decay: float | None = key(None, example=1e-4, ge=0, le=_MAX, unit="per step")
     """Decay of the learning rate with the count of steps."""
     maximize: bool = key(False)
     """Ascend instead of descend."""

@@ -9,44 +9,44 @@ from pydantic import model_validator
 
 from offload.config.fields import KeyedError, PathText, Section, key, section
 
-MOST_LAYERS = 4096  # deeper is a mistake, and would take long to count
-MOST_WIDTH = 1 << 20
-MOST_SIZE = 1 << 26  # of any one dimension; the largest vocabularies have 2^18
-MOST_EXPERTS = 1 << 16
-MOST_BATCH = 1 << 20
-MOST_PARAMS = 10**15  # that are counted
-MOST_TOKENS = 1 << 32  # of a pass
+MAX_LAYERS = 4096  # deeper is a mistake, and would take long to count
+MAX_WIDTH = 1 << 20
+MAX_SIZE = 1 << 26  # of any one dimension; the largest vocabularies have 2^18
+MAX_EXPERTS = 1 << 16
+MAX_BATCH = 1 << 20
+MAX_PARAMS = 10**15  # that are counted
+MAX_TOKENS = 1 << 32  # of a pass
 
 
 class ModelConfig(Section):
     """Sizes of the built-in language model, as Llama: RMSNorm, rotary positions, SwiGLU."""
 
-    layers: int = key(6, example=12, ge=1, le=MOST_LAYERS)
+    layers: int = key(6, example=12, ge=1, le=MAX_LAYERS)
     """Number of transformer blocks."""
-    hidden: int = key(384, example=768, ge=1, le=MOST_WIDTH)
+    hidden: int = key(384, example=768, ge=1, le=MAX_WIDTH)
     """Width of the residual stream; a multiple of heads."""
     heads: int = key(6, example=6, ge=1)
     """Attention heads."""
     kv_heads: int | None = key(None, example=2, ge=1, absent="as many as heads")
     """Key/value heads; must divide heads."""
-    mlp: int | None = key(None, example=1024, ge=1, le=MOST_SIZE, absent="8/3 x hidden")
+    mlp: int | None = key(None, example=1024, ge=1, le=MAX_SIZE, absent="8/3 x hidden")
     """Width of the MLP."""
     experts: int | None = key(
-        None, example=8, ge=2, le=MOST_EXPERTS, absent="one MLP, which computes every token"
+        None, example=8, ge=2, le=MAX_EXPERTS, absent="one MLP, which computes every token"
     )
     """Experts in the place of each MLP, of which every token is computed by experts_per_token."""
     experts_per_token: int = key(2, example=4, ge=1)
     """Experts that a router chooses for a token. The weights of several add up to 1, that of a
     single one is its probability."""
-    expert_mlp: int | None = key(None, example=512, ge=1, le=MOST_SIZE, absent="that of mlp")
+    expert_mlp: int | None = key(None, example=512, ge=1, le=MAX_SIZE, absent="that of mlp")
     """Width of one expert."""
     aux_loss: float = key(0.01, example=0.001, ge=0, allow_inf_nan=False)
     """Coefficient of the load-balancing loss in a training loss: the mean over blocks of E / k
     sum(P f), with E experts and k per token, f the share of tokens that chose an expert and P its
     mean probability; 1 where all are chosen alike."""
-    vocab: int = key(256, example=32000, ge=256, le=MOST_SIZE, unit="tokens")
+    vocab: int = key(256, example=32000, ge=256, le=MAX_SIZE, unit="tokens")
     """Vocabulary size; bytes are tokens 0..255."""
-    max_sequence: int = key(1024, example=2048, ge=1, le=MOST_SIZE, unit="tokens")
+    max_sequence: int = key(1024, example=2048, ge=1, le=MAX_SIZE, unit="tokens")
     """Longest sequence the model can read."""
     tied: bool = key(True)
     """Share the embedding with the output head."""
@@ -174,7 +174,7 @@ class TrainConfig(Section):
     """Share of the text, at its end, kept for validation."""
     steps: int = key(200, example=1000, ge=1)
     """Optimizer steps."""
-    batch: int = key(4, example=8, ge=1, le=MOST_BATCH, unit="sequences")
+    batch: int = key(4, example=8, ge=1, le=MAX_BATCH, unit="sequences")
     """Sequences per backward pass."""
     sequence: int = key(256, example=512, ge=1, unit="bytes")
     """Length of a sequence."""

@@ -170,9 +170,9 @@ class EngineModule(nn.Module):
         """Raise StateError after a backward of the loop's own."""
         passes = self.offload.steps.passes_since_step
         divided, self._passes_divided = self._passes_divided, 0
-        came, self._passes_counted = passes > self._passes_counted, passes
+        arrived, self._passes_counted = passes > self._passes_counted, passes
         steps = self.gradient_accumulation_steps()
-        if came and not divided and steps > 1:
+        if arrived and not divided and steps > 1:
             raise StateError(
                 "gradients came from loss.backward(), which does not divide the loss by "
                 f"gradient_accumulation_steps: {steps}; call engine.backward(loss)"

@@ -24,7 +24,7 @@ from offload.tiers.errors import CheckpointError
 _log = logging.getLogger("offload")
 LATEST = "latest"
 _KEY = "deepspeed"  # of a checkpoint's state
-_MOST_TAG = 4096
+_MAX_TAG = 4096
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def last_tag(folder: Path) -> str | None:
         if not latest.is_file():
             return None
         with latest.open("rb") as file:
-            return file.read(_MOST_TAG)
+            return file.read(_MAX_TAG)
 
     with storage_errors("reading", latest):
         raw = make_call("read", latest, read)

@@ -59,14 +59,14 @@ def overwrite(engine: Engine, folder: Path, tensors: Mapping[str, LazyTensor]) -
     wanted = saved_tensors(engine.module)
     _check(engine.module, folder, wanted, tensors)
     read = {name: tensor for name, tensor in tensors.items() if name in wanted}
-    with progress("loading weights", sum(wanted[name].nbytes for name in read)) as came:
+    with progress("loading weights", sum(wanted[name].nbytes for name in read)) as on_bytes:
         for name, tensor in read.items():
             target = wanted[name]
             rows = engine.store.rows_of(target)  # type: ignore[arg-type]
             for number, row in enumerate(rows):
                 with engine.gathered(row):
                     _fill(row, tensor if row is target else tensor.row(number))
-            came(target.nbytes)
+            on_bytes(target.nbytes)
 
 
 def _check(

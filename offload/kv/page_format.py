@@ -34,7 +34,7 @@ from offload.zero.groups.cached_layer import coded_dim, group_of, vector_nbytes
 _ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
 _TOKENS_AT_ONCE = 256  # are encoded in one go: bounds what that takes beside the page
 _SCALE_MASK = -128  # clears the low 7 of a scale's fp32 bits
-_LEAST_SCALE = 2.0**-100
+_MIN_SCALE = 2.0**-100
 _NAN_BITS = 0x7FC00000
 
 
@@ -182,7 +182,7 @@ def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) 
     groups = values.float().view(*words.shape, -1)
     largest = groups.abs().amax(dim=-1)
     scales = (largest / 127).view(torch.int32) & _SCALE_MASK
-    scales = scales.view(torch.float32).clamp(min=_LEAST_SCALE)
+    scales = scales.view(torch.float32).clamp(min=_MIN_SCALE)
     whole = torch.isfinite(largest)
     words.copy_(scales.view(torch.int32).where(whole, _NAN_BITS))
     levels = (groups / scales[..., None]).round().where(whole[..., None], 0)

@@ -185,10 +185,10 @@ class KVStore:
         of_one = PageFormat(keys, values, batch, 1, self._int8)
         tokens = self._page_tokens
         if tokens is None:
-            most = self._page_nbytes or min(
+            max_nbytes = self._page_nbytes or min(
                 KV_PAGE_NBYTES, self._room_nbytes // (_OPEN_SHARE * self._layers)
             )
-            tokens = max(1, most // of_one.token_nbytes)
+            tokens = max(1, max_nbytes // of_one.token_nbytes)
             if window is not None:
                 tokens = min(tokens, max(1, window // _MIN_WINDOW_PAGES))
         return replace(of_one, tokens=tokens)

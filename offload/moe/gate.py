@@ -125,8 +125,8 @@ def _jitter(like: Tensor, epsilon: float = 1e-2) -> Tensor:
 def _gumbel(like: Tensor) -> Tensor:
     """Return numbers from the standard Gumbel distribution: the largest of logits with these added
     is a sample of their softmax."""
-    least = torch.finfo(like.dtype).tiny
-    return -torch.log(-torch.log(torch.rand_like(like).clamp(min=least)))
+    tiny = torch.finfo(like.dtype).tiny
+    return -torch.log(-torch.log(torch.rand_like(like).clamp(min=tiny)))
 
 
 # ---------------------------------------------------------------- rules

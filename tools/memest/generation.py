@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload.config import OffloadConfig
-from offload.config.training import MOST_TOKENS
+from offload.config.training import MAX_TOKENS
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.plan.estimate import Workload
 from offload.tiers.errors import ConfigError
@@ -40,10 +40,10 @@ class Generation:
                 raise ConfigError(f"--{name.replace(' ', '-')} {number}: at least 1")
             known.append(usual if number is None else number)
         found = cls(*known)
-        if found.batch * found.context > MOST_TOKENS:
+        if found.batch * found.context > MAX_TOKENS:
             raise ConfigError(
                 f"--batch {found.batch} with {found.context:,} tokens in each sequence: at most "
-                f"{MOST_TOKENS:,} together"
+                f"{MAX_TOKENS:,} together"
             )
         return found, tuple(notes)
 

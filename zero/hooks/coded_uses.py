@@ -1,6 +1,6 @@
 """Computing with a group's weights as they are stored, where no gradients are recorded.
 
-    F.linear(x, coded)         at most MOST_ROWS rows of x: `kernels.cpu.weight_products`
+    F.linear(x, coded)         at most MAX_ROWS rows of x: `kernels.cpu.weight_products`
     F.embedding(ids, coded)    decodes the rows of ids
     norms, products, sums      with parameters that are stored as they are
 
@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from offload.kernels.cpu.weight_codes import decode_weights
-from offload.kernels.cpu.weight_products import MOST_ROWS, in_lane_order, multiply
+from offload.kernels.cpu.weight_products import MAX_ROWS, in_lane_order, multiply
 from offload.zero.groups.bits import flat_array
 from offload.zero.groups.coded_layout import CodedPart
 from offload.zero.groups.weight_codes import WeightCodes, split_codes
@@ -92,7 +92,7 @@ def _linear(
     weights, spec = stored.part.weights, stored.part.spec
     # the parameter's own shape would be asked of the released one, which takes longer
     columns, inner = spec.shape if len(spec.shape) == 2 else (0, 0)
-    fits = inner % weights.group_size == 0 and 0 < input.numel() <= MOST_ROWS * inner
+    fits = inner % weights.group_size == 0 and 0 < input.numel() <= MAX_ROWS * inner
     if not fits or input.shape[-1:] != (inner,):  # an error of PyTorch's, if any
         return NotImplemented
     if (input.dtype, input.device) != (stored.dtype, stored.stored.device):

@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def most_tensors(files: Iterable[Path]) -> int:
+def max_tensors(files: Iterable[Path]) -> int:
     """The number of tensors that the headers of safetensors files have room for."""
     headers = 0
     for path in files:

@@ -155,27 +155,27 @@ class ModelTensors:
                 _stream_dispatched(owner, take_spec)
         others = {name: tensor for name, tensor in self._others.items() if name in names}
         nbytes = sum(tensor.nbytes for tensor in others.values())
-        with progress("saving weights", nbytes) as came:
+        with progress("saving weights", nbytes) as on_bytes:
             for name, tensor in others.items():
                 first = 0
                 for piece in _pieces_of(tensor):
                     elements = range(first, first + piece.numel())
                     take(name, elements, raw_bytes(piece))
-                    came(piece.nbytes)
+                    on_bytes(piece.nbytes)
                     first = elements.stop
 
 
 def _stream_dispatched(owner: TieredModel, take: Take) -> None:
     """As `stream_weights`, of a dispatched model: one group at a time."""
     store = owner.store
-    with progress("saving weights", sum(group.state.nbytes for group in store.groups)) as came:
+    with progress("saving weights", sum(group.state.nbytes for group in store.groups)) as on_bytes:
         for group in store.groups:
             with owner.gathered(*group.params):
                 for param in group.params:
                     spec, first = store.whole_of(param)
                     values = param.detach().cpu()
                     take(spec, range(first, first + values.numel()), raw_bytes(values))
-            came(group.state.nbytes)
+            on_bytes(group.state.nbytes)
 
 
 def _pieces_of(tensor: Tensor) -> Iterator[Tensor]:
@@ -215,11 +215,11 @@ def stream_weights(engine: Engine, take: Take) -> None:
     reader = ShardReader(access, engine.ranks, itemsize)
     with (
         on_all(engine.ranks, "the model's weights were not saved"),
-        progress("saving weights", nbytes) as came,
+        progress("saving weights", nbytes) as on_bytes,
     ):
         for spec, elements, raw in _parts(engine, reader):
             reader.attempt(take, spec, elements, raw)
-            came(len(elements) * itemsize)
+            on_bytes(len(elements) * itemsize)
             del raw
         reader.raise_failure()
 

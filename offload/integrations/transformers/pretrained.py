@@ -23,7 +23,7 @@ from offload.checkpoint.foreign.model_files import (
     INDEX,
     SINGLE,
     check_counts,
-    most_tensors,
+    max_tensors,
     read_json,
     weight_files,
 )
@@ -140,7 +140,7 @@ def open_pretrained(
     text = read_json(folder / CONFIG)
     settings_of(text, folder)  # unsupported formats are refused before a class is looked for
     files = _files(folder, variant, text.get("transformers_weights"))
-    check_counts(text, most_tensors(files), folder / CONFIG)
+    check_counts(text, max_tensors(files), folder / CONFIG)
     with _understood(folder / CONFIG):
         return _opened(transformers, folder, files, model_class, dtype, kwargs)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.config import OffloadConfig
-from offload.config.training import MOST_TOKENS
+from offload.config.training import MAX_TOKENS
 from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Workload
@@ -129,10 +129,10 @@ def _workload_of(
     longest = min(_USUAL_SEQUENCE, source.context or _USUAL_SEQUENCE)
     batch = asked.batch or (given.batch if given else 1)
     sequence = asked.sequence or (given.sequence if given else longest)
-    if batch * sequence > MOST_TOKENS:
+    if batch * sequence > MAX_TOKENS:
         raise ConfigError(
             f"--batch {batch} with --sequence {sequence}: {batch * sequence:,} tokens in a pass; "
-            f"at most {MOST_TOKENS:,}"
+            f"at most {MAX_TOKENS:,}"
         )
     work = Workload(batch, sequence, config.gradient_accumulation_steps)
     return work, list(_workload_notes(asked, source, work, assumed=given is None))

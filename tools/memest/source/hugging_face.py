@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offload.config.training import MOST_LAYERS, MOST_SIZE
+from offload.config.training import MAX_LAYERS, MAX_SIZE
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.source.input_files import shown
 
@@ -80,7 +80,7 @@ def check_sizes(values: Any, where: str) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         is_needed, layers = key in _NEEDED, _LAYERS_KEY.fullmatch(key)
-        most = MOST_LAYERS if layers else MOST_SIZE
+        most = MAX_LAYERS if layers else MAX_SIZE
         if is_needed and not (1 <= value <= most and value == int(value)):
             raise ConfigError(
                 f"{where}: {key} is {shown(value)}; it must be a whole number from 1 to {most}"

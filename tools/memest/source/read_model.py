@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.config import OffloadConfig
 from offload.config.sections import WrittenFor
-from offload.config.training import MOST_PARAMS, ModelConfig
+from offload.config.training import MAX_PARAMS, ModelConfig
 from offload.display.words import counted
 from offload.integrations.transformers.hub_names import is_hub_name, not_local
 from offload.tiers.errors import ConfigError, PathError
@@ -209,10 +209,10 @@ def _read_configuration(values: Any, path: Path, blocks: Sequence[str]) -> Model
         return replace(weights, name=name, notes=(note, *weights.notes))
     build = cache(partial(build_on_meta, configuration))
     found = library_model(configuration, blocks, build)
-    if found.shape.numel > MOST_PARAMS:
+    if found.shape.numel > MAX_PARAMS:
         raise ConfigError(
             f"{path}: its sizes make {float(found.shape.numel):.3g} parameters; at most "
-            f"{MOST_PARAMS:.0e} are counted"
+            f"{MAX_PARAMS:.0e} are counted"
         )
     return ModelSource(
         name=name or configuration.model_type,

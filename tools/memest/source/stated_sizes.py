@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from offload.config.training import MOST_LAYERS, MOST_PARAMS, ModelConfig
+from offload.config.training import MAX_LAYERS, MAX_PARAMS, ModelConfig
 from offload.planning.machine.disk_cache import remembered
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.generation import CacheShape
@@ -69,9 +69,9 @@ def parse_count(text: str) -> int:
         )
     number, unit = match.groups()
     value = float(number.replace("_", "")) * _FACTORS[unit.lower()]
-    if not 1 <= value <= MOST_PARAMS:
+    if not 1 <= value <= MAX_PARAMS:
         raise ConfigError(
-            f"{text.strip()[:40]!r} is no number of parameters from 1 to {MOST_PARAMS:.0e}"
+            f"{text.strip()[:40]!r} is no number of parameters from 1 to {MAX_PARAMS:.0e}"
         )
     return round(value)
 
@@ -115,10 +115,10 @@ def _depth_and_width(sizes: StatedSizes) -> tuple[int, int, tuple[str, ...]]:
             "--params 7e9 --layers 32 --hidden 4096"
         )
     if hidden is not None:
-        layers = max(1, min(MOST_LAYERS, round(params / (12 * hidden * hidden))))
+        layers = max(1, min(MAX_LAYERS, round(params / (12 * hidden * hidden))))
     else:
         if layers is None:
-            layers = max(1, min(MOST_LAYERS, round((params / (12 * _ASPECT**2)) ** (1 / 3))))
+            layers = max(1, min(MAX_LAYERS, round((params / (12 * _ASPECT**2)) ** (1 / 3))))
         hidden = _even(math.sqrt(params / (12 * layers)))
     return layers, hidden, (f"{layers} layers of width {hidden} are assumed",)
 
