@@ -205,18 +205,18 @@ def compare(options: argparse.Namespace, batch: int) -> Record:
             record.details["parameters"] = child.answer()["parameters"]
             runs[system] = partial(_turn, child)
             children.append(child)
-        found = interleaved(runs, options.rounds, print)
+        turns = interleaved(runs, options.rounds, print)
         for child in children:
             child.close()
-    speeds = found.pop(DISK)
-    _add_rows(record, found, speeds, options)
+    speeds = turns.pop(DISK)
+    _add_rows(record, turns, speeds, options)
     return record
 
 
 def _turn(child: Child) -> dict[str, Any]:
     child.send("turn")
-    found: dict[str, Any] = child.answer()
-    return found
+    result: dict[str, Any] = child.answer()
+    return result
 
 
 def _add_rows(
@@ -226,9 +226,9 @@ def _add_rows(
     """Add a row per system, one for the time that the disk needs for the bytes that offload read,
     and one for the larger of that and of the pass with everything in memory."""
     batch, kinds = record.options["batch"], {OFFLOAD: Kind.OFFLOAD, IN_RAM: Kind.LIMIT}
-    for system, found in turns.items():
+    for system, results in turns.items():
         names = ("seconds", "read_nbytes", "peak_rss_nbytes")
-        measures = {name: [float(each[name]) for each in found] for name in names}
+        measures = {name: [float(each[name]) for each in results] for name in names}
         measures["tokens_per_s"] = [batch / seconds for seconds in measures["seconds"]]
         record.rows.append(Row(system, kinds[system], measures))
     read = record.rows[0].values("read_nbytes")
@@ -237,7 +237,7 @@ def _add_rows(
     longest = [max(each) for each in zip(*bounds, strict=True)]
     for name, seconds in ((DISK, waits), (LONGEST, longest)):
         record.rows.append(Row(name, Kind.LIMIT, {"seconds": seconds}))
-    chosen = [[each["chosen"] for each in found] for found in turns.values()]
+    chosen = [[each["chosen"] for each in results] for results in turns.values()]
     same = all(each == chosen[0] for each in chosen)
     record.notes.append("the same tokens from all systems" if same else "TOKENS DIFFER")
     record.compare(LONGEST, OFFLOAD, "seconds")

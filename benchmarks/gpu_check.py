@@ -138,9 +138,9 @@ def run_all(check: Check, parts: Sequence[str] = PARTS) -> None:
             check.add(compiled.result())
     for name in ("kernels", "copies"):
         if name in parts:
-            found = check.run(name, {}, LIMITS_S[name])
-            if found.result:
-                print_record(Record.from_dict(found.result), _COLUMNS[name])
+            outcome = check.run(name, {}, LIMITS_S[name])
+            if outcome.result:
+                print_record(Record.from_dict(outcome.result), _COLUMNS[name])
     if "step" not in parts:
         return
     if probed.ok:

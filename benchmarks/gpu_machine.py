@@ -41,8 +41,8 @@ class GpuMachine:
         return self.speeds.matmul_flops_per_s["bf16"]
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> GpuMachine:
-        return cls(**{**found, "speeds": Speeds(**found["speeds"])})
+    def from_dict(cls, values: Mapping[str, Any]) -> GpuMachine:
+        return cls(**{**values, "speeds": Speeds(**values["speeds"])})
 
 
 def probe(options: Mapping[str, Any], parent: Parent) -> None:
@@ -50,14 +50,14 @@ def probe(options: Mapping[str, Any], parent: Parent) -> None:
     about 20 seconds."""
     device = accelerator.default_device()
     folder = Path(options["folder"])
-    found = GpuMachine(
+    measured = GpuMachine(
         device_nbytes=accelerator.free_nbytes(device),
         host_nbytes=machine.available_memory_nbytes(),
         disk_nbytes=free_space(folder),
         bus_bytes_per_s=_bus_speed(),
         speeds=machine_speeds([folder], remeasure=True),
     )
-    parent.answer({"machine": asdict(found), "hardware": describe(device)})
+    parent.answer({"machine": asdict(measured), "hardware": describe(device)})
 
 
 def describe(device: torch.device) -> dict[str, Any]:

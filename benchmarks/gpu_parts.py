@@ -60,8 +60,8 @@ def run_part(name: str, options: Mapping[str, Any], limit_s: float, folder: Path
     result: dict[str, Any] = {}
     status, note = Status.DONE, ""
     try:
-        while (found := child.next_answer(_left(started, limit_s))) is not None:
-            result = found
+        while (answer := child.next_answer(_left(started, limit_s))) is not None:
+            result = answer
         child.close(_left(started, limit_s))
         if not result:
             status, note = Status.FAILED, "ended without an answer"

@@ -102,7 +102,7 @@ def train(options: Mapping[str, Any], parent: Parent) -> None:
 
 def bounds(case: Case, machine: GpuMachine) -> dict[str, float]:
     """The bounds in seconds per step."""
-    found = {
+    seconds = {
         "compute": case.flops / machine.matmul_flops_per_s,
         "bus": case.adam_nbytes / machine.bus_bytes_per_s,
         "link": max(
@@ -112,8 +112,8 @@ def bounds(case: Case, machine: GpuMachine) -> dict[str, float]:
     }
     if case.record_nbytes_on_nvme:
         reads = case.record_nbytes_on_nvme / machine.speeds.nvme_read_bytes_per_s
-        found["disk"] = reads + case.record_nbytes_on_nvme / machine.speeds.nvme_write_bytes_per_s
-    return found
+        seconds["disk"] = reads + case.record_nbytes_on_nvme / machine.speeds.nvme_write_bytes_per_s
+    return seconds
 
 
 def row_of(label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine: GpuMachine) -> Row:

@@ -36,9 +36,9 @@ def gpu_test_files(root: Path) -> list[Path]:
 
     The others are not even imported: an interpreter that is used as it is may lack their imports.
     """
-    found = sorted((root / "tests").glob("**/test_*.py"))
+    modules = sorted((root / "tests").glob("**/test_*.py"))
     marks = ("mark.gpu", "MARKS", "on_a_gpu_too", "triton_device")
-    return [path for path in found if any(mark in path.read_text() for mark in marks)]
+    return [path for path in modules if any(mark in path.read_text() for mark in marks)]
 
 
 def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
@@ -51,8 +51,8 @@ def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
     processes = max(1, min(_MOST_PROCESSES, machine.cpu_count() // 2, room))
     if importlib.util.find_spec("xdist") is None:
         processes = 1
-    found = run_files(root, files, processes, options["limit_s"], Path(options["folder"]))
-    parent.answer(found | {"processes": processes})
+    result = run_files(root, files, processes, options["limit_s"], Path(options["folder"]))
+    parent.answer(result | {"processes": processes})
 
 
 def run_files(

@@ -134,18 +134,18 @@ def run(options: StepOptions) -> Record:
 
     record = Record("step prediction", {})
     base = OffloadConfig.load(LLAMA_151M)
-    systems, found = train_in_turn(record, options, CASES, base, print, speeds)
+    systems, results = train_in_turn(record, options, CASES, base, print, speeds)
     for system in systems:
         row = record.measured(system.spec.label)
         assert row is not None, "a failure of offload is raised"
         predict = predictor(system.spec)
-        predicted = [predict(each) for each in found[_SPEEDS]]
+        predicted = [predict(each) for each in results[_SPEEDS]]
         add_prediction(row, predicted)
         record.details[row.name] = [asdict(link) for link in predicted[-1].links]
     ratios = [row.median(RATIO) for row in record.rows if row.measured]
     near = [ratio for ratio in ratios if abs(ratio - 1) <= BAR]
     record.notes.append(f"{len(near)} of {len(ratios)} cases within {BAR:.0%}")
-    record.details["speeds"] = [asdict(each) for each in found[_SPEEDS]]
+    record.details["speeds"] = [asdict(each) for each in results[_SPEEDS]]
     return record
 
 

@@ -371,10 +371,10 @@ class Engine(TieredModel):
     @contextmanager
     def stop_signals(self) -> Iterator[Callable[[], bool]]:
         """Inside, the first Ctrl-C or SIGTERM is noted and raises nothing; the yielded function
-        returns whether one came, so that a loop can save and end between two steps. On several
+        returns whether one arrived, so that a loop can save and end between two steps. On several
         ranks all must call it, and learn of each other's signals. A second one, at least a second
-        later, raises KeyboardInterrupt, and so does the end of the block if a signal came that was
-        never returned. A nested block and the one around it both learn of it. A signal that the
+        later, raises KeyboardInterrupt, and so does the end of the block if a signal arrived that
+        was never returned. A nested block and the one around it both learn of it. A signal that the
         program handles itself is not noted, nor is any in a block of another thread than the main
         one.
 
@@ -387,14 +387,14 @@ class Engine(TieredModel):
         """
         ranks = self.store.ranks
 
-        def came() -> bool:
-            seen = bool(ranks.exchange([interrupts.seen], "whether a signal came").any())
+        def signaled() -> bool:
+            seen = bool(ranks.exchange([interrupts.seen], "whether a signal arrived").any())
             interrupts.told = interrupts.told or seen
             return seen
 
         with noted_interrupts() as interrupts:
             with interrupts.put_off(_PUT_OFF):
-                yield came
+                yield signaled
             if not interrupts.told:
                 interrupts.check()
 
@@ -526,9 +526,9 @@ class Engine(TieredModel):
 
 def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:
     """Note a completed save."""
-    found = engine()
-    if found is not None:
-        found.last_checkpoint = saved
+    live_engine = engine()
+    if live_engine is not None:
+        live_engine.last_checkpoint = saved
 
 
 def _close_all(
@@ -554,8 +554,8 @@ def _while_there(wait: Callable[[], bool]) -> Callable[[], bool]:
     method = weakref.WeakMethod(wait)
 
     def call() -> bool:
-        found = method()
-        return found is not None and found()
+        bound = method()
+        return bound is not None and bound()
 
     return call
 

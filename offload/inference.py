@@ -233,8 +233,8 @@ def _refuse_gradient(name: str, param: torch.Tensor) -> None:
     )
 
 
-def _check_usable(found: weakref.ref[WeightStore]) -> None:
-    store = found()
+def _check_usable(store_ref: weakref.ref[WeightStore]) -> None:
+    store = store_ref()
     if store is None:
         raise StateError(Dispatched._CLOSED.text)
     store.check_usable()
@@ -242,17 +242,17 @@ def _check_usable(found: weakref.ref[WeightStore]) -> None:
 
 def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
     """Return the model's cached layers. Raises UnsupportedError if no KV cache is known."""
-    found: tuple[CachedLayer, ...] = ()
+    layers: tuple[CachedLayer, ...] = ()
     if "transformers" in sys.modules:  # else it is none of its models
         from offload.kv import paged_cache
 
-        found = paged_cache.cached_layers(model)
-    if not found:
+        layers = paged_cache.cached_layers(model)
+    if not layers:
         raise UnsupportedError(
             f"placement.kv: {type(model).__name__} has no KV cache that offload knows (those of "
             "transformers' models are); remove placement.kv"
         )
-    return found
+    return layers
 
 
 def _check_values(model: nn.Module, lazy: LazyWeights, only: torch.dtype | None) -> None:

@@ -155,11 +155,11 @@ class TieredModel(abc.ABC):
     def _load(self, first: WeightInitialisation) -> None:
         """Fill every group's states, one group at a time."""
         store = self.store
-        with progress(first.doing, sum(group.state.nbytes for group in store.groups)) as came:
+        with progress(first.doing, sum(group.state.nbytes for group in store.groups)) as on_bytes:
             for group in store.groups:
                 self._load_group(group, self._values_of(group, first))
                 machine.trim_memory()  # a group's values are freed before the next ones come
-                came(group.state.nbytes)
+                on_bytes(group.state.nbytes)
         others = [p for p in self.module.parameters() if store.spec_of(p) is None]
         first.fill_the_rest(others, self.device)
         for group in store.groups:  # modules may have been given their own parameters

@@ -95,9 +95,9 @@ class Accelerator:
         return torch.version.cuda and f"{self.title} {torch.version.cuda}"
 
     def facts(self, device: torch.device) -> DeviceFacts:
-        found = self._module.get_device_properties(device)
-        capability, processors = f"{found.major}.{found.minor}", int(found.multi_processor_count)
-        return DeviceFacts(found.name, int(found.total_memory), capability, processors)
+        info = self._module.get_device_properties(device)
+        capability, processors = f"{info.major}.{info.minor}", int(info.multi_processor_count)
+        return DeviceFacts(info.name, int(info.total_memory), capability, processors)
 
     def free_nbytes(self, device: torch.device) -> int:
         return int(self._module.mem_get_info(device)[0])
@@ -108,8 +108,8 @@ class Accelerator:
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The default generator of random numbers on the device."""
-        found: torch.Generator = self._module.default_generators[device.index]
-        return found
+        generator: torch.Generator = self._module.default_generators[device.index]
+        return generator
 
     # ---------------------------------------------------------------- streams
     def stream(self, device: torch.device) -> Stream:
@@ -119,8 +119,8 @@ class Accelerator:
 
     def current_stream(self, device: torch.device) -> Stream:
         """The stream that this thread's work on the device goes to."""
-        found: Stream = self._module.current_stream(device)
-        return found
+        stream: Stream = self._module.current_stream(device)
+        return stream
 
     def queue(self, device: torch.device) -> int | None:
         """The current stream's handle, which kernels of Triton are started with; None if another
@@ -200,22 +200,22 @@ def default() -> Accelerator | None:
 
 def default_type() -> str:
     """PyTorch's name of the device type to compute on where none is named."""
-    found = default()
-    return "cpu" if found is None else found.kind
+    accelerator = default()
+    return "cpu" if accelerator is None else accelerator.kind
 
 
 def default_device() -> torch.device:
     """The device that this process computes on if none is named."""
     import torch
 
-    found = default()
-    return torch.device("cpu") if found is None else found.current_device()
+    accelerator = default()
+    return torch.device("cpu") if accelerator is None else accelerator.current_device()
 
 
 def device_count() -> int:
     """The number of devices of the default kind; 0 if there is only the CPU."""
-    found = default()
-    return 0 if found is None else found.device_count()
+    accelerator = default()
+    return 0 if accelerator is None else accelerator.device_count()
 
 
 def synchronize(device: torch.device) -> None:

@@ -84,13 +84,13 @@ class HostMemory(Memory):
 
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
         stop, pins = offset_bytes + nbytes, self._pins
-        found = self._region.tensor(offset_bytes, stop)
+        view = self._region.tensor(offset_bytes, stop)
         first, last = offset_bytes // self._block_nbytes, -(-stop // self._block_nbytes)
         self._touched_blocks += self._touched.count(0, first, last)
         self._touched[first:last] = b"\1" * (last - first)
         if pins is not None:
             pins.use(offset_bytes, stop)
-        return found
+        return view
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         return memoryview(self._region)[offset_bytes : offset_bytes + nbytes]

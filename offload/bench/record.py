@@ -121,9 +121,9 @@ class Record:
         return {"format": FORMAT, "offload": __version__, **own}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Record:
+    def from_dict(cls, values: Mapping[str, Any]) -> Record:
         """The record of `to_dict`'s values."""
-        return TypeAdapter(cls).validate_python(found)
+        return TypeAdapter(cls).validate_python(values)
 
     def write(self, path: Path, option: str = "--json") -> None:
         """Write JSON; what is not finite becomes null, since JSON has no NaN. PathError, naming

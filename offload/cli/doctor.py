@@ -36,7 +36,7 @@ class Check:
 
     name: str
     status: Status
-    found: str
+    finding: str
     advice: str = ""
 
 
@@ -50,13 +50,13 @@ class Verdict:
 
 def verdict(checks: Sequence[Check]) -> Verdict:
     """Return the verdict on the checks of `run_checks`: ready if none of them failed."""
-    failed = [check for check in checks if check.status == "fail"]
+    failed = [f"not ready: {c.name}: {c.finding}; {c.advice}" for c in checks if c.status == "fail"]
     if failed:
-        return Verdict(False, tuple(f"not ready: {c.name}: {c.found}; {c.advice}" for c in failed))
+        return Verdict(False, tuple(failed))
     gpus = [check for check in checks if check.name.startswith("gpu ")]
     tiers = "device, host and nvme" if gpus else "host and nvme"
     lines = [f"ready: trains on {_computing(gpus)} with {tiers}"]
-    lines += [f"no GPU: {c.found.partition(';')[0]}" for c in checks if c.name == "gpu"]
+    lines += [f"no GPU: {c.finding.partition(';')[0]}" for c in checks if c.name == "gpu"]
     warned = [check.name for check in checks if check.status == "warn"]
     if warned:
         lines.append(f"to look at, with the advice above: {', '.join(warned)}")
@@ -66,7 +66,7 @@ def verdict(checks: Sequence[Check]) -> Verdict:
 def _computing(gpus: Sequence[Check]) -> str:
     if not gpus:
         return "the CPU"
-    name = gpus[0].found.partition(",")[0]
+    name = gpus[0].finding.partition(",")[0]
     many = f"{len(gpus)} GPUs ({name}; torchrun --nproc-per-node {len(gpus)})"
     return many if len(gpus) > 1 else name
 
@@ -98,46 +98,46 @@ def check_path(path: Path) -> list[Check]:
 def _software() -> list[Check]:
     versions = {name: str(machine.version_of(name)) for name in ("torch", "numba", "numpy")}
     python = f"{platform.python_version()} on {platform.platform()}"
-    return [Check(name, "ok", found) for name, found in {"python": python, **versions}.items()]
+    return [Check(name, "ok", finding) for name, finding in {"python": python, **versions}.items()]
 
 
 def _memory() -> list[Check]:
     total, nbytes = machine.total_memory_nbytes(), machine.available_memory_nbytes()
     checks = [Check("memory", "ok", f"{format_bytes(total)} in the machine")]
     for limit in machine.memory_limits():
-        found = f"{format_bytes(limit.limit_nbytes)}, {format_bytes(limit.used_nbytes)} used"
+        finding = f"{format_bytes(limit.limit_nbytes)}, {format_bytes(limit.used_nbytes)} used"
         name = "cgroup memory limit" if limit.kills else "cgroup memory.high"
-        checks.append(Check(name, "ok", f"{found}, in {limit.folder}"))
+        checks.append(Check(name, "ok", f"{finding}, in {limit.folder}"))
     advice = "close other programs, or keep budget.host well below this"
     low = nbytes < _LOW_MEMORY_NBYTES
     checks.append(_warned_if(low, "memory available", format_bytes(nbytes), advice))
     return checks
 
 
-def _warned_if(bad: bool, name: str, found: str, advice: str) -> Check:
-    return Check(name, "warn", found, advice) if bad else Check(name, "ok", found)
+def _warned_if(bad: bool, name: str, finding: str, advice: str) -> Check:
+    return Check(name, "warn", finding, advice) if bad else Check(name, "ok", finding)
 
 
 def _processor() -> Check:
     quota = machine.cpu_quota()
     note = f", cgroup quota {quota:.1f}" if quota is not None else ""
-    found = f"{machine.cpu_count()} of {os.cpu_count()} usable{note}; {machine.cpu_model()}"
-    return Check("cores", "ok", found)
+    finding = f"{machine.cpu_count()} of {os.cpu_count()} usable{note}; {machine.cpu_model()}"
+    return Check("cores", "ok", finding)
 
 
 def _precision() -> Check:
     """Check whether matrix products in 16 bits are fast enough where there is no GPU."""
     slow = " and ".join(machine.slow_matmul_precisions())
     advice = f"on the CPU use precision: fp32; {slow} can take 100 times as long"
-    found = f"slow for {slow}" if slow else "fast for bf16 and fp16"
-    return _warned_if(bool(slow), "16-bit products", f"{found} on this CPU", advice)
+    finding = f"slow for {slow}" if slow else "fast for bf16 and fp16"
+    return _warned_if(bool(slow), "16-bit products", f"{finding} on this CPU", advice)
 
 
 def _gpu() -> list[Check]:
-    found = accelerator.default()
-    if found is None:
+    kind = accelerator.default()
+    if kind is None:
         return [_no_gpu()]
-    return [_device(found, index) for index in range(found.device_count())]
+    return [_device(kind, index) for index in range(kind.device_count())]
 
 
 def _no_gpu() -> Check:
@@ -159,23 +159,23 @@ def _device(kind: accelerator.Accelerator, index: int) -> Check:
         advice = "check the driver (nvidia-smi, rocm-smi), or train with device: cpu"
         return Check(f"gpu {index}", "fail", f"cannot be used: {said}", advice)
     capability = f"compute capability {facts.compute_capability}"
-    found = (facts.name, format_bytes(facts.memory_nbytes), capability, kind.built_for())
-    return Check(f"gpu {index}", "ok", ", ".join(filter(None, found)))
+    facts_shown = (facts.name, format_bytes(facts.memory_nbytes), capability, kind.built_for())
+    return Check(f"gpu {index}", "ok", ", ".join(filter(None, facts_shown)))
 
 
 def _file_system(path: Path) -> Check:
     mount, name = machine.mount_of(path), f"{path} file system"
     if mount is None:
         return Check(name, "off", "unknown")
-    found = f"{mount.kind} on {mount.point}"
-    return _warned_if(bool(mount.remark), name, found, mount.remark)
+    finding = f"{mount.kind} on {mount.point}"
+    return _warned_if(bool(mount.remark), name, finding, mount.remark)
 
 
 def _free_space(path: Path) -> Check:
     usage = shutil.disk_usage(path)
-    found = f"{format_bytes(usage.free)} of {format_bytes(usage.total)}"
+    finding = f"{format_bytes(usage.free)} of {format_bytes(usage.total)}"
     low, advice = usage.free < _LOW_DISK_NBYTES, "free some, or name another folder in nvme.paths"
-    return _warned_if(low, f"{path} free", found, advice)
+    return _warned_if(low, f"{path} free", finding, advice)
 
 
 def _is_open_to_all(path: Path) -> bool:
@@ -189,9 +189,9 @@ def _backends(path: Path) -> list[Check]:
     try:
         reports = probe_backends(path)
     except (OSError, OffloadError) as error:
-        found, _, remedy = str(error).partition("; ")
+        problem, _, remedy = str(error).partition("; ")
         advice = remedy or "name another folder in nvme.paths"
-        return [Check(f"{path} backends", "fail", f"cannot be tried: {found}", advice)]
+        return [Check(f"{path} backends", "fail", f"cannot be tried: {problem}", advice)]
     checks = []
     for report in reports:
         status: Status = "ok" if report.available else "off"
@@ -207,20 +207,20 @@ def print_checks(paths: Sequence[Path]) -> None:
     """Check the machine (and `paths`), and print the findings and the verdict. The exit code is 1
     if nothing can be trained, 2 if a path is no folder."""
     checks = run_checks(paths)
-    found = verdict(checks)
+    result = verdict(checks)
     console = PlainConsole()
     shown = table("what", "", "found")
     for check in checks:
-        shown.add_row(check.name, Text(check.status, style=_STYLES[check.status]), check.found)
+        shown.add_row(check.name, Text(check.status, style=_STYLES[check.status]), check.finding)
     console.print(shown)
     console.print()
     for check in checks:
         if check.advice:  # with commands to be copied: no table breaks them
             console.print(f"{check.name}: {check.advice}", style="italic", soft_wrap=True)
     console.print()
-    for line in found.lines:
-        console.print(line, style="green" if found.ready else "red", soft_wrap=True)
+    for line in result.lines:
+        console.print(line, style="green" if result.ready else "red", soft_wrap=True)
     if any(not path.is_dir() for path in paths):
         raise typer.Exit(EXIT_BAD_INPUT)
-    if not found.ready:
+    if not result.ready:
         raise typer.Exit(EXIT_FAILED)

@@ -84,17 +84,17 @@ def plan_of(config: OffloadConfig, ranks: int, nodes: int) -> Planned:
     config = config.owning_the_loop()
     sharding = Sharding.of(config.zero.stage, config.zero.shard_group, ranks * nodes, 0)
     workload = workload_of(config)
-    found = forecast(config, build_meta_model(config), workload, sharding, ranks)
-    assert found is not None, "the built-in model's passes can be traced"
-    best = found.solution.best
-    check_plan(best.plan, found.planned.hardware)
+    prediction = forecast(config, build_meta_model(config), workload, sharding, ranks)
+    assert prediction is not None, "the built-in model's passes can be traced"
+    best = prediction.solution.best
+    check_plan(best.plan, prediction.planned.hardware)
     paths = nvme_paths(config.nvme)
     notes = preflight(best.plan, paths, passing_nbytes=best.passing_nbytes)
     stated = "train" in config.model_fields_set
     whose = "of train.model" if stated else "at its default size, as the file names no model"
     return Planned(
-        f"built-in model {whose}", config, workload, found.solution, compute_device(config).type,
-        found.timed, ranks, notes,
+        f"built-in model {whose}", config, workload, prediction.solution,
+        compute_device(config).type, prediction.timed, ranks, notes,
     )  # fmt: skip
 
 

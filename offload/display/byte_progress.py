@@ -1,9 +1,9 @@
 """The progress of long operations, as a line every ten seconds.
 
-    with progress("loading weights", total_nbytes) as came:
+    with progress("loading weights", total_nbytes) as on_bytes:
         for group in groups:
             ...
-            came(group.nbytes)
+            on_bytes(group.nbytes)
 
 Nothing is shown of what is done within two seconds, on ranks but the first, or where warnings of
 the logger "offload.progress" are off (as they are where those of "offload" are):
@@ -31,12 +31,12 @@ _ENOUGH = 0.05  # done, for the rest to be told from it
 
 @contextmanager
 def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
-    """Show progress inside; `came(nbytes)` reports further bytes that are done."""
+    """Show progress inside; `on_bytes(nbytes)` reports further bytes that are done."""
     if rank_here() or not _log.isEnabledFor(logging.WARNING):
         yield lambda nbytes: None
         return
     shown = _Progress(what, total_nbytes)
-    yield shown.came
+    yield shown.on_bytes
     shown.end()
 
 
@@ -53,7 +53,7 @@ class _Progress:
     def _seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def came(self, nbytes: int) -> None:
+    def on_bytes(self, nbytes: int) -> None:
         self._done = min(self._total, self._done + nbytes)
         seconds = self._seconds
         if seconds < self._next_s or self._done == self._total:

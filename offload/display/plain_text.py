@@ -26,7 +26,7 @@ def plain_lines(text: str) -> str:
 def without_controls(text: str) -> str:
     """Escape the control characters of a text in any language; line breaks and tabs stay, and so do
     unprintable characters that do not move the cursor."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def echo(text: str, *, err: bool = False) -> None:

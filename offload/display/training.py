@@ -110,11 +110,11 @@ class _Recent:
     def waits(self) -> dict[str, float]:
         """Shares of the shown steps' time that the model's thread waited, by cause."""
         seconds = sum(values["seconds"] for _, values in self._rows)
-        found: defaultdict[str, float] = defaultdict(float)
+        shares: defaultdict[str, float] = defaultdict(float)
         for _, values in self._rows if seconds > 0 else ():
             for key, value in values["waited"].items():
-                found[key] += value / seconds
-        return found
+                shares[key] += value / seconds
+        return shares
 
     def left(self) -> str:
         """The remaining time, `about 3 min left`; empty if it is not known yet."""
@@ -127,7 +127,7 @@ class _Recent:
     def rows(self) -> list[list[str]]:
         """The figures of the step in words: of the step itself, links, tiers and waits."""
         rows = (self._figures(), self._links(), self._tiers(), self._waits())
-        return [texts for found in rows if (texts := list(found))]
+        return [texts for figures in rows if (texts := list(figures))]
 
     def _figures(self) -> Iterator[str]:
         values = self.values

@@ -383,15 +383,15 @@ def _free_nbytes(nvme: NvmeConfig, free: Mapping[str, int], here: int) -> int:
     """Return the free bytes of the folders' disks that are available to this rank, one of `here`:
     ranks with a folder on the same disk share what is free there."""
     rank, local_rank = _numbers()
-    found: dict[int, int] = {}
+    free_of_disk: dict[int, int] = {}
     for template, path in zip(nvme.paths or nvme_paths(nvme), nvme_paths(nvme), strict=True):
         disk = os.stat(path).st_dev
         sharing = sum(
             _disk_of(_of_rank(template, rank - local_rank + other, other)) in (disk, None)
             for other in range(here)
         )
-        found[disk] = free[path] // max(1, sharing)
-    return sum(found.values())
+        free_of_disk[disk] = free[path] // max(1, sharing)
+    return sum(free_of_disk.values())
 
 
 def _disk_of(path: str) -> int | None:

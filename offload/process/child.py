@@ -72,10 +72,10 @@ class Child:
 
     def answer(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
         """Return the next answer. Raises ChildFailed if there is none."""
-        found = self.next_answer(timeout_s)
-        if found is None:
+        answer = self.next_answer(timeout_s)
+        if answer is None:
             raise self._failed(self._end())
-        return found
+        return answer
 
     def next_answer(self, timeout_s: float) -> Any:
         """Return the next answer, or None if there will be none. Raises ChildTimedOut if none
@@ -160,8 +160,8 @@ class Parent:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def answer(self, found: Any) -> None:
-        self._pipe.send(found)
+    def answer(self, result: Any) -> None:
+        self._pipe.send(result)
 
     def commands(self) -> Iterator[Any]:
         """Yield the parent's commands until it hangs up."""

@@ -26,7 +26,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Remembers that a signal came."""
+    """Remembers that a signal arrived."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -86,7 +86,7 @@ def _noting(number: int) -> Interrupts | None:
 def noted_interrupts() -> Iterator[Interrupts]:
     """Ctrl-C and SIGTERM are noted inside the block; a block inside another one shares its notes.
     Does nothing off the main thread, nor with a signal that the program handles itself."""
-    outer = [found for number in _DEFAULTS if (found := _noting(number)) and found.is_here]
+    outer = [noting for number in _DEFAULTS if (noting := _noting(number)) and noting.is_here]
     interrupts = outer[0] if outer else Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts

@@ -224,15 +224,15 @@ def mounts(root: Path = _ROOT) -> list[Mount]:
 
 @lru_cache(maxsize=1)
 def _mounts_in(text: str) -> tuple[Mount, ...]:
-    found = []
+    mounts = []
     for line in text.splitlines():
         before, separator, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
         if separator and len(fields) >= 6 and kinds:
             options = {*fields[5].split(","), *(kinds[2].split(",") if len(kinds) > 2 else [])}
             point = Path(fields[4].encode().decode("unicode_escape"))
-            found.append(Mount(point, fields[3], kinds[0], frozenset(options)))
-    return tuple(found)
+            mounts.append(Mount(point, fields[3], kinds[0], frozenset(options)))
+    return tuple(mounts)
 
 
 def _cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:

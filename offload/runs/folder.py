@@ -228,11 +228,11 @@ def default_path(name: str, parent: Path = Path("runs")) -> Path:
 def _check_can_make(path: Path) -> None:
     """Raise PathError early if the folder cannot be made, rather than after building the model."""
     whole = path.absolute()
-    found = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
-    if not os.path.isdir(found):  # Path.is_dir raises where a link leads to no access
-        raise PathError(f"--run-dir: cannot create {path}: {found} is not a folder")
-    if not os.access(found, os.W_OK | os.X_OK):
-        raise PathError(f"--run-dir: cannot create {path}: {found} is not writable")
+    existing = next(folder for folder in (whole, *whole.parents) if os.path.lexists(folder))
+    if not os.path.isdir(existing):  # Path.is_dir raises where a link leads to no access
+        raise PathError(f"--run-dir: cannot create {path}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PathError(f"--run-dir: cannot create {path}: {existing} is not writable")
 
 
 def _at(values: Any, key: str) -> Any:

@@ -108,15 +108,15 @@ class Facts:
         self._model = model
         self._workload = workload
         self._device = device
-        self._found: dict[object, ActivationFacts] = {}
+        self._facts: dict[object, ActivationFacts] = {}
 
     def __call__(self, config: OffloadConfig) -> ActivationFacts:
         key = config.placement.activations.checkpoint
-        if key not in self._found:
-            self._found[key] = trace_activations(
+        if key not in self._facts:
+            self._facts[key] = trace_activations(
                 self._model, config, self._workload, device=self._device
             )
-        return self._found[key]
+        return self._facts[key]
 
 
 def _speeds(config: OffloadConfig, model: ModelShape) -> Speeds | None:

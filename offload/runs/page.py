@@ -120,10 +120,10 @@ class Rows:
 def _object(path: Path) -> Mapping[str, Any]:
     """The JSON object in a file; empty if there is none."""
     try:
-        found = json.loads(path.read_text(errors="replace"))
+        content = json.loads(path.read_text(errors="replace"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _at(values: Any, *keys: str) -> Any:

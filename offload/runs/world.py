@@ -70,5 +70,5 @@ class World:
         numbers = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         numbers[self.rank] = number
         dist.all_reduce(numbers)
-        found: list[float] = numbers.tolist()
-        return found
+        gathered: list[float] = numbers.tolist()
+        return gathered

@@ -119,13 +119,13 @@ def _run(
     torch.manual_seed(config.seed)
     model = build_meta_model(config)
     announce(console, config, model, batches, world)
-    config, found = choose(config, world)
+    config, prediction = choose(config, world)
     with noted_interrupts() as interrupts, initialize(model, config) as engine:
         folder.make()
         folder.write_config(engine.config)
         console.print(f"run folder: {folder.path}", soft_wrap=True)
         trainer = Trainer(
-            config, folder, console, model, engine, batches, world, interrupts, found,
+            config, folder, console, model, engine, batches, world, interrupts, prediction,
             baseline_nbytes, resume_with,
         )  # fmt: skip
         if saved is not None:
@@ -150,18 +150,18 @@ def last_checkpoint(folder: RunFolder, config: OffloadConfig, console: Console) 
 
 def choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast | None]:
     """Resolve open settings as the first rank does: every rank has to take the same steps."""
-    found = None
+    prediction = None
     if world.is_first:
         meta = build_meta_model(config)
-        found = forecast(config, meta, workload_of(config), world.sharding)
-    if found is not None:
-        best = found.solution.best
+        prediction = forecast(config, meta, workload_of(config), world.sharding)
+    if prediction is not None:
+        best = prediction.solution.best
         for warning in activations_beyond(best.plan, best.passing_nbytes):
             _log.warning("%s", warning)
-    chosen = config.settled() if found is None else found.config
+    chosen = config.settled() if prediction is None else prediction.config
     if world.size > 1:
         chosen = OffloadConfig.load(yaml.safe_load(world.tell(chosen.to_yaml())))
-    return chosen, found
+    return chosen, prediction
 
 
 def announce(

@@ -13,24 +13,24 @@ from offload.cli.doctor import Check, Status, check_path, print_checks, run_chec
 
 def test_a_missing_folder_is_named_with_its_remedy(tmp_path: Path) -> None:
     (check,) = check_path(tmp_path / "nothing")
-    assert (check.status, check.found) == ("fail", "does not exist")
+    assert (check.status, check.finding) == ("fail", "does not exist")
     assert check.advice.startswith(f"mkdir -p {tmp_path / 'nothing'}")
     (tmp_path / "file").touch()
-    assert check_path(tmp_path / "file")[0].found == "is not a folder"
+    assert check_path(tmp_path / "file")[0].finding == "is not a folder"
 
 
 def test_a_folder_open_to_all_is_a_warning(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    assert any(check.found == "world-writable, no sticky bit" for check in check_path(tmp_path))
+    assert any(check.finding == "world-writable, no sticky bit" for check in check_path(tmp_path))
     tmp_path.chmod(0o1777)
-    assert not any("world-writable" in check.found for check in check_path(tmp_path))
+    assert not any("world-writable" in check.finding for check in check_path(tmp_path))
 
 
 def test_a_folder_in_ram_is_a_warning() -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm")
-    found = {check.name: check for check in check_path(Path("/dev/shm"))}
-    assert found["/dev/shm file system"].status == "warn"
+    checks = {check.name: check for check in check_path(Path("/dev/shm"))}
+    assert checks["/dev/shm file system"].status == "warn"
 
 
 def checked(*checks: tuple[str, Status, str]) -> list[Check]:
@@ -74,5 +74,5 @@ def test_a_device_that_cannot_be_asked_is_named(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("CUDA unknown error\nsecond line")
 
     monkeypatch.setattr("offload.tiers.accelerator.default", Broken)
-    (found,) = [check for check in run_checks() if check.name.startswith("gpu")]
-    assert (found.status, found.found) == ("fail", "cannot be used: CUDA unknown error")
+    (gpu,) = [check for check in run_checks() if check.name.startswith("gpu")]
+    assert (gpu.status, gpu.finding) == ("fail", "cannot be used: CUDA unknown error")

@@ -39,13 +39,13 @@ class Generation:
             elif number < 1:
                 raise ConfigError(f"--{name.replace(' ', '-')} {number}: at least 1")
             known.append(usual if number is None else number)
-        found = cls(*known)
-        if found.batch * found.context > MAX_TOKENS:
+        generation = cls(*known)
+        if generation.batch * generation.context > MAX_TOKENS:
             raise ConfigError(
-                f"--batch {found.batch} with {found.context:,} tokens in each sequence: at most "
-                f"{MAX_TOKENS:,} together"
+                f"--batch {generation.batch} with {generation.context:,} tokens in each sequence: "
+                f"at most {MAX_TOKENS:,} together"
             )
-        return found, tuple(notes)
+        return generation, tuple(notes)
 
     @property
     def prefill(self) -> Workload:

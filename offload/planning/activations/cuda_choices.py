@@ -68,10 +68,10 @@ def _attention(
         return _flash(tensors, dropout_p, is_causal, scale)
     if plain and key.shape[1] == query.shape[1]:
         bias = _bias(attn_mask, query, key)
-        found: Tensor = _aten._scaled_dot_product_efficient_attention(
+        output: Tensor = _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )[0]
-        return found
+        return output
     result: Tensor = _aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale,
         enable_gqa=enable_gqa,
@@ -86,10 +86,10 @@ def _flash(
     missing = -width % _FLASH_ALIGN
     padded = [F.pad(x, (0, missing)) for x in tensors] if missing else tensors
     scale = width**-0.5 if scale is None else scale
-    found: Tensor = _aten._scaled_dot_product_flash_attention(
+    output: Tensor = _aten._scaled_dot_product_flash_attention(
         *padded, dropout_p, is_causal, False, scale=scale
     )[0]
-    return found[..., :width] if missing else found
+    return output[..., :width] if missing else output
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -123,8 +123,8 @@ def _rms_norm(
 ) -> Tensor:  # fmt: skip
     if weight is not None and weight.dtype is not input.dtype:
         return F.rms_norm(input, normalized_shape, weight, eps)
-    found: Tensor = _FusedRmsNorm.apply(input, len(normalized_shape), weight)
-    return found
+    output: Tensor = _FusedRmsNorm.apply(input, len(normalized_shape), weight)
+    return output
 
 
 def _dropout(
@@ -133,8 +133,8 @@ def _dropout(
 ) -> Tensor:  # fmt: skip
     if inplace or not training or not p:
         return F.dropout(input, p, training, inplace)
-    found: Tensor = torch.native_dropout(input, p, True)[0]
-    return found
+    output: Tensor = torch.native_dropout(input, p, True)[0]
+    return output
 
 
 def _fp32_of_halves(function: Callable[..., Tensor], kernel: Any) -> Callable[..., Tensor]:
@@ -145,8 +145,8 @@ def _fp32_of_halves(function: Callable[..., Tensor], kernel: Any) -> Callable[..
         dim: int, _stacklevel: int = 3, dtype: Any = None,
     ) -> Tensor:  # fmt: skip
         if dtype is torch.float32 and input.dtype in _HALVES:
-            found: Tensor = kernel(input, dim, True)
-            return found
+            output: Tensor = kernel(input, dim, True)
+            return output
         return function(input, dim, dtype=dtype)
 
     return chosen

@@ -320,13 +320,13 @@ class SavedElsewhere:
 
     def bring_back(self, record: _LeftStorage) -> torch.UntypedStorage:
         """Return the record's bytes where the model computes."""
-        found = record.there()
-        if found is None:
+        storage = record.there()
+        if storage is None:
             nbytes = record.stop_bytes - record.start_bytes
             in_window = self._in_place and nbytes <= _LEAST_SLOT_NBYTES
             with self._live.counting(not in_window):
                 # zeros, where there are values at all: indices have to be some
-                found = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
-            record.there = weakref.ref(found)
+                storage = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
+            record.there = weakref.ref(storage)
             record.there_start_bytes = record.start_bytes
-        return found
+        return storage

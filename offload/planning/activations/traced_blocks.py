@@ -56,7 +56,7 @@ class Stretch:
 def stretches(model: nn.Module, blocks: Sequence[Unit]) -> list[Stretch]:
     """Find the stretches of blocks in which skipping saves work; other blocks are run."""
     signatures = _signatures(model, blocks)
-    found = []
+    skippable = []
     start = 0
     while start < len(signatures):
         best = max(
@@ -64,11 +64,11 @@ def stretches(model: nn.Module, blocks: Sequence[Unit]) -> list[Stretch]:
             key=lambda stretch: stretch.skipped * stretch.period,
         )
         if best.skipped:
-            found.append(best)
+            skippable.append(best)
             start = best.stop
         else:
             start += 1
-    return found
+    return skippable
 
 
 def _stretch(signatures: Sequence[Any], start: int, period: int) -> Stretch:
@@ -104,16 +104,16 @@ def _list_of(unit: Unit) -> tuple[str, str]:
 
 def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
     """The classes, plain attributes and shapes of a block's modules, by module and name."""
-    found: dict[tuple[str, str], Any] = {}
+    settings: dict[tuple[str, str], Any] = {}
     for name, module in block.named_modules():
-        found[name, ""] = type(module)
+        settings[name, ""] = type(module)
         for key, value in vars(module).items():
             if isinstance(value, _SIMPLE):
-                found[name, key] = value
+                settings[name, key] = value
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                found[name, key] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    return found
+                settings[name, key] = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return settings
 
 
 @contextmanager

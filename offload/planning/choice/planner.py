@@ -113,11 +113,11 @@ def plan_run(
         )
         memory = planned.estimate(hardware.capacities)
         others = tuple(other for other in candidates if other is not candidate)
-        found = RunPlan(
+        run_plan = RunPlan(
             config, model, hardware, run, replace(solution, best=candidate, others=others), memory
         )
-        if found.fits:
-            return found
-        first = first or found
+        if run_plan.fits:
+            return run_plan
+        first = first or run_plan
     assert first is not None  # a solution has a best candidate
     return first

@@ -80,12 +80,12 @@ def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
     """Return the earlier measurement for `precision`, or the default; at once, without torch.
     With CUDA (`gpu`) the rest is from constants."""
     kept = load(_KIND, _key(precision), Baseline)
-    found = kept[0] if kept is not None else Baseline(_DEFAULT_RAM_NBYTES[precision])
+    baseline = kept[0] if kept is not None else Baseline(_DEFAULT_RAM_NBYTES[precision])
     if not gpu:
-        return found
-    ram_nbytes = max(found.ram_nbytes, GPU_RAM_NBYTES)
+        return baseline
+    ram_nbytes = max(baseline.ram_nbytes, GPU_RAM_NBYTES)
     gpu_nbytes = GPU_CONTEXT_NBYTES + GPU_WORKSPACES_NBYTES
-    return replace(found, ram_nbytes=ram_nbytes, gpu_nbytes=gpu_nbytes)
+    return replace(baseline, ram_nbytes=ram_nbytes, gpu_nbytes=gpu_nbytes)
 
 
 def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:

@@ -53,12 +53,12 @@ def remembered(
     known: tuple[_T] | None = None if anew else load(kind, key, answer)
     if known is not None:
         return known[0]
-    found = find()
+    result = find()
     try:
-        _save(kind, key, answer, found)
+        _save(kind, key, answer, result)
     except OSError as error:
         _warn_once(kind, cache_folder(), error.strerror or str(error))
-    return found
+    return result
 
 
 @cache
@@ -86,9 +86,9 @@ def load(kind: str, key: str, answer: Any) -> tuple[Any] | None:
         return None
 
 
-def _save(kind: str, key: str, answer: Any, found: Any) -> None:
-    """Keep `found` under `key`, atomically for readers."""
-    values = TypeAdapter(answer).dump_python(found, mode="json")
+def _save(kind: str, key: str, answer: Any, result: Any) -> None:
+    """Keep `result` under `key`, atomically for readers."""
+    values = TypeAdapter(answer).dump_python(result, mode="json")
     path = _path(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

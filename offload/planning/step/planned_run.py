@@ -102,20 +102,20 @@ class PlannedRun(PendingUpdates):
         self.moves = self._settled(program(self._tried))
 
     def _all_groups(self, experts: Representatives, most_chunks: int) -> dict[int, PlannedGroup]:
-        plan, found = self._plan, {}
+        plan, groups = self._plan, {}
         room = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
         _, device = pool_of(room if plan.gpu else 0)
         on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
         together = max(1, -(-on_nvme // most_chunks))
         for index in experts.alike:
-            found[index] = group = PlannedGroup(
+            groups[index] = group = PlannedGroup(
                 plan, experts, index, self._fetcher, self._host, device, together
             )
             group.bring_at = partial(self._bring, group)
             group.weights.filled = partial(self._read_weights, group)
             group.gradients.sent = partial(self._write_gradients, group)
             self._fetcher.add(group, group.shape.table)
-        return found
+        return groups
 
     @property
     def total(self) -> Bytes:

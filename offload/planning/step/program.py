@@ -137,13 +137,13 @@ def working_groups(model: ModelShape) -> frozenset[int]:
 
 def _backward_uses(model: ModelShape) -> dict[int, list[int]]:
     """The groups that backward needs, by unit."""
-    found: dict[int, list[int]] = {}
+    uses: dict[int, list[int]] = {}
     before_blocks = True
     for index, unit in enumerate(model.units):
         before_blocks = before_blocks and not unit.repeated
         if not (before_blocks and _is_one_matrix(model, unit)):
-            found[index] = list(reversed(unit.groups))
-    return found
+            uses[index] = list(reversed(unit.groups))
+    return uses
 
 
 def _is_one_matrix(model: ModelShape, unit: UnitShape) -> bool:

@@ -121,8 +121,8 @@ def _bundles(plan: Plan, table: Sequence[int], most: int) -> Iterator[tuple[int,
 
 def _spread(counts: Mapping[int, int], some: int, whole: int) -> dict[int, int]:
     """Distribute `some` of `whole` things over `counts` as evenly as whole numbers allow."""
-    found, seen = {}, 0
+    shares, seen = {}, 0
     for index, count in counts.items():
-        found[index] = (seen + count) * some // whole - seen * some // whole
+        shares[index] = (seen + count) * some // whole - seen * some // whole
         seen += count
-    return found
+    return shares

@@ -74,9 +74,9 @@ def compare(prediction: Prediction, measured: Measured) -> RunCheck:
 
 def print_check(folder: Path) -> None:
     """Print one line per figure. Raise ConfigError if the folder holds no checkable run."""
-    found = check_run(folder)
+    check = check_run(folder)
     shown = table("", "predicted", "measured", "apart", numbers=range(1, 4))
-    for row in found.rows:
+    for row in check.rows:
         apart = row.ratio - 1
         far = abs(apart) > _TOLERANCES.get(row.name, _TOLERANCE)
         far = far and not (row.is_bound and apart > 0)
@@ -86,9 +86,9 @@ def print_check(folder: Path) -> None:
             Text(f"{apart:+.1%}", style="yellow" if far else "green"),
         )  # fmt: skip
     PlainConsole().print(shown)
-    if found.missing:
-        print(found.missing)
-    print(f"{found.steps:,} step{'' if found.steps == 1 else 's'}")
+    if check.missing:
+        print(check.missing)
+    print(f"{check.steps:,} step{'' if check.steps == 1 else 's'}")
 
 
 def _figure(row: Row, value: float) -> str:

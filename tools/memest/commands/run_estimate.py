@@ -60,21 +60,21 @@ def answered(question: Question, answer: Callable[[Case], Estimate]) -> tuple[Qu
     """Return the answer, with assumptions first among its notes; if the model's code cannot be
     followed, it is of the states alone, and says so."""
     try:
-        found = answer(question.case)
+        result = answer(question.case)
     except UntraceableError as error:
         source = question.case.source.without_graph(str(error))
         question = replace(question, case=replace(question.case, source=source))
-        found = answer(question.case)
-    return question, replace(found, notes=(*question.assumed, *found.notes))
+        result = answer(question.case)
+    return question, replace(result, notes=(*question.assumed, *result.notes))
 
 
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. Return 0 if the model fits, 1 if not."""
-    question, found = answered(read_question(asked), estimate)
+    question, result = answered(read_question(asked), estimate)
     if asked.write is not None:  # before a reader of standard output goes away
-        _write_config(found, question, asked.write)
-    _show(found, asked)
-    return 0 if found.fits else DOES_NOT_FIT
+        _write_config(result, question, asked.write)
+    _show(result, asked)
+    return 0 if result.fits else DOES_NOT_FIT
 
 
 # ---------------------------------------------------------------- what is asked about
@@ -140,30 +140,30 @@ def _workload_of(
 
 def _generation_of(asked: EstimateOptions, source: ModelSource) -> tuple[Generation, list[str]]:
     """Return the generation to plan for, and notes on assumptions and omissions."""
-    found, assumed = Generation.asked(asked.batch, asked.prompt, asked.new_tokens)
+    generation, assumed = Generation.asked(asked.batch, asked.prompt, asked.new_tokens)
     notes = list(assumed)
-    if source.context is not None and found.context >= source.context:
+    if source.context is not None and generation.context >= source.context:
         notes.append(
             f"sequences get longer than the {source.context:,} tokens the model was made for"
         )
     if source.cache is None:
         notes.append("the cache of keys and values is not counted: what is cached is not known")
-    return found, notes
+    return generation, notes
 
 
 def _workload_notes(
-    asked: EstimateOptions, source: ModelSource, found: Workload, *, assumed: bool
+    asked: EstimateOptions, source: ModelSource, workload: Workload, *, assumed: bool
 ) -> Iterator[str]:
     if assumed and asked.batch is None:
-        yield f"batch: {found.batch}, as none was asked for"
+        yield f"batch: {workload.batch}, as none was asked for"
     if assumed and asked.sequence is None:
-        yield f"sequence: {found.sequence:,} tokens, as none was asked for"
-    if source.context is not None and found.sequence > source.context:
+        yield f"sequence: {workload.sequence:,} tokens, as none was asked for"
+    if source.context is not None and workload.sequence > source.context:
         yield f"sequences are longer than the {source.context:,} tokens the model was made for"
 
 
 # ---------------------------------------------------------------- the answer
-def _show(found: Estimate, asked: EstimateOptions) -> None:
+def _show(result: Estimate, asked: EstimateOptions) -> None:
     from offload.tools.memest.show.estimate_page import estimate_page
     from offload.tools.memest.show.render_json import to_dict
     from offload.tools.memest.show.render_terminal import page_table
@@ -171,17 +171,17 @@ def _show(found: Estimate, asked: EstimateOptions) -> None:
     show_answer(
         asked.chosen_format,
         asked.out,
-        table=lambda: page_table(estimate_page(found)),
-        values=lambda: to_dict(found),
-        page=lambda: estimate_page(found),
+        table=lambda: page_table(estimate_page(result)),
+        values=lambda: to_dict(result),
+        page=lambda: estimate_page(result),
     )
 
 
-def _write_config(found: Estimate, question: Question, path: Path) -> None:
+def _write_config(result: Estimate, question: Question, path: Path) -> None:
     from offload.tools.memest.show.write_config import config_yaml
 
     case = question.case
-    text = config_yaml(found, case, question.asked, str(path))
+    text = config_yaml(result, case, question.asked, str(path))
     write_file(path, text, "--write")
     print(f"wrote {path}", file=sys.stderr)
 
@@ -205,12 +205,12 @@ def speeds_of(profile: HardwareProfile, config: OffloadConfig, *, measure: bool)
     if not profile.here:
         return profile.speeds()
     paths = config.nvme.paths
-    found = known_speeds(paths)
-    if found is None and measure:
+    speeds = known_speeds(paths)
+    if speeds is None and measure:
         print(
             "measuring this machine's speeds, once; --no-measure leaves times out ...",
             file=sys.stderr,
             flush=True,
         )
-        found = machine_speeds(paths)
-    return profile.speeds(found)
+        speeds = machine_speeds(paths)
+    return profile.speeds(speeds)

@@ -31,11 +31,11 @@ _LARGE_CHUNK_NUMEL = 1 << 22
 def estimate(case: Case) -> Estimate:
     """Estimate a training or a generation, with changes that would make it fit if it does not."""
     estimator = Estimator()
-    found = estimator(case)
+    result = estimator(case)
     ranks = _rank_notes(case) if case.profile.ranks > 1 else ()
-    notes = (*case_notes(case), *found.notes, *_missing(case), *ranks)
-    more = () if found.fits else changes(case, found, estimator)
-    return replace(found, notes=notes, changes=more)
+    notes = (*case_notes(case), *result.notes, *_missing(case), *ranks)
+    more = () if result.fits else changes(case, result, estimator)
+    return replace(result, notes=notes, changes=more)
 
 
 def case_notes(case: Case) -> Iterator[str]:
@@ -93,15 +93,15 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
             return None
 
     def fits(change: Change) -> bool:
-        found = after(change)
-        return found is not None and found.fits
+        changed = after(change)
+        return changed is not None and changed.fits
 
-    found: list[Change] = []
+    fitting: list[Change] = []
     for knob in knobs(case, now):
-        if len(found) < MOST_SHOWN and fits(knob[-1]):
+        if len(fitting) < MOST_SHOWN and fits(knob[-1]):
             change = _mildest(knob, fits)
-            found.append(replace(change, step_factor=_factor(now, after(change))))
-    return tuple(sorted(found, key=lambda change: change.step_factor or math.inf))
+            fitting.append(replace(change, step_factor=_factor(now, after(change))))
+    return tuple(sorted(fitting, key=lambda change: change.step_factor or math.inf))
 
 
 def _changed(case: Case, change: Change) -> Case | None:

@@ -30,13 +30,13 @@ _DISK_SIZES = tuple(n * GIB for n in (*(k << p for p in range(16) for k in (2, 3
 Knob = Sequence[Change]
 
 
-def knobs(case: Case, found: Estimate) -> list[Knob]:
-    """Return every knob that could help with what `found` lacks, without empty ones."""
-    tiers = {shortfall.tier for shortfall in found.shortfalls}
-    return [knob for knob in _all(case, found, tiers) if knob]
+def knobs(case: Case, estimate: Estimate) -> list[Knob]:
+    """Return every knob that could help with what `estimate` lacks, without empty ones."""
+    tiers = {shortfall.tier for shortfall in estimate.shortfalls}
+    return [knob for knob in _all(case, estimate, tiers) if knob]
 
 
-def _all(case: Case, found: Estimate, tiers: set[Tier]) -> Iterator[Knob]:
+def _all(case: Case, estimate: Estimate, tiers: set[Tier]) -> Iterator[Knob]:
     compute = Tier.DEVICE if case.profile.gpu_nbytes else Tier.HOST
     if compute in tiers:
         if case.generation is not None:
@@ -46,9 +46,9 @@ def _all(case: Case, found: Estimate, tiers: set[Tier]) -> Iterator[Knob]:
             yield tuple(_batch(case))
     if tiers - {Tier.NVME}:
         for tier in (each for each in TIERS if not each.is_file):
-            yield from _budget(case, found, tier)
+            yield from _budget(case, estimate, tier)
         yield from _placements(case)
-    yield from _budget(case, found, Tier.NVME)
+    yield from _budget(case, estimate, Tier.NVME)
     if case.generation is None:
         yield _chunk(case)
     yield _precision(case)
@@ -84,13 +84,13 @@ def _sequences(asked: Generation) -> Iterator[Change]:
         yield Change({"--batch": str(batch)}, f"{parts} batches of {batch}, one after the other")
 
 
-def _budget(case: Case, found: Estimate, tier: Tier) -> Iterator[Knob]:
+def _budget(case: Case, estimate: Estimate, tier: Tier) -> Iterator[Knob]:
     """Yield options that raise a budget which was given and is too small, up to the machine's
     limit. Beside another change less may suffice; and with more room the chunks that are left open
     grow, so that somewhat more is needed than now."""
     if case.config.budget.of(tier) is None:
         return
-    for shortfall in found.shortfalls:
+    for shortfall in estimate.shortfalls:
         if shortfall.tier is tier and shortfall.key == f"budget.{tier}":
             needed = -(-shortfall.needed_nbytes // _STEP)
             sizes = (needed // 4, needed // 2, needed * 3 // 4, needed, needed + 1, needed + 2)

@@ -36,17 +36,17 @@ def read_profile(
     SSD`, `4 x Gen4 SSD`); `nvme`: how much of the disk is free, by default all. Raise ConfigError,
     naming the option, for anything else.
     """
-    found = this_machine(nvme_paths)
+    profile = this_machine(nvme_paths)
     if gpu is not None:
-        found = _with_named(found, gpu, open_=ram is None or (nvme is None and ssd is None))
+        profile = _with_named(profile, gpu, open_=ram is None or (nvme is None and ssd is None))
     if ram is not None:
-        found = found.with_ram(_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
-    found = _with_drives(found, nvme, ssd)
-    if gpus and not found.gpu_nbytes:
+        profile = profile.with_ram(_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
+    profile = _with_drives(profile, nvme, ssd)
+    if gpus and not profile.gpu_nbytes:
         raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")
     if gpus:
-        found = replace(found, gpus=gpus)
-    return replace(found, nodes=nodes or 1)
+        profile = replace(profile, gpus=gpus)
+    return replace(profile, nodes=nodes or 1)
 
 
 def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
@@ -111,13 +111,13 @@ def _free_disk(paths: Sequence[Path]) -> int:
     return sum(free.values())
 
 
-def _known_gpu(found: LocalGpu | None) -> GpuPart | None:
+def _known_gpu(local: LocalGpu | None) -> GpuPart | None:
     """Return the named part that a GPU of this machine is, by its name and memory."""
-    if found is None:
+    if local is None:
         return None
-    name = plain_name(found.name)
+    name = plain_name(local.name)
     fitting = [gpu for gpu in GPUS if plain_name(gpu.name.partition("-")[0]) in name]
-    return min(fitting, key=lambda gpu: abs(gpu.nbytes - found.nbytes), default=None)
+    return min(fitting, key=lambda gpu: abs(gpu.nbytes - local.nbytes), default=None)
 
 
 def _with_named(here: HardwareProfile, named: str, *, open_: bool) -> HardwareProfile:

@@ -65,21 +65,21 @@ def _figures(estimate: Estimate) -> Iterator[Figure]:
     yield Figure("checkpoint", checkpoint, "on disk, each")
 
 
-def _of_inference(estimate: Estimate, found: InferenceEstimate) -> Iterator[Figure]:
-    step, asked, prefill = estimate.step, found.generation, found.prefill
+def _of_inference(estimate: Estimate, inference: InferenceEstimate) -> Iterator[Figure]:
+    step, asked, prefill = estimate.step, inference.generation, inference.prefill
     if prefill is not None and step is not None:
         rate = f"{per_second(prefill.tokens_per_s)} tokens/s"
         yield Figure("prefill", duration(prefill.seconds), rate)
         if asked.new_tokens > 1:
             rate = f"a pass; {per_second(step.tokens_per_s)} tokens/s"
             yield Figure("decoding", duration(step.seconds), rate)
-        seconds = found.seconds(step)
+        seconds = inference.seconds(step)
         if seconds is not None:
             tokens = f"{asked.batch * asked.new_tokens:,} new tokens"
             yield Figure("all of it", duration(seconds), tokens)
-    if found.token_nbytes is not None:
-        cached = f"{format_bytes(found.token_nbytes)} per token of a sequence"
-        yield Figure("kv cache", format_bytes(found.cache_nbytes or 0), cached)
+    if inference.token_nbytes is not None:
+        cached = f"{format_bytes(inference.token_nbytes)} per token of a sequence"
+        yield Figure("kv cache", format_bytes(inference.cache_nbytes or 0), cached)
 
 
 def _life(estimate: Estimate, step: StepEstimate) -> Figure:

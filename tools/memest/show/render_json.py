@@ -73,14 +73,14 @@ def _step(step: StepEstimate) -> dict[str, Any]:
     }
 
 
-def _inference(found: InferenceEstimate) -> dict[str, Any]:
+def _inference(inference: InferenceEstimate) -> dict[str, Any]:
     return {
-        "batch": found.generation.batch,
-        "prompt": found.generation.prompt,
-        "new_tokens": found.generation.new_tokens,
-        "prefill": None if found.prefill is None else _step(found.prefill),
-        "cache_nbytes": found.cache_nbytes,
-        "cache_nbytes_per_token": found.token_nbytes,
+        "batch": inference.generation.batch,
+        "prompt": inference.generation.prompt,
+        "new_tokens": inference.generation.new_tokens,
+        "prefill": None if inference.prefill is None else _step(inference.prefill),
+        "cache_nbytes": inference.cache_nbytes,
+        "cache_nbytes_per_token": inference.token_nbytes,
     }
 
 

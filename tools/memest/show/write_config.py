@@ -142,14 +142,14 @@ def _nvme(estimate: Estimate, config: OffloadConfig) -> dict[str, Any]:
 def _placement(estimate: Estimate) -> dict[str, Any]:
     config, plan, trains = estimate.config, estimate.plan, estimate.inference is None
     dumped = config.placement.model_dump(mode="json", exclude_none=True)
-    found: dict[str, Any] = {}
+    placements: dict[str, Any] = {}
     for name, where in plan.placements.items():
         if trains or name is StateClass.PARAMETERS:
-            found[str(name)] = dumped.get(name, str(where.tiers[0]))
+            placements[str(name)] = dumped.get(name, str(where.tiers[0]))
     if trains:
         kept = config.placement.activations
-        found["activations"] = {"tier": kept.tier, "checkpoint": kept.checkpoint}
-    return found
+        placements["activations"] = {"tier": kept.tier, "checkpoint": kept.checkpoint}
+    return placements
 
 
 def _optimizer(estimate: Estimate, asked: OffloadConfig, *, pretrained: bool) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def _imported(source: str) -> Any:
     module_name, attributes = match.groups()
     with _current_folder_importable(), contextlib.redirect_stdout(sys.stderr):
         try:
-            found: Any = importlib.import_module(module_name)
+            target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"{source}: no module named {error.name!r}; run memest where it can be imported"
@@ -74,12 +74,12 @@ def _imported(source: str) -> Any:
             raise ConfigError(f"{source}: importing it failed: {one_line(error)}") from error
     for name in attributes.split("."):
         try:
-            found = getattr(found, name)
+            target = getattr(target, name)
         except AttributeError:
             raise ConfigError(f"{source}: {module_name} has no {attributes}") from None
-    if not callable(found):
-        raise ConfigError(f"{source}: is {type(found).__name__}, not a function")
-    return found
+    if not callable(target):
+        raise ConfigError(f"{source}: is {type(target).__name__}, not a function")
+    return target
 
 
 @contextlib.contextmanager

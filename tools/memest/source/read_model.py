@@ -55,8 +55,8 @@ def read_model(source: str, *, blocks: Sequence[str] = ()) -> ModelSource:
     if path.suffix.lower() not in _FILE_SUFFIXES and is_hub_name(source) and not path.exists():
         raise PathError(not_local(source))
     is_folder = stat.S_ISDIR(status_of(path).st_mode)
-    found = read_folder(path, blocks) if is_folder else read_file(path, blocks)
-    return replace(found, location=found.location or str(path.absolute()))
+    model_source = read_folder(path, blocks) if is_folder else read_file(path, blocks)
+    return replace(model_source, location=model_source.location or str(path.absolute()))
 
 
 def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
@@ -80,9 +80,9 @@ def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
     names = _names_in(path)
     if "config.json" in names:
         return _read_json_file(path / "config.json", blocks)
-    found = _weights_in(path, blocks)
-    if found is not None:
-        return found
+    weights = _weights_in(path, blocks)
+    if weights is not None:
+        return weights
     code = sorted(name for name in names if name.endswith(_CODE_SUFFIXES))
     said = f"{code[0]} may hold code and is not opened" if code else f"{len(names)} other files"
     raise ConfigError(
@@ -161,9 +161,9 @@ def read_written_for(config: OffloadConfig, written_for: WrittenFor) -> ModelSou
         )
     if place.lower().endswith((".yaml", ".yml")):
         raise ConfigError(f"{place}: is a configuration, too; name the model itself")
-    found = read_model(place, blocks=config.groups.blocks)
-    written_for.check(found.name, found.shape.numel)
-    return replace(found, config=config)
+    model_source = read_model(place, blocks=config.groups.blocks)
+    written_for.check(model_source.name, model_source.shape.numel)
+    return replace(model_source, config=config)
 
 
 def _name_it(source: str | None) -> str:
@@ -208,18 +208,18 @@ def _read_configuration(values: Any, path: Path, blocks: Sequence[str]) -> Model
         note = "sizes alone, from the weights: transformers is not installed (offload[hf])"
         return replace(weights, name=name, notes=(note, *weights.notes))
     build = cache(partial(build_on_meta, configuration))
-    found = library_model(configuration, blocks, build)
-    if found.shape.numel > MAX_PARAMS:
+    model = library_model(configuration, blocks, build)
+    if model.shape.numel > MAX_PARAMS:
         raise ConfigError(
-            f"{path}: its sizes make {float(found.shape.numel):.3g} parameters; at most "
+            f"{path}: its sizes make {float(model.shape.numel):.3g} parameters; at most "
             f"{MAX_PARAMS:.0e} are counted"
         )
     return ModelSource(
         name=name or configuration.model_type,
         kind=SourceKind.CONFIGURATION,
-        shape=found.shape,
+        shape=model.shape,
         fingerprint=key_of(fingerprint_parts(configuration)),
-        context=found.context,
+        context=model.context,
         notes=configuration.notes,
         build=build,
         precision=configuration.precision,

@@ -191,12 +191,12 @@ def modules_cache(model: nn.Module) -> CacheShape | None:
     model.eval()
     try:
         with valueless(model, values, torch.float32), values, torch.no_grad():
-            found = [_kept(model, length) for length in _LENGTHS]
+            caches = [_kept(model, length) for length in _LENGTHS]
     except Exception:  # noqa: BLE001 - the model's own code, on what it may not be made for
         return None
     finally:
         model.train(training)
-    few, more = found
+    few, more = caches
     if not few or len(few) != len(more):
         return None
     pairs = zip(few, more, strict=True)

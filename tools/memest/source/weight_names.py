@@ -107,6 +107,6 @@ def _with_lists(module: nn.Module) -> nn.Module:
     for child in children.values():
         if not isinstance(child, nn.ModuleList):
             child.__class__ = _class_of(bool(child._modules), tuple(child._parameters))
-    found = nn.ModuleList()
-    found._modules.update(children)
-    return found
+    module_list = nn.ModuleList()
+    module_list._modules.update(children)
+    return module_list
