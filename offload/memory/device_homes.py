@@ -12,8 +12,8 @@ import torch
 from offload.kernels.gpu import triton_launch
 from offload.planning.plan.plan import Plan
 from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
-from offload.swap.device.device_state import Links
 from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.mirrored_state import Links
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.swap.states.slot_pool import SlotPool

@@ -22,16 +22,16 @@ from offload.process import machine
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
 from offload.swap.device.coded_device_state import DeviceCodedState
-from offload.swap.device.device_state import Links, MirroredState
+from offload.swap.device.mirrored_state import Links, MirroredState
 from offload.swap.device.streams import CopyStream, mark_here
 from offload.swap.io.backends import measured_speed, open_backend
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.swap_file import SwapFile, check_directory, free_space
 from offload.swap.io.timeout_thread import TimeoutThread
-from offload.swap.states.coded_state import CodedState
-from offload.swap.states.file_state import FileState
+from offload.swap.states.cached_file_state import FileState
 from offload.swap.states.memory_state import MemoryState
+from offload.swap.states.quantized_state import CodedState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.swap.threads.lanes import Lane

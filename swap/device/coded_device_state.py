@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
-from offload.swap.device.device_state import DeviceSlotState, Links
 from offload.swap.device.fences import OpenReads
-from offload.swap.states.coded_state import CodedState, MakeHome
+from offload.swap.device.mirrored_state import DeviceSlotState, Links
+from offload.swap.states.quantized_state import CodedState, MakeHome
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import Codec
 from offload.tiers.errors import StateError

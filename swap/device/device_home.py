@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.swap.device.device_state import Links
+from offload.swap.device.mirrored_state import Links
 from offload.swap.device.streams import StreamEvent, keeping, mark_here
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.state import HostPiece

@@ -29,7 +29,7 @@ from offload import checkpoint
 from offload.checkpoint.format import disk, folder
 from offload.checkpoint.format.manifest import RUN
 from offload.swap.io.block_store import BlockStore
-from offload.swap.states.file_state import FileState
+from offload.swap.states.cached_file_state import FileState
 from offload.zero.step.speculative_updates import SpeculativeUpdates
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 

@@ -13,7 +13,7 @@ from offload.kv.store import KVStore
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.file_state import FileState
+from offload.swap.states.cached_file_state import FileState
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State

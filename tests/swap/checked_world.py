@@ -39,7 +39,7 @@ from offload.swap.device import streams
 from offload.swap.device.fences import Fences
 from offload.swap.io.io_backend import IOBackend
 from offload.swap.io.requests_and_retries import Operation
-from offload.swap.states.file_state import FileState
+from offload.swap.states.cached_file_state import FileState
 from offload.swap.threads import transfer, worker
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.transfer import Transfer

@@ -18,14 +18,14 @@ from offload.kernels.floats import Float, serial
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
 from offload.swap.device.device_home import DeviceRecordState
-from offload.swap.device.device_state import Links
 from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.mirrored_state import Links
 from offload.swap.device.staging_ring import StagingRing, runs_of
 from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.file_state import FileState
+from offload.swap.states.cached_file_state import FileState
 from offload.swap.states.slot_pool import SlotPool
 from offload.tiers.errors import TierFullError
 from offload.tiers.file_tier import FileTier

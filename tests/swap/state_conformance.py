@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.swap.device.device_state import Links
 from offload.swap.device.fences import OpenReads
+from offload.swap.device.mirrored_state import Links
 from offload.swap.device.streams import CopyStream
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.file_state import FileState
+from offload.swap.states.cached_file_state import FileState
 from offload.swap.states.memory_state import MemoryState
+from offload.swap.states.slot import SlotState
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import State
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError, StorageError, TierFullError

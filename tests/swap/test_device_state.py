@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from offload.swap.device.device_home import DeviceHomeState
-from offload.swap.device.device_state import Links, MirroredState
 from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.mirrored_state import Links, MirroredState
 from offload.swap.device.streams import CopyStream
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.slot_pool import SlotPool

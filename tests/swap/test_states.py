@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
-from offload.swap.device.device_state import MirroredState
+from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.device.streams import StreamEvent
 from offload.swap.io.requests_and_retries import Operation
+from offload.swap.states.slot import SlotState
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import State
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import PAGE_NBYTES

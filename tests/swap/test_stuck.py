@@ -21,7 +21,7 @@ from offload.tiers.errors import StorageError, StuckError, TierFullError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import PAGE_NBYTES
 from tests.aio import IO_BACKENDS
-from tests.swap.test_file_state import make_bench as make_slots
+from tests.swap.test_cached_file_state import make_bench as make_slots
 
 Noise = Callable[[int], memoryview]
 Pages = Callable[..., memoryview]

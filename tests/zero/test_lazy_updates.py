@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from offload.kernels.floats import Float, serial
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
-from offload.swap.device.device_state import Links
+from offload.swap.device.mirrored_state import Links
 from offload.swap.device.streams import CopyStream, WorkStream
-from offload.swap.states.file_state import FileState
+from offload.swap.states.cached_file_state import FileState
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.state import HostPiece, State
 from offload.swap.states.trace import Trace

@@ -18,9 +18,9 @@ from offload.errors import StateError
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.coded_state import CodedState
-from offload.swap.states.file_state import FileState
+from offload.swap.states.cached_file_state import FileState
 from offload.swap.states.memory_state import MemoryState
+from offload.swap.states.quantized_state import CodedState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import Codec, State
 from offload.tiers.file_tier import FileTier
@@ -34,7 +34,7 @@ from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.store import NextUse, WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from tests.offload.engine_cases import LENGTH, VOCABULARY, TinyLM, seeded
-from tests.swap.test_coded_state import Nibbles
+from tests.swap.test_quantized_state import Nibbles
 
 TRAINER = [
     "block_state", "chunks", "device_update", "gradient_handles", "gradient_hooks",

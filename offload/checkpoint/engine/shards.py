@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from offload.kernels.floats import Array
-from offload.swap.states.coded_state import CodedState
+from offload.swap.states.quantized_state import CodedState
 from offload.swap.states.state import Snapshot, State
 from offload.tiers.errors import CheckpointError, OffloadError
 from offload.tiers.host_region import HostRegion

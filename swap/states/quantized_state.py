@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 import torch
 
 from offload.swap.io.io_backend import Priority
+from offload.swap.states.slot import CachedState
 from offload.swap.states.slot_pool import MADE_HERE, SlotPool
-from offload.swap.states.slot_state import CachedState
 from offload.swap.states.state import Codec, State
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError

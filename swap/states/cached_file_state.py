@@ -18,8 +18,8 @@ import torch
 
 from offload.swap.io.block_store import BlockStore, StoredBlock
 from offload.swap.io.io_backend import Priority
+from offload.swap.states.slot import SlotState
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.slot_state import SlotState
 from offload.swap.states.state import HostPiece, Snapshot
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.swap.threads.transfer import Failure, Transfer, all_of, is_stuck

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.errors import StateError
 from offload.swap.device.coded_device_state import DeviceCodedState
-from offload.swap.device.device_state import MirroredState
+from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.state import State
 from offload.tiers.tier import PAGE_NBYTES, Residency

@@ -10,8 +10,8 @@ import torch
 from offload.swap.device.fences import Fences, OpenReads
 from offload.swap.device.streams import CopyStream, StreamEvent, keeping
 from offload.swap.io.io_backend import Priority
+from offload.swap.states.slot import CachedState
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.slot_state import CachedState
 from offload.swap.states.state import HostPiece, Snapshot, State, Undoable
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError

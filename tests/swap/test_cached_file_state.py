@@ -14,7 +14,7 @@ import torch
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.file_state import FileState
+from offload.swap.states.cached_file_state import FileState
 from offload.swap.states.slot_pool import SlotPool
 from offload.tiers.errors import StateError, StorageError, TierFullError
 from offload.tiers.file_tier import FileTier
