@@ -29,9 +29,10 @@ from offload.swap.io.block_store import BlockStore
 from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.swap_file import SwapFile, check_directory, free_space
 from offload.swap.io.timeout_thread import TimeoutThread
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.quantized_state import CodedState
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.swap.threads.lanes import Lane
@@ -238,9 +239,8 @@ class TierManager:
             return self._device.at_home(name, nbytes, piece_nbytes, state_class, *cut)
         if tier.is_file:
             assert self.store is not None, "the plan puts something on nvme"
-            return FileState(
-                name, nbytes, piece_nbytes, state_class, self.store, self.pool, next_use, *cut
-            )
+            slot = Slot(name, nbytes, state_class, self.pool, next_use)
+            return CachedFileState(self.store, slot, piece_nbytes, *cut)
         if tier is Tier.HOST:
             lease = self.pool.demand(nbytes, name, state_class)  # copies make room
         else:

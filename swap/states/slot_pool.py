@@ -39,7 +39,7 @@ _PER_VICTIM = 64
 
 
 class CachedPiece(Protocol):
-    """A piece with a copy in the pool's memory (see `FileState`). Called with the lock held."""
+    """A piece with a copy in the pool's memory (see `Slot`). Called with the lock held."""
 
     @property
     def name(self) -> str: ...

@@ -29,7 +29,7 @@ from offload import checkpoint
 from offload.checkpoint.format import disk, folder
 from offload.checkpoint.format.manifest import RUN
 from offload.swap.io.block_store import BlockStore
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.versioned_file import VersionedFile
 from offload.zero.step.speculative_updates import SpeculativeUpdates
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
@@ -41,8 +41,8 @@ _CALLS = {
 _EVENTS: list[tuple[type, str]] = [
     (SpeculativeUpdates, "begin"), (SpeculativeUpdates, "keeps"),
     (SpeculativeUpdates, "take_back"), (SpeculativeUpdates, "_end"),
-    (FileState, "keep_old"), (FileState, "_commit"), (FileState, "drop_old"),
-    (FileState, "go_back"), (BlockStore, "write"), (BlockStore, "read"), (BlockStore, "free"),
+    (VersionedFile, "keep_old"), (VersionedFile, "_commit"), (VersionedFile, "drop_old"),
+    (VersionedFile, "go_back"), (BlockStore, "write"), (BlockStore, "read"), (BlockStore, "free"),
 ]  # fmt: skip
 KEYS: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 1e9}
 

@@ -13,8 +13,9 @@ from offload.kv.store import KVStore
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.tiers.file_tier import FileTier
@@ -50,9 +51,8 @@ class Homes:
         self.made += 1
         size = round_up(nbytes, 4096)
         if tier.is_file:
-            return FileState(
-                name, nbytes, size, StateClass.KV, self.files, self.pool, next_use
-            )  # fmt: skip
+            slot = Slot(name, nbytes, StateClass.KV, self.pool, next_use)
+            return CachedFileState(self.files, slot, size)
         return MemoryState(name, nbytes, size, self.kv_memory(name, nbytes))
 
     def free_kv_page(self, state: State) -> None:

@@ -327,10 +327,10 @@ def test_an_engine_that_is_dropped_completes_it(tmp_path: Path) -> None:
 def test_where_it_cannot_go_on_beside_training_it_waits_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.swap.states.cached_file_state import FileState
+    from offload.swap.states.cached_file_state import CachedFileState
 
     with offload.initialize(seeded(TinyLM), config(tmp_path, NVME)) as engine:
-        monkeypatch.setattr(FileState, "can_snapshot", False)
+        monkeypatch.setattr(CachedFileState, "can_snapshot", False)
         with caplog.at_level(logging.WARNING, logger="offload"):
             for name in ("a", "b"):
                 engine.save_checkpoint(tmp_path / name, wait=False)

@@ -39,7 +39,8 @@ from offload.swap.device import streams
 from offload.swap.device.fences import Fences
 from offload.swap.io.io_backend import IOBackend
 from offload.swap.io.requests_and_retries import Operation
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.cached_file_state import CachedFileState
+from offload.swap.states.versioned_file import VersionedFile
 from offload.swap.threads import transfer, worker
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.transfer import Transfer
@@ -53,7 +54,7 @@ from tests.swap.happens_before import Agent, Clock, Order, Race, merge
 from tests.swap.stream_simulation import World
 
 _LOOK_AT_DEPARTURES = (
-    "can_evict", "evict", "transit", "residency", "_staged_writes", "blank", "mark_dirty",
+    "may_evict", "evicted", "transit", "residency", "_staged_writes", "blank", "mark_dirty",
     "host_piece", "read_piece", "settle",
 )  # fmt: skip
 _HAND_OVERS = (
@@ -61,8 +62,11 @@ _HAND_OVERS = (
     ([(UpdateQueue, "submit")], [(UpdateQueue, "_begin_group")]),
     ([(UpdateQueue, "_announce")], [(UpdateQueue, "is_pending")]),
     ([(Stepper, "_update_done")], [(Stepper, "_clear")]),
-    ([(FileState, "mark_dirty")], [(FileState, "write_back")]),
-    ([(FileState, "_commit")], [(FileState, name) for name in _LOOK_AT_DEPARTURES]),
+    ([(CachedFileState, "mark_dirty")], [(CachedFileState, "write_back")]),
+    (
+        [(VersionedFile, "_commit")],
+        [(CachedFileState, name) for name in _LOOK_AT_DEPARTURES],
+    ),
     (
         [(Backlog, "_written_back"), (Backlog, "_arrived")],
         [(Backlog, "offer"), (Backlog, "bury"), (ActivationReturns, "_look")],
@@ -513,7 +517,7 @@ class _Wake:
 
 
 def _book_of(owner: object) -> int:
-    return id(getattr(owner, "_backlog", owner))
+    return id(getattr(owner, "_backlog", getattr(owner, "_file", owner)))
 
 
 def _in_turn(calls: Sequence[Callable[[], None] | None]) -> Callable[[], None]:

@@ -25,7 +25,8 @@ from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.cached_file_state import CachedFileState
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.tiers.errors import TierFullError
 from offload.tiers.file_tier import FileTier
@@ -101,8 +102,9 @@ class CheckedBench(Bench):
     def in_file(
         self, nbytes: int, store: BlockStore, pool: SlotPool,
         kind: StateClass = StateClass.GRADIENTS,
-    ) -> FileState:  # fmt: skip
-        return FileState("in a file", nbytes, nbytes, kind, store, pool, lambda: 1.0)
+    ) -> CachedFileState:  # fmt: skip
+        slot = Slot("in a file", nbytes, kind, pool, lambda: 1.0)
+        return CachedFileState(store, slot, nbytes)
 
     def gradients(self, numel: int, count: int, store: BlockStore) -> GradientAccumulator:
         """Of `count` parameters of `numel` elements, at home in a file."""
@@ -111,7 +113,7 @@ class CheckedBench(Bench):
         partials = DevicePartials(torch.zeros(64, dtype=torch.float64))
         specs = [ParamSpec((str(i),), (numel,), offset=i * numel) for i in range(count)]
 
-        def make(itemsize: int) -> FileState:
+        def make(itemsize: int) -> CachedFileState:
             return self.in_file(count * numel * itemsize, store, pool)
 
         return GradientAccumulator(
@@ -383,7 +385,7 @@ def a_chunk_is_stepped_that_arrives_from_a_file(bench: CheckedBench, folder: Pat
     state.mark_dirty()
     state.write_back()
     state.settle()
-    state.evict()
+    state.slot.evict()
     staged, found = ChunkBytes(state, 0), ChunkBytes(state, 0)
     staged.staged = bench.page()
     staged.arrival = state.read_piece(0, staged.staged)

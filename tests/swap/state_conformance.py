@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from offload.swap.device.streams import CopyStream
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
-from offload.swap.states.slot import SlotState
+from offload.swap.states.slot import Slot, SlotState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.swap.threads.transfer import Transfer
@@ -67,11 +68,9 @@ class Places:
 
     def in_file(
         self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
-    ) -> FileState:
-        return FileState(
-            name, nbytes, PIECE_NBYTES, StateClass.PARAMETERS, self.store, self.host,
-            self.use_of(name), edge, stride,
-        )  # fmt: skip
+    ) -> CachedFileState:
+        slot = Slot(name, nbytes, StateClass.PARAMETERS, self.host, self.use_of(name))
+        return CachedFileState(self.store, slot, PIECE_NBYTES, edge, stride)
 
 
 def make_places(folder: Path, world: World | None = None) -> Iterator[Places]:
@@ -110,6 +109,11 @@ def make_places(folder: Path, world: World | None = None) -> Iterator[Places]:
 def content(seed: int, nbytes: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8)
+
+
+def slot_of(state: State) -> Any:
+    """The slot that a state borrows; None if it borrows none."""
+    return state if isinstance(state, SlotState) else getattr(state, "slot", None)
 
 
 def fill(state: State, values: torch.Tensor) -> None:
@@ -262,8 +266,8 @@ class StateConformance:
         state.settle()
         if is_in_memory:
             state.tensor()
-        elif isinstance(state, SlotState) and state.held_nbytes:
-            state.evict()
+        elif slot_of(state) is not None and slot_of(state).held_nbytes:
+            slot_of(state).evict()
         self.update_all(state, content(2, state.nbytes))
         assert torch.equal(self.computed_with(state), content(2, state.nbytes))
         assert torch.equal(state.host_tensor(), content(2, state.nbytes))
@@ -288,8 +292,8 @@ class StateConformance:
     ) -> None:
         state = filled(1)
         state.settle()
-        if isinstance(state, SlotState) and state.held_nbytes:
-            state.evict()  # the update has memory of its own
+        if slot_of(state) is not None and slot_of(state).held_nbytes:
+            slot_of(state).evict()  # the update has memory of its own
         places.disk_lags.set()
         for version in range(2, 5):
             self.begin_update(state)
@@ -437,7 +441,7 @@ class BorrowingConformance(StateConformance):
     def pool(self, places: Places) -> SlotPool:
         raise NotImplementedError
 
-    def make(self, places: Places, name: str) -> SlotState:
+    def make(self, places: Places, name: str) -> State:
         raise NotImplementedError
 
     def take_all(self, places: Places) -> list[Lease]:
@@ -450,12 +454,12 @@ class BorrowingConformance(StateConformance):
         return leases
 
     def test_without_room_a_prefetch_says_no_and_a_demand_says_what_is_missing(
-        self, places: Places, filled: Callable[[int], SlotState]
+        self, places: Places, filled: Callable[[int], State]
     ) -> None:
         state = filled(1)
         state.tensor()
         state.settle()
-        state.evict()
+        slot_of(state).evict()
         leases = self.take_all(places)
         assert not state.prefetch(next_use=1.0)
         assert state.residency() is Residency.ABSENT
@@ -467,7 +471,7 @@ class BorrowingConformance(StateConformance):
         assert torch.equal(self.computed_with(state), content(1, state.nbytes))
 
     def test_a_prefetch_takes_the_place_of_what_is_used_later_alone(
-        self, places: Places, filled: Callable[[int], SlotState]
+        self, places: Places, filled: Callable[[int], State]
     ) -> None:
         held = [filled(seed) for seed in range(SLOTS)]
         for state in held:
@@ -477,7 +481,7 @@ class BorrowingConformance(StateConformance):
         fresh = filled(SLOTS)
         fresh.settle()
         if fresh.residency() is not Residency.ABSENT:
-            fresh.evict()
+            slot_of(fresh).evict()
         for number, state in enumerate(held):
             state.tensor()  # the one that made room for the fresh one is back
             state.settle()
@@ -489,17 +493,18 @@ class BorrowingConformance(StateConformance):
         assert there == [*[True] * (SLOTS - 1), False]
 
     def test_a_dropped_copy_is_gone_and_cannot_be_dropped_or_written(
-        self, filled: Callable[[int], SlotState]
+        self, filled: Callable[[int], State]
     ) -> None:
         state = filled(1)
         state.tensor()
         state.settle()
-        assert state.held_nbytes == round_up(state.nbytes, PAGE_NBYTES)
-        state.evict()
-        assert state.held_nbytes == 0
+        slot = slot_of(state)
+        assert slot.held_nbytes == round_up(state.nbytes, PAGE_NBYTES)
+        slot.evict()
+        assert slot.held_nbytes == 0
         assert state.residency() is Residency.ABSENT
         with pytest.raises(StateError, match="state 1 holds no"):
-            state.evict()
+            slot.evict()
         with pytest.raises(StateError, match="state 1 holds no"):
             state.mark_dirty()
         assert torch.equal(self.computed_with(state), content(1, state.nbytes))

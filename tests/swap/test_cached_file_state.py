@@ -14,7 +14,8 @@ import torch
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.cached_file_state import CachedFileState
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.tiers.errors import StateError, StorageError, TierFullError
 from offload.tiers.file_tier import FileTier
@@ -38,13 +39,12 @@ class Bench:
     def state(
         self, name: str, nbytes: int = PAGE, piece_nbytes: int = PAGE,
         kind: StateClass = StateClass.PARAMETERS,
-    ) -> FileState:  # fmt: skip
+    ) -> CachedFileState:  # fmt: skip
         self.next_use[name] = 0.0
-        return FileState(
-            name, nbytes, piece_nbytes, kind, self.store, self.pool, lambda: self.next_use[name]
-        )
+        slot = Slot(name, nbytes, kind, self.pool, lambda: self.next_use[name])
+        return CachedFileState(self.store, slot, piece_nbytes)
 
-    def filled(self, name: str, value: int, nbytes: int = PAGE) -> FileState:
+    def filled(self, name: str, value: int, nbytes: int = PAGE) -> CachedFileState:
         state = self.state(name, nbytes)
         state.blank().fill_(value)
         state.mark_dirty()
@@ -103,7 +103,7 @@ def used_extents(bench):
 def test_a_write_of_one_trial_that_ends_in_the_next_one_is_not_gone_back_behind(tmp_path):
     for bench, held in writes_held(tmp_path):
         state = bench.filled("a", 1)
-        state.evict()
+        state.slot.evict()
         one, two = (HostMemory(PAGE).tensor(0, PAGE).fill_(value) for value in (2, 3))
         state.keep_old()
         held.clear()
@@ -144,7 +144,7 @@ def test_a_read_waits_for_the_staged_write_of_a_newer_version(tmp_path, threaded
     the file holds under their name until then is the version before."""
     for bench, held in writes_held(tmp_path):
         state = bench.filled("record", 1)
-        state.evict()
+        state.slot.evict()
         held.clear()
         staged = HostMemory(PAGE).tensor(0, PAGE)
         written = state.write_piece(0, staged.fill_(2))

@@ -15,9 +15,10 @@ from offload.errors import StateError
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.quantized_state import CodedState
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import Codec, State
 from offload.tiers.file_tier import FileTier
@@ -108,8 +109,8 @@ def make(home_kind: str, codec: Codec, tmp_path: Path) -> Iterator[Make]:
         if home_kind == "memory":
             lease = pool.demand(nbytes, "coded", StateClass.PARAMETERS)
             return MemoryState("coded", nbytes, PAGE_NBYTES, lease)
-        kind = StateClass.PARAMETERS
-        return FileState("coded", nbytes, PAGE_NBYTES, kind, files, pool, lambda: 1.0)
+        slot = Slot("coded", nbytes, StateClass.PARAMETERS, pool, lambda: 1.0)
+        return CachedFileState(files, slot, PAGE_NBYTES)
 
     def one() -> CodedState:
         made.append(CodedState(NBYTES, codec, home, pool, lambda: 1.0))

@@ -12,7 +12,6 @@ from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
 from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.device.streams import StreamEvent
 from offload.swap.io.requests_and_retries import Operation
-from offload.swap.states.slot import SlotState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.tiers.ledger import StateClass
@@ -52,7 +51,7 @@ class TestFileState(BorrowingConformance, FileHomeConformance):
     def pool(self, places: Places) -> SlotPool:
         return places.host
 
-    def make(self, places: Places, name: str) -> SlotState:
+    def make(self, places: Places, name: str) -> State:
         return places.in_file(name)
 
 
@@ -101,7 +100,7 @@ class TestMirrorOfMemory(BorrowingConformance, OnADevice):
     def pool(self, places: Places) -> SlotPool:
         return places.device
 
-    def make(self, places: Places, name: str) -> SlotState:
+    def make(self, places: Places, name: str) -> State:
         home = self.home(places, name)
         return MirroredState(home, places.device, places.links, places.reads, places.use_of(name))
 

@@ -273,7 +273,7 @@ def test_memory_that_a_late_read_may_fill_is_not_used_again(device: Device, tmp_
     backend = backend_with(device)
     for bench in make_slots(tmp_path, backend, slots=2):
         lost, *others = (bench.filled(name, 1) for name in "abc")
-        device.held.add(lost._blocks[0].extent.offset_bytes)
+        device.held.add(lost._file._blocks[0].extent.offset_bytes)
         lost.prefetch(next_use=None)
         device.await_entered()
         look(backend)
@@ -283,11 +283,11 @@ def test_memory_that_a_late_read_may_fill_is_not_used_again(device: Device, tmp_
         view = state.blank()  # in the place of a copy that can go
         view.fill_(9)
         with bench.pool.lock:
-            if lost.can_evict():
-                lost.evict()
+            if lost.slot.can_evict():
+                lost.slot.evict()
         with pytest.raises(TierFullError):
             bench.pool.demand(PAGE_NBYTES, "e", StateClass.PARAMETERS)
-        assert not any(other.held_nbytes for other in others)
+        assert not any(other.slot.held_nbytes for other in others)
         device.release()
         assert view.unique().tolist() == [9]
         bench.ledger.check_integrity()

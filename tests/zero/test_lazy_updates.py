@@ -19,8 +19,9 @@ from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, SgdS
 from offload.kernels.variants import Master
 from offload.swap.device.mirrored_state import Links
 from offload.swap.device.streams import CopyStream, WorkStream
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
+from offload.swap.states.slot import Slot
 from offload.swap.states.state import HostPiece, State
 from offload.swap.states.trace import Trace
 from offload.swap.threads.worker import ParallelRunner
@@ -103,8 +104,8 @@ class Table:
 
     def _home(self, name: str, nbytes: int, piece: int) -> State:
         if self._in_file:
-            store, host = self._places.store, self._places.host
-            return FileState(name, nbytes, piece, StateClass.PARAMETERS, store, host, lambda: 1.0)
+            slot = Slot(name, nbytes, StateClass.PARAMETERS, self._places.host, lambda: 1.0)
+            return CachedFileState(self._places.store, slot, piece)
         return MemoryState(name, nbytes, piece, self._lease(name, nbytes))
 
     def _state(self, index: int) -> OptimizerState:

@@ -18,9 +18,10 @@ from offload.errors import StateError
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.swap.states.cached_file_state import FileState
+from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.quantized_state import CodedState
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import Codec, State
 from offload.tiers.file_tier import FileTier
@@ -62,8 +63,8 @@ class Homes:
     def state(self, name: str, nbytes: int, next_use: NextUse) -> State:
         def home(nbytes: int) -> State:
             if self.in_files:
-                kind = StateClass.PARAMETERS
-                return FileState(name, nbytes, PAGE_NBYTES, kind, self.files, self.pool, next_use)
+                slot = Slot(name, nbytes, StateClass.PARAMETERS, self.pool, next_use)
+                return CachedFileState(self.files, slot, PAGE_NBYTES)
             lease = self.pool.demand(nbytes, name, StateClass.PARAMETERS)
             return MemoryState(name, nbytes, PAGE_NBYTES, lease)
 

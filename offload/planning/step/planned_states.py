@@ -1,8 +1,8 @@
 """States without bytes, for the runtime's own scheduler: its `SlotPool` decides which copies are
 kept and its `Fetcher` which parameters are fetched ahead, so that a plan predicts what a run does.
 
-What a `FileState` or a `MirroredState` would move is counted instead (`planned_run`), with two
-simplifications: every move ends before the next one begins, and only the current group uses its
+What a `CachedFileState` or a `MirroredState` would move is counted instead (`planned_run`), with
+two simplifications: every move ends before the next one begins, and only the current group uses its
 copies.
 """
 
