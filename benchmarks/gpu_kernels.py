@@ -22,7 +22,7 @@ from offload.bench.table import Column, number
 from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.cpu.noise import Noise
 from offload.kernels.floats import norm_blocks
-from offload.kernels.gpu import triton_gradients, triton_optimizer, triton_weight_codes
+from offload.kernels.gpu import triton_dequantize, triton_gradients, triton_optimizer
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.process.child import Parent
@@ -160,7 +160,7 @@ def _weight_codes(numel: int, device: torch.device) -> Iterator[KernelCase]:
         words = torch.full(groups, _SCALE_1, dtype=torch.int32, device=device)
         codes = torch.randint(1, 256, shape, device=device, dtype=torch.uint8)
         out = torch.zeros(numel, dtype=BF16, device=device)
-        decode = partial(triton_weight_codes.decode_weights, words, codes, out, weights)
+        decode = partial(triton_dequantize.decode_weights, words, codes, out, weights)
         yield KernelCase(f"{weights.name} weights to bf16", decode, (words, codes), (out,))
 
 

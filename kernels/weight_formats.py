@@ -1,6 +1,6 @@
 """Formats of weights that are stored in 8 or 4 bits: what is stored, and how many bytes it takes.
 
-`cpu/weight_codes.py` has the arithmetic. A tensor is cut into groups of `group_size` consecutive
+`cpu/quantization.py` has the arithmetic. A tensor is cut into groups of `group_size` consecutive
 elements, each with a scale; scales come first, so that a tensor can be decoded while the end of its
 codes is still being read:
 

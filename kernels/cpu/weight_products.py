@@ -2,7 +2,7 @@
 
     out[m, n] = sum over k of x[m, k] * w[n, k]        x (M, K), w (N, K), fp32 sums
 
-w are the values that `kernels.cpu.weight_codes` decodes to, in registers and nowhere else. On one
+w are the values that `kernels.cpu.quantization` decodes to, in registers and nowhere else. On one
 core, 4096 x 4096 weights, groups of 64, milliseconds: straight from codes / decoded and then
 multiplied by PyTorch (bf16); of one row, `torch._weight_int4pack_mm_for_cpu`, which needs codes in
 an order of its own, takes 0.45:
@@ -33,7 +33,7 @@ from numba.extending import intrinsic
 
 from offload.kernels.cpu import jit
 from offload.kernels.cpu.lanes import F32, I32, I64, WIDTH, Value
-from offload.kernels.cpu.weight_codes import CodeLanes, Pointers, levels, signed_bytes
+from offload.kernels.cpu.quantization import CodeLanes, Pointers, levels, signed_bytes
 from offload.kernels.floats import Array, Float, Runner, check_input, check_output, serial
 from offload.kernels.weight_formats import GROUP_SIZES, Code, WeightFormat
 
@@ -41,7 +41,7 @@ MAX_ROWS = 4  # of x for which this is the faster way
 SPAN = 2 * WIDTH
 _ROWS = 8  # of w, of which threads take whole multiples
 _FP32 = np.dtype(np.float32)
-_DIGEST = jit.digest(__file__, "cpu/weight_codes.py", "weight_formats.py")
+_DIGEST = jit.digest(__file__, "cpu/quantization.py", "weight_formats.py")
 
 
 def in_lane_order(x: Array, weights: WeightFormat) -> Array:

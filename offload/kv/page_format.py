@@ -8,7 +8,7 @@ computed:
 
 In 8 bits each head's vector of a token is cut into groups of 128, 64 or 32 elements,
 the largest size that divides it; where none does, zeros follow up to a multiple of 32. A group has
-a 32-bit word and a code per element, those of INT8 in `kernels.cpu.weight_codes`: x' = q * s, with
+a 32-bit word and a code per element, those of INT8 in `kernels.cpu.quantization`: x' = q * s, with
 s = max(|x|) / 127 and q = round(x / s).
 
     words     [batch, heads, tokens, groups] uint32     of keys, then the same of values

@@ -1,4 +1,4 @@
-"""Weights in the formats of other libraries: codes of `kernels.cpu.weight_codes`, which `storage`
+"""Weights in the formats of other libraries: codes of `kernels.cpu.quantization`, which `storage`
 keeps at home, in another packing.
 
     int4    compressed-tensors    groups, asymmetric    (code - zero) x scale
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.cpu.weight_codes import encode_weights
+from offload.kernels.cpu.quantization import encode_weights
 from offload.kernels.floats import Array
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.quantized import bitsandbytes, compressed_tensors

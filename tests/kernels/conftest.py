@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from offload.kernels.floats import Body, Runner
-from tests.kernels.code_cases import ALL, SAMPLE
+from tests.kernels.quantization_cases import ALL, SAMPLE
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -9,7 +9,7 @@ from offload.kernels.cpu.weight_products import in_lane_order, multiply
 from offload.kernels.floats import Array, Float, Runner
 from offload.kernels.weight_formats import Code, WeightFormat
 from tests.kernels import reference
-from tests.kernels.code_cases import decoded, encoded, stored
+from tests.kernels.quantization_cases import decoded, encoded, stored
 
 CASES = [
     (WeightFormat(Code.INT8), Float.BF16),

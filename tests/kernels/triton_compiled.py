@@ -17,9 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from offload.kernels.gpu.triton_dequantize_kernel import code_kernel
 from offload.kernels.gpu.triton_gradient_kernel import gradient_kernel
 from offload.kernels.gpu.triton_step_kernel import step_kernel
-from offload.kernels.gpu.triton_weight_codes_kernel import code_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),  # A100

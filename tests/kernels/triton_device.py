@@ -61,9 +61,7 @@ def _choose() -> str:
 
 
 def _import_kernels() -> None:
-    import offload.kernels.gpu.triton_gradient_kernel
-    import offload.kernels.gpu.triton_step_kernel
-    import offload.kernels.gpu.triton_weight_codes_kernel  # noqa: F401
+    pass
 
 
 def _repair_fma() -> None:

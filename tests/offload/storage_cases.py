@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.config import OffloadConfig
-from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
+from offload.kernels.cpu.quantization import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.tiered_model import DTYPES
 from offload.zero.groups.bits import FLOAT_OF

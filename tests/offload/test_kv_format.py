@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
+from offload.kernels.cpu.quantization import decode_weights, encode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.kv.page_format import (
     KVShape,

@@ -18,7 +18,7 @@ import offload
 from offload.checkpoint.foreign.exporting import export
 from offload.cli.app import app
 from offload.errors import ConfigError, PathError, UnsupportedError
-from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
+from offload.kernels.cpu.quantization import decode_weights, encode_weights
 from offload.kernels.floats import Float
 from offload.kernels.weight_formats import Code, WeightFormat
 from tests.offload.engine_cases import HOST, bits, config

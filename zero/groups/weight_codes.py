@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
+from offload.kernels.cpu.quantization import decode_weights, encode_weights
 from offload.kernels.floats import Float, Runner, serial
-from offload.kernels.gpu import triton_weight_codes as device_kernels
+from offload.kernels.gpu import triton_dequantize as device_kernels
 from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.accelerator import is_accelerator
 from offload.tiers.errors import UnsupportedError

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from offload.kernels.cpu.weight_codes import decode_weights
+from offload.kernels.cpu.quantization import decode_weights
 from offload.kernels.cpu.weight_products import MAX_ROWS, in_lane_order, multiply
 from offload.zero.groups.bits import flat_array
 from offload.zero.groups.coded_layout import CodedPart

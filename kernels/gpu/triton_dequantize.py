@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, decoded in device memory with the bits of `kernels.cpu.weight_codes`.
+"""Weights in 8 and 4 bits, decoded in device memory with the bits of `kernels.cpu.quantization`.
 
 What travels to a GPU is codes; they are made on the CPU.
 """
@@ -29,7 +29,7 @@ def decode_weights(
     check("codes", codes, torch.uint8, weights.codes_nbytes(numel), values)
     constants = (int(weights.code), int(kind), weights.group_size, _BLOCK)
     launch(
-        loaded("triton_weight_codes_kernel", "code_kernel"),
+        loaded("triton_dequantize_kernel", "code_kernel"),
         -(-numel // _BLOCK),
         (values, words, codes),
         (groups,),

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from offload.kernels.floats import Float
-from offload.kernels.gpu.triton_weight_codes import decode_weights
+from offload.kernels.gpu.triton_dequantize import decode_weights
 from offload.kernels.weight_formats import Code, WeightFormat
 from offload.zero.groups import weight_codes as group_codes
 from offload.zero.groups.coded_layout import lay_out_codes
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.groups.weight_codes import WeightCodes
 from tests.kernels import reference, triton_device
-from tests.kernels.code_cases import (
+from tests.kernels.quantization_cases import (
     any_codes,
     decoded,
 )

@@ -1,4 +1,4 @@
-"""Codes of weights as `kernels.cpu.weight_codes` defines them, in plain NumPy."""
+"""Codes of weights as `kernels.cpu.quantization` defines them, in plain NumPy."""
 
 import numpy as np
 

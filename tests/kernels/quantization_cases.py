@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
+from offload.kernels.cpu.quantization import decode_weights, encode_weights
 from offload.kernels.floats import Array, Float
 from offload.kernels.weight_formats import GROUP_SIZES, Code, WeightFormat
 from tests.kernels import reference

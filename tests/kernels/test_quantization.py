@@ -6,12 +6,12 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from offload.kernels.cpu import weight_codes
-from offload.kernels.cpu.weight_codes import decode_weights, encode_weights
+from offload.kernels.cpu import quantization
+from offload.kernels.cpu.quantization import decode_weights, encode_weights
 from offload.kernels.floats import Array, Float, Runner
 from offload.kernels.weight_formats import Code, WeightFormat
-from tests.kernels import reference, reference_codes
-from tests.kernels.code_cases import (
+from tests.kernels import reference, reference_quantization
+from tests.kernels.quantization_cases import (
     SAMPLE,
     any_codes,
     decoded,
@@ -38,14 +38,14 @@ def test_encoding_matches_reference(weights: WeightFormat, kind: Float) -> None:
     for values in (normal(weights), on_grids(weights), wild(weights)):
         given = stored(values, kind)
         words, codes = encoded(given, weights, kind)
-        expected_words, expected_codes = reference_codes.encode(given, weights, kind)
+        expected_words, expected_codes = reference_quantization.encode(given, weights, kind)
         np.testing.assert_array_equal(words, expected_words)
         np.testing.assert_array_equal(codes, expected_codes)
 
 
 def test_decoding_anything_matches_reference(weights: WeightFormat, kind: Float) -> None:
     words, codes = any_codes(weights)
-    expected = reference_codes.decode(words, codes, weights, kind)
+    expected = reference_quantization.decode(words, codes, weights, kind)
     assert_same(fp32(decoded(words, codes, weights, kind), kind), fp32(expected, kind))
 
 
@@ -115,7 +115,7 @@ def test_a_group_with_a_value_that_is_not_finite_reads_as_nan(
 
 
 def test_the_largest_finite_numbers_stay_finite(weights: WeightFormat, kind: Float) -> None:
-    largest = reference_codes.LARGEST[kind]
+    largest = reference_quantization.LARGEST[kind]
     for low, high in [(-1, 1), (0, 1), (-1, 0), (-0.3, 1), (-1, 0.77)]:
         values = np.linspace(low, high, weights.group_size).astype(np.float32) * largest
         found = through(values, weights, kind)
@@ -150,9 +150,9 @@ def test_cpus_with_other_instructions_get_the_same_bits(
     weights, kind = WeightFormat(code), Float.BF16
     words, codes = any_codes(weights)
     values = np.zeros(words.size * weights.group_size, kind.storage)
-    kernel = fresh(weight_codes.kernel(weight_codes.Action.DECODE, weights, kind))
+    kernel = fresh(quantization.kernel(quantization.Action.DECODE, weights, kind))
     with monkeypatch.context() as patched:
-        patched.setattr(weight_codes, "has_wide_registers", lambda: False)
+        patched.setattr(quantization, "has_wide_registers", lambda: False)
         patched.setattr(llvm, "get_host_cpu_features", lambda: {"avx2": feature == "avx2"})
         kernel(values, words, codes, 0, words.size)
     expected = decoded(words, codes, weights, kind)

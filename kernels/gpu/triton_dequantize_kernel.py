@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # ruff: noqa: N803 - what is fixed at compile time is written so in Triton
-"""The Triton kernel of `kernels.gpu.triton_weight_codes`; see there.
+"""The Triton kernel of `kernels.gpu.triton_dequantize`; see there.
 
 Groups are the rows of a tile: offsets are (rows, GROUP), words (rows, 1).
 """
