@@ -2,10 +2,7 @@
 
 A demand (its caller waits) may evict any clean copy, write dirty copies back, and wait for moves to
 end. A prefetch may only evict a copy that is needed later than the prefetched one, and never waits.
-The copy with the furthest next use is evicted first (Belady, 1966): a training step uses groups in
-the order of the step before. Among many copies (experts, pages of keys and values) not every
-eviction sorts all of them: one scan finds several victims, and the next evictions take those,
-except a victim that is needed sooner by then.
+Which copy goes first is decided by an `EvictionPolicy`.
 
 Gradients exist nowhere else and are consumed soon: they stay while others have room, in at most
 half of the memory. A prefetch that finds no room starts to write back the gradients needed last.
@@ -19,12 +16,12 @@ kept for the next values: codes prefetched into it would be evicted at once, and
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from offload.swap.states.eviction import CachedPiece, EvictionPolicy, FurthestNextUse
 from offload.tiers.ledger import StateClass
 
 if TYPE_CHECKING:
@@ -33,44 +30,19 @@ if TYPE_CHECKING:
 # Added to the next use of a copy that was decoded from other bytes in memory (weights from their
 # codes): it is evicted before any copy that would have to be read again.
 MADE_HERE = 1e9
-# A scan of all copies finds one victim, and one more per so many copies. With fewer copies every
-# eviction scans anew: a scan is cheap then, and older victims may not be the furthest any more.
-_PER_VICTIM = 64
-
-
-class CachedPiece(Protocol):
-    """A piece with a copy in the pool's memory (see `Slot`). Called with the lock held."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def held_nbytes(self) -> int: ...
-
-    def next_use(self) -> float: ...
-
-    def can_evict(self) -> bool: ...
-
-    def evict(self) -> None: ...
-
-    def write_back(self) -> None:
-        """Start to write back a dirty copy. Does nothing if it is clean or being written back."""
-        ...
-
-    def transit(self) -> Callable[[], object] | None:
-        """Return a function that waits until this copy's moves end; None if it is not moving."""
-        ...
 
 
 class SlotPool:
     """Leases memory of `tier`, evicting copies to make room. Thread-safe."""
 
-    def __init__(self, tier: MemoryTier, lock: threading.RLock) -> None:
+    def __init__(
+        self, tier: MemoryTier, lock: threading.RLock, policy: EvictionPolicy | None = None
+    ) -> None:
+        """`policy` decides what is evicted from this pool alone; None for `FurthestNextUse`."""
         self.tier = tier
         self.lock = lock
+        self._policy = FurthestNextUse() if policy is None else policy
         self._held: dict[int, CachedPiece] = {}
-        self._furthest: list[CachedPiece] = []  # the last scan's victims; the first to go is last
-        self._least_use = 0.0  # no victim was needed sooner than this
         self._may_write_back: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
         self._held_nbytes = self._staying_nbytes = 0  # of all copies; of `_may_write_back`
         self._written_back: CachedPiece | None = None  # the last one written back for a prefetch
@@ -97,18 +69,17 @@ class SlotPool:
             self._evict_to_limit(0)
 
     def _evict_to_limit(self, nbytes: int) -> None:
-        """Evict clean copies, the one needed last first, until `nbytes` more are within the
-        limit."""
+        """Evict clean copies until `nbytes` more are within the limit."""
         while self._limit is not None and self.tier.used_nbytes + nbytes > self._limit:
-            piece = self._next_victim()
+            # none that is needed now, or two of those would take turns
+            piece = self._policy.next_victim(self._held, before=0.0)
             if piece is None:
                 return
-            if piece.next_use() <= 0:  # or two that are needed now would take turns
-                if len(self._held) >= _PER_VICTIM:
-                    self._furthest.append(piece)
-                return
-            piece.evict()
-            self.evictions += 1
+            self._evict(piece)
+
+    def _evict(self, piece: CachedPiece) -> None:
+        piece.evict()
+        self.evictions += 1
 
     def register(self, piece: CachedPiece) -> None:
         """Record that `piece` holds a copy now (under the lock)."""
@@ -133,7 +104,7 @@ class SlotPool:
         room = self._most_nbytes() - self.tier.used_nbytes + self._held_nbytes
         if self._staying_nbytes <= room // 2:
             return
-        for each in sorted(self._may_write_back.values(), key=lambda each: -each.next_use()):
+        for each in self._policy.write_back_order(self._may_write_back.values()):
             each.write_back()
             if each.can_evict() or each.transit() is not None:
                 self._end_stay(each, each.held_nbytes)
@@ -170,8 +141,7 @@ class SlotPool:
         with self.lock:
             lease = self._lease(nbytes, owner, state_class)
             if lease is None and self._values is not None and self._values.can_evict():
-                self._values.evict()
-                self.evictions += 1
+                self._evict(self._values)
             return lease or self._lease_or_evict(nbytes, owner, state_class, before=-1.0)
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
@@ -210,8 +180,8 @@ class SlotPool:
                 self._is_prefetching = False
 
     def _write_back_for_prefetch(self, state_class: StateClass, before: float) -> bool:
-        """Start to write back the piece that is needed last, after `before`, to make room for what
-        the model computes with. Return whether it was written and evicted at once. (For an
+        """Start to write back a piece that is needed after `before`, to make room for what the
+        model computes with. Return whether it was written and evicted at once. (For an
         optimizer record this would save a read and cost a write.)"""
         if not self._may_write_back or state_class is StateClass.OPTIMIZER:
             return False
@@ -219,13 +189,12 @@ class SlotPool:
             return False
         if self._written_back is not None and self._written_back.transit() is not None:
             return False  # its room is waited for
-        for piece in sorted(self._may_write_back.values(), key=lambda piece: -piece.next_use()):
-            if piece.next_use() <= before:
+        for piece in self._policy.write_back_order(self._may_write_back.values()):
+            if not self._policy.may_make_room(piece, before):
                 return False
             piece.write_back()
             if piece.can_evict():
-                piece.evict()
-                self.evictions += 1
+                self._evict(piece)
                 return True
             if piece.transit() is not None:
                 self._written_back = piece
@@ -240,35 +209,12 @@ class SlotPool:
         lease = self._lease(nbytes, owner, state_class, needed=needed)
         if lease is not None:
             return lease
-        while (piece := self._next_victim()) is not None:
-            if before is not None and piece.next_use() <= before:
-                if len(self._held) >= _PER_VICTIM:
-                    self._furthest.append(piece)
-                return None
-            piece.evict()
-            self.evictions += 1
+        while (piece := self._policy.next_victim(self._held, before)) is not None:
+            self._evict(piece)
             lease = self._lease(nbytes, owner, state_class, needed=needed)
             if lease is not None:
                 return lease
         return None
-
-    def _next_victim(self) -> CachedPiece | None:
-        """Return the copy needed last of those that can be evicted, the larger of two needed at
-        once; None if there is none."""
-        while self._furthest:
-            piece = self._furthest.pop()
-            is_held = self._held.get(id(piece)) is piece
-            if is_held and piece.can_evict() and piece.next_use() >= self._least_use:
-                return piece
-        ordered = sorted(
-            self._held.values(), key=lambda each: (-each.next_use(), -each.held_nbytes, each.name)
-        )
-        victims = (each for each in ordered if each.can_evict())
-        found = list(itertools.islice(victims, 1 + len(self._held) // _PER_VICTIM))
-        self._furthest = found[:0:-1]
-        if self._furthest:
-            self._least_use = self._furthest[0].next_use()
-        return found[0] if found else None
 
     def _lease(
         self, nbytes: int, owner: str, state_class: StateClass, *, needed: bool = False
@@ -280,10 +226,9 @@ class SlotPool:
         return self.tier.lease(nbytes, owner=owner, state_class=state_class)
 
     def _write_back_for_demand(self) -> Callable[[], object] | None:
-        """Start to write back the dirty copy needed last. Return a function that waits until a move
-        ends, or None if nothing moves."""
-        pieces = sorted(self._held.values(), key=lambda piece: -piece.next_use())
-        for piece in pieces:
+        """Start to write back a dirty copy. Return a function that waits until a move ends, or None
+        if nothing moves."""
+        for piece in self._policy.write_back_order(self._held.values()):
             if piece.transit() is None:
                 piece.write_back()
             if piece.can_evict():  # written already
