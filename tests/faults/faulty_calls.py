@@ -26,7 +26,7 @@ NEED_ROOM = {
 MOVING = {
     "pwrite": ("short", "nothing", "flip", "torn"), "preadv": ("short", "end", "flip", "torn"),
 }  # fmt: skip
-UNSEEN = ("flip", "torn")  # of a write nobody knows before the next load
+UNSEEN = ("flip", "torn")  # a write's fault that only the next load finds
 
 Made = Callable[..., Any]
 

@@ -20,14 +20,14 @@ from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.threads_backend import ThreadsBackend
 from tests.aio import refuse_o_direct
 
-_NEVER_S = 1e6  # time is what a fault says it is: nobody else looks at the calls
+_NEVER_S = 1e6  # the watch's timeout: faults alone say that a call takes too long
 _RELEASE_S = 60.0
 
 Call = Callable[[int, Any, int], int]
 
-# What ends as if nothing had been: it is tried again, or goes on from where it stopped.
+# Faults without an effect: the call is tried again, or goes on from where it stopped.
 MENDED = ("EINTR", "EAGAIN", "short", "ragged", "slow")
-# What is an error, unless nobody ever reads those bytes.
+# Faults that raise an error, unless those bytes are never read.
 FATAL = ("EIO", "ENOSPC", "end of file", "flip", "torn", "stuck")
 KINDS = MENDED + FATAL
 

@@ -55,7 +55,7 @@ class Disk:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Calls inside are seen, whoever makes them."""
+        """Calls inside are recorded, from any module and thread."""
         fsync = os.fsync
 
         def synced(fd: int) -> None:

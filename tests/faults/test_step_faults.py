@@ -124,7 +124,7 @@ def meet(
         caught = error
     finally:
         try:
-            with suppress(StorageError):  # another part of it, that nobody has waited for
+            with suppress(StorageError):  # of another part, not raised in a wait so far
                 engine.close()
             making.__exit__(None, None, None)
         finally:

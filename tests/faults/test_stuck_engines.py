@@ -105,6 +105,6 @@ def test_a_ctrl_c_amid_a_stuck_wait_comes_through_and_closing_ends(
     bench.engine.settle()
     with pytest.raises(KeyboardInterrupt):
         train()
-    with suppress(StuckError):  # if nobody has waited for it
+    with suppress(StuckError):  # if no wait has raised it
         bench.engine.close()
     assert bench.engine.is_closed

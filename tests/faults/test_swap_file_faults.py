@@ -47,12 +47,12 @@ class FaultyOS:
         self._released = threading.Event()
 
     def release(self) -> None:
-        """What is stuck returns, and has been cleared up after when this does."""
+        """Stuck calls return; what they left has been cleared up when this returns."""
         self._released.set()
         assert all_ended()
 
     def _hold(self) -> None:
-        """As if it did not return for ever, and nobody waits for so long."""
+        """Block as a call that does not return, until its waiter has given it up."""
         is_patient = threading.current_thread().name == TIMEOUT_THREAD
         assert is_patient, f"{self.hit} would be waited for without an end"
         give_up_this_call()

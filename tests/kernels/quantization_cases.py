@@ -82,7 +82,7 @@ def decoded(words: Array, codes: Array, weights: WeightFormat, kind: Float) -> A
 
 
 def any_codes(weights: WeightFormat, groups: int = GROUPS) -> tuple[Array, Array]:
-    """Words and codes that nobody has to have encoded."""
+    """Arbitrary words and codes, also such as the encoder never writes."""
     rng = np.random.default_rng(2)
     words = rng.integers(0, 1 << 32, groups, dtype=np.uint32)
     words[: SPECIAL.size] = SPECIAL.view(np.uint32)

@@ -65,7 +65,7 @@ def _import_kernels() -> None:
 
 
 def _repair_fma() -> None:
-    """Make the interpreter's fp32 fma round once. In fp64 our products are exact as it is."""
+    """Make the interpreter's fp32 fma round once. The kernels' fp64 products are exact anyway."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     own = InterpreterBuilder.create_fma

@@ -1,7 +1,7 @@
 """What kernels and PyTorch's operations read and write, told to a `CheckedWorld`.
 
-Kernels of ours are called by name. Those of the device are their twins on the CPU, which leave the
-same bits and take a tenth of the interpreter's time. Of PyTorch's operations the schema says which
+offload's kernels are called by name. For those of the device their twins on the CPU run, with the
+same bits, in a tenth of the interpreter's time. Of PyTorch's operations the schema says which
 operands are written. One on host memory alone is the thread's own work; all others are launched.
 """
 
@@ -75,18 +75,18 @@ def follow_kernels(world: CheckedWorld, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(triton_optimizer, "optimizer_step", step_there)
 
     def copy_here(target: Any, source: Any, *args: Any) -> None:
-        world.compute("copy_gradient", _on_host(world, source), _ours(world, [target]))
+        world.compute("copy_gradient", _on_host(world, source), _in_tiers(world, [target]))
         copy(target, source, *args)
 
     def add_here(target: Any, source: Any, *args: Any) -> None:
-        read = [*_on_host(world, source), *_ours(world, [target])]
-        world.compute("add_gradient", read, _ours(world, [target]))
+        read = [*_on_host(world, source), *_in_tiers(world, [target])]
+        world.compute("add_gradient", read, _in_tiers(world, [target]))
         add(target, source, *args)
 
     def step_here(grad: Any, weight: Any, states: Any, *args: Any, **more: Any) -> None:
         extra = [*more["scales"], more["low"], more["master"]]
-        written = _ours(world, [weight, *states, *extra])
-        world.compute("optimizer_step", _ours(world, [grad]), written)
+        written = _in_tiers(world, [weight, *states, *extra])
+        world.compute("optimizer_step", _in_tiers(world, [grad]), written)
         step(grad, weight, states, *args, **more)
 
     patch.setattr(gradients, "copy_gradient", copy_here)
@@ -109,8 +109,8 @@ def _on_host(world: CheckedWorld, array: Any) -> list[torch.Tensor]:
     return []
 
 
-def _ours(world: CheckedWorld, arrays: list[Any]) -> list[torch.Tensor]:
-    """Those in our tiers: nobody else knows of others."""
+def _in_tiers(world: CheckedWorld, arrays: list[Any]) -> list[torch.Tensor]:
+    """The arrays in tiers, as tensors; no other agent knows of others."""
     tensors = [_bytes_of(array) for array in arrays if array is not None]
     return [tensor for tensor in tensors if world.tier_at(tensor.data_ptr()) is not None]
 

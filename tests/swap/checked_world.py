@@ -3,15 +3,15 @@
 Copies and kernels run when they are launched; `Order` keeps what is guaranteed of their order. So a
 missing wait is found where nothing went wrong this time, too.
 
-    launches    copies, our kernels and PyTorch's operations (`checked_kernels`)
+    launches    copies, offload's kernels and PyTorch's operations (`checked_kernels`)
     waits       events, streams, transfers, a worker that is woken, a thread that is begun or joined
     accesses    those of all these; of the CPU's kernels; of reads and writes of files
     lifetimes   a lease or a slot that is freed, a tier that is closed, a tensor's memory that dies
 
 An event counts as done where the thread that asks knows it to be, and no sooner: as if every
-stream were as late as it can be; or, by chance, where it is asked for. Locks of our books order
-nothing: who comes to a lock first is a matter of timing. What one thread finds because another one
-put it there is in `_HAND_OVERS`.
+stream were as late as it can be; or, by chance, where it is asked for. The runtime's locks order
+nothing: which thread takes a lock first is a matter of timing. `_HAND_OVERS` lists what one thread
+finds because another one put it there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LOOK_AT_DEPARTURES = (
     "host_piece", "read_piece", "settle",
 )  # fmt: skip
 _HAND_OVERS = (
-    # methods that put something into our books under a lock, and methods that find it there
+    # methods that record something under a lock, and methods that find it there
     ([(UpdateQueue, "submit")], [(UpdateQueue, "_begin_group")]),
     ([(UpdateQueue, "_announce")], [(UpdateQueue, "is_pending")]),
     ([(Stepper, "_update_done")], [(Stepper, "_clear")]),
@@ -240,20 +240,20 @@ class CheckedWorld(World):
     def _bury(self) -> None:
         while self._dead:
             clock, start, stop = self._dead.popleft()
-            self.order.check(clock, start, stop, "whoever gets freed memory")
+            self.order.check(clock, start, stop, "the next owner of freed memory")
             self.order.forget(start, stop)
 
     def _given_to_pytorch(self) -> Clock:
         """What comes before the next use of memory that this thread frees: PyTorch gives it out
-        again to the model's stream. References are counted, so whoever drops the last one comes
-        after those who dropped theirs: where that is a worker, after the model's thread."""
+        again to the model's stream. References are counted, so the thread that drops the last one
+        comes after all others that did: where it is a worker, after the model's thread."""
         with self.order.lock:
             clock = dict(self.model.agent.clock)
             for thread in (threading.current_thread(), threading.main_thread()):
                 merge(clock, self.order.of_thread(thread).clock)
         return clock
 
-    # ---------------------------------------------------------------- our memory
+    # ---------------------------------------------------------------- memory of tiers
     def _follow_memory(self) -> None:
         self._around(MemoryTier, "__init__", after=self._opened)
         self._around(MemoryTier, "close", before=self._closed)
@@ -282,24 +282,24 @@ class CheckedWorld(World):
         if lease.tier is not Tier.DEVICE:
             self._given_back(lease.tensor)
             return
-        marks = self.fences.claim(lease.extent)  # whoever gets it next waits for those
+        marks = self.fences.claim(lease.extent)  # its next owner waits for those
         with self.order.lock:
             clock = dict(self.order.of_thread().clock)
             for mark in marks:
                 merge(clock, mark.event.clock)
-            what = f"whoever gets the memory of {lease.owner}"
+            what = f"the next owner of the memory of {lease.owner}"
             self.order.check(clock, *span_of(lease.tensor), what)
 
     def _given_back(self, tensor: torch.Tensor) -> None:
         """Host memory may be written to as soon as it is free."""
         with self.order.lock:
             clock, (start, stop) = self.order.of_thread().clock, span_of(tensor)
-            self.order.check(clock, start, stop, "whoever gets freed host memory")
+            self.order.check(clock, start, stop, "the next owner of freed host memory")
             self.order.forget(start, stop)
 
     # ---------------------------------------------------------------- views, which are counted
     def _follow_views(self) -> None:
-        """Who finds that nobody views some memory any more comes after those who did."""
+        """A thread that finds memory without views comes after the threads that had views."""
         self._around(ChunkBytes, "let_go", before=lambda part: self._let_go(_views_of(part)))
         for owner in (Lease, Slot):
             self._patch.setattr(owner, "in_use", self._counted(owner.in_use))

@@ -24,7 +24,7 @@ from functools import cache
 
 Clock = dict[int, int]  # by agent: how much of what it did is known
 
-_OURS = ("/swap/", "/zero/", "/offload/")
+_TRACED = ("/swap/", "/zero/", "/offload/")
 _TOOLS = (
     "happens_before.py", "checked_world.py", "checked_kernels.py", "stream_simulation.py",
     "/swap/device/streams.py",
@@ -202,7 +202,7 @@ class Order:
                 self._shadow.was_read(start, stop, access)
 
     def check(self, clock: Clock, start: int, stop: int, what: str) -> None:
-        """Whoever knows what `clock` knows may overwrite the bytes."""
+        """Check that an agent whose clock is `clock` may overwrite the bytes."""
         with self.lock:
             self._compare(clock, start, stop, f"{what}, given up at {_place()}", write=True)
 
@@ -222,15 +222,15 @@ class Order:
 
 
 def _place() -> str:
-    """The innermost line of ours that is not of these tools."""
+    """The innermost line of offload or its tests, these tools excepted."""
     frame = sys._getframe(2)
     while frame is not None:
-        if _is_ours(frame.f_code.co_filename):
+        if _is_traced(frame.f_code.co_filename):
             return f"{'/'.join(frame.f_code.co_filename.rsplit('/', 2)[-2:])}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
 @cache
-def _is_ours(path: str) -> bool:
-    return any(part in path for part in _OURS) and not path.endswith(_TOOLS)
+def _is_traced(path: str) -> bool:
+    return any(part in path for part in _TRACED) and not path.endswith(_TOOLS)

@@ -326,7 +326,7 @@ def work_ends_with_its_stream(bench: CheckedBench, folder: Path) -> None:
 
 @program
 def homes_are_closed_while_all_is_under_way(bench: CheckedBench, folder: Path) -> None:
-    plan: Any = SimpleNamespace(device=None, groups=())  # without kernels of ours
+    plan: Any = SimpleNamespace(device=None, groups=())  # without kernels of offload
     homes = bench.world.device_homes(plan, bench.device, CUDA, threading.RLock())
     ends = [bench.at_home(1)._lease.tensor for _ in range(5)]
     with homes._stream.entered():

@@ -125,7 +125,7 @@ class StateConformance:
     """What every state owes."""
 
     has_blank = True  # False: the whole of it is filled from host memory
-    reads_no_trial = False  # True: whoever brings it has taken a trial back before
+    reads_no_trial = False  # True: a trial is taken back before the state is read
 
     def make(self, places: Places, name: str) -> State:
         raise NotImplementedError
@@ -520,7 +520,7 @@ class FileHomeConformance(StateConformance):
         with pytest.raises(StateError, match=r"fresh.* is read before it was ever written"):
             state.read_piece(1, staging(state.span(1))).wait()
 
-    def test_a_failed_write_is_raised_by_who_waits_and_by_each_later_use(
+    def test_a_failed_write_is_raised_by_its_waiter_and_by_each_later_use(
         self, places: Places
     ) -> None:
         state = self.make(places, "precious")

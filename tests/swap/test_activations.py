@@ -205,7 +205,7 @@ def test_a_failed_write_is_raised_where_room_is_needed_next(make: Make) -> None:
         fill()
 
 
-def test_a_failed_read_is_raised_in_whoever_needs_the_bytes(make: Make) -> None:
+def test_a_failed_read_is_raised_where_the_bytes_are_needed(make: Make) -> None:
     broken: list[int] = []
 
     def read(fd: int, buffers: Any, offset: int) -> int:

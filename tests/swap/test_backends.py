@@ -94,7 +94,7 @@ class BackendConformance:
     def test_an_error_in_before_or_after_is_raised_at_wait(
         self, backend: IOBackend, file: SwapFile, pages: Pages, when: str
     ) -> None:
-        def ours() -> None:
+        def own() -> None:
             raise ChecksumError("not what was written")
 
         def foreign() -> None:
@@ -107,7 +107,7 @@ class BackendConformance:
             )
 
         with pytest.raises(ChecksumError):
-            submit(**{when: ours}).wait()
+            submit(**{when: own}).wait()
         with pytest.raises(StorageError) as caught:
             submit(**{when: foreign}).wait()
         assert isinstance(caught.value.__cause__, SystemExit)

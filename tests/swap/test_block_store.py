@@ -69,7 +69,7 @@ def test_a_failed_write_leaves_the_old_block_valid_and_frees_the_new_extent(
     put(bench, noise(MIB), replaces=old)  # trying again is allowed
 
 
-def test_who_waits_for_room_goes_on_when_a_block_was_replaced(
+def test_a_wait_for_room_ends_when_a_block_was_replaced(
     make_bench: Any, tmp_path: Path, noise: Noise
 ) -> None:
     gate = threading.Event()

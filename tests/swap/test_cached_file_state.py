@@ -81,7 +81,7 @@ def writes_held(tmp_path) -> Iterator[tuple[Bench, threading.Event]]:
         yield bench, held
 
 
-def test_a_write_that_nobody_kept_in_memory_is_refused(bench):
+def test_a_write_without_a_view_is_refused(bench):
     """Between the last view of it and `mark_dirty`, another thread may have dropped it."""
     state = bench.filled("s", 1)
     view = state.tensor()

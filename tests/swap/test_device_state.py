@@ -1,4 +1,4 @@
-"""States of a device whose streams lag behind: who waits for whom, and for nobody else."""
+"""States of a device whose streams lag behind: each access waits for what it needs, and no more."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(stream: CopyStream) -> None:
 def test_a_copy_waits_only_for_readers_of_its_own_range(bench: Bench):
     old = [bench.mirrored(f"old {number}", 4, number + 1) for number in range(2)]
     first = bench.reads_on_model_stream(old[0].tensor())
-    old[1].note_use()  # looks around: nobody can read the first one any more
+    old[1].note_use()  # also finds that the first one has no readers left
     second = bench.reads_on_model_stream(old[1].tensor())
     third = bench.mirrored("third", 3, 9)
     run(bench.links.to_device)

@@ -76,7 +76,7 @@ def test_a_stream_is_ordered_with_another_one_by_an_event(world, waits):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_host_memory_freed_under_a_copy_is_a_race_though_nobody_uses_it_again(world, waits):
+def test_host_memory_freed_under_a_copy_is_a_race_though_it_is_not_used_again(world, waits):
     source, target = memory(), memory()
     mark = CopyStream(CUDA).copy(target.tensor, source.tensor)
     if waits:

@@ -75,7 +75,7 @@ def test_a_wait_within_what_is_uninterrupted_is_waited_for() -> None:
     assert coming.done()
 
 
-def test_who_insists_is_heard_and_nothing_is_trusted_afterwards(
+def test_a_repeated_signal_interrupts_and_nothing_is_trusted_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shield._deferral, "torn", False)

@@ -246,7 +246,7 @@ def test_what_returns_too_late_changes_nothing_any_more(
 
 
 # ---------------------------------------------------------------- what stands on it
-def test_who_waits_for_room_in_the_tier_gets_an_answer(
+def test_a_wait_for_room_in_the_tier_ends(
     make: Make, device: Device, tmp_path: Path, noise: Noise, make_bench: Any
 ) -> None:
     backend = make()

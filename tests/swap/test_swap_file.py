@@ -156,7 +156,7 @@ def test_nothing_is_left_after_kill_9(directory: Path) -> None:
         child.send_signal(signal.SIGKILL)
         assert child.wait(30) == -signal.SIGKILL
     assert list(directory.iterdir()) == []
-    if file_system_of(directory) == "tmpfs":  # nobody else writes 64 MiB of it meanwhile
+    if file_system_of(directory) == "tmpfs":  # other programs do not write 64 MiB meanwhile
         assert os.statvfs(directory).f_bfree > free_before - (32 << 20) // PAGE_NBYTES
 
 

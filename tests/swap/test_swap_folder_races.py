@@ -75,7 +75,7 @@ def test_a_folder_of_another_user_is_refused_and_one_in_it_is_not(tmp_path: Path
     os.chown(theirs, SOMEBODY, SOMEBODY)
     with pytest.raises(PathError, match=r"belongs to user 12345 \(mode 0755\), and this is user"):
         SwapFile(theirs)
-    with SwapFile(theirs / "ours") as file:  # as the message says
+    with SwapFile(theirs / "private") as file:  # as the message says
         file.reserve(PAGE_NBYTES)
     theirs.chmod(0o1777)  # as a folder for everybody
     SwapFile(theirs).close()

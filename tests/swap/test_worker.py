@@ -39,7 +39,7 @@ def test_an_error_in_any_share_is_raised():
     runner.close()
 
 
-def test_a_failing_worker_tells_whoever_waits_for_it():
+def test_a_failing_worker_raises_in_its_waiters():
     told = threading.Event()
 
     def work() -> bool:
@@ -65,7 +65,7 @@ runner(lambda lo, hi: None, 9)
 
 
 def test_a_program_that_ends_without_closing_may_still_share() -> None:
-    """An engine that nobody closed waits for its update when the interpreter ends."""
+    """An engine that was not closed waits for its update when the interpreter ends."""
     ended = subprocess.run(
         [sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60,
         cwd=Path(__file__).parents[2],

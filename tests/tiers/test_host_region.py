@@ -127,7 +127,7 @@ def test_a_child_keeps_its_values_whatever_the_parent_does_meanwhile():
     assert said == "[1, 1, 1]"
 
 
-def test_closing_gives_back_what_nobody_else_views_although_its_tensors_live():
+def test_closing_gives_back_memory_without_other_views_although_its_tensors_live():
     before = proportional_nbytes(os.getpid())
     host = tier(64 * MIB)
     unseen, seen = lease_of(host, 32 * MIB, 1), lease_of(host, PAGE, 2)

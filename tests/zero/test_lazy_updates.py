@@ -334,7 +334,7 @@ def log_of(table: Table) -> Any:
     return table.stepper._missed
 
 
-def test_experts_that_nobody_needs_catch_up_in_the_end(
+def test_experts_without_later_uses_catch_up_in_the_end(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lazy_updates, "MAX_MISSED", 6)

@@ -12,10 +12,10 @@ from offload.zero.gradients.loss_scale import LossScale, has_inverse
 
 
 class Pair:
-    """Ours, and torch's with a parameter of its own, whose gradient overflows where it is told."""
+    """A `LossScale`, and torch's GradScaler with a parameter whose gradient overflows if asked."""
 
     def __init__(self, initial: float, interval: int) -> None:
-        self.ours = LossScale(initial, interval)
+        self.loss_scale = LossScale(initial, interval)
         self._param = torch.nn.Parameter(torch.zeros(1))
         self._optimizer = torch.optim.SGD([self._param], 1.0)
         self._scaler = torch.amp.GradScaler("cpu", initial, growth_interval=interval)
@@ -29,10 +29,10 @@ class Pair:
         self._param.grad = torch.full((1,), math.inf if overflow else 0.0)
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        self.ours.update(overflow=overflow)
+        self.loss_scale.update(overflow=overflow)
 
     def check(self) -> None:
-        assert (self.ours.scale, self.ours.good_steps) == self.theirs
+        assert (self.loss_scale.scale, self.loss_scale.good_steps) == self.theirs
 
 
 def drawn(seed: int) -> tuple[Pair, list[bool]]:
@@ -53,10 +53,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_drawn_overflows_change_it_as_gradscalers(seed: int) -> None:
     pair, overflows = drawn(seed)
     for overflow in overflows:
-        before = pair.ours.scale
+        before = pair.loss_scale.scale
         pair.step(overflow=overflow)
         if not has_inverse(pair.theirs[0]):  # it can only fall from here, to 0
-            assert pair.ours.scale == before < 2.0**-122
+            assert pair.loss_scale.scale == before < 2.0**-122
             return
         pair.check()
 
@@ -70,7 +70,7 @@ def test_it_is_gradscalers_from_end_to_end_of_fp32(overflow: bool) -> None:
         if overflow and pair.theirs[0] < 2.0**-127:
             break
         pair.check()
-        seen.append(pair.ours.scale)
+        seen.append(pair.loss_scale.scale)
     assert seen[-1] == (2.0**-127 if overflow else 2.0**127)
     assert len(seen) == (143 if overflow else 200)
-    assert has_inverse(pair.ours.scale)
+    assert has_inverse(pair.loss_scale.scale)

@@ -59,11 +59,11 @@ class Net(nn.Sequential):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    plain, ours = seeded(Net).to(ON), seeded(Net)
-    with offload.initialize(ours, config(tmp_path_factory.mktemp("swap"), NVME)):
-        for model in plain, ours:
+    plain, offloaded = seeded(Net).to(ON), seeded(Net)
+    with offload.initialize(offloaded, config(tmp_path_factory.mktemp("swap"), NVME)):
+        for model in plain, offloaded:
             model.loss().backward()
-        yield plain, ours
+        yield plain, offloaded
 
 
 def described(value: Any) -> Any:
@@ -100,12 +100,12 @@ def attribute(name: str) -> Callable[[Tensor], Any]:
 def test_every_attribute_of_a_released_parameter_is_plain_pytorchs(
     pair: tuple[Any, Any], mode: str
 ) -> None:
-    plain, ours = (model[1].weight for model in pair)
+    plain, offloaded = (model[1].weight for model in pair)
     names = {n for n in dir(Tensor) if not n.endswith("_") or n.endswith("__")} - OTHERS - PRIVATE
     assert len(names) > 400
     wrong = []
     for name in sorted(names - LENIENT):
-        expected, found = (asked(tensor, attribute(name), mode) for tensor in (plain, ours))
+        expected, found = (asked(tensor, attribute(name), mode) for tensor in (plain, offloaded))
         if found != ("UnsupportedError" if name in MEMORY else expected):
             wrong.append(f"{name}: {found}, not {expected}")
     assert not wrong, "\n".join(wrong)
