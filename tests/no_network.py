@@ -1,6 +1,6 @@
-"""Tests reach this machine alone: whoever asks for another one gets an error, and the test fails.
+"""Tests reach this machine alone: a connection to another one is an error, and fails the test.
 
-Ranks talk to each other over the loopback interface. What C++ opens (gloo) is kept there by name;
+Ranks talk to each other over the loopback interface. Connections of C++ (gloo) stay there by name;
 `unshare --net` with that interface up is a machine on which the whole suite passes, too.
 """
 

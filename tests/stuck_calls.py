@@ -21,7 +21,7 @@ def all_ended() -> bool:
 
 
 def give_up_this_call() -> None:
-    """As if nobody waited any longer for the call that this thread makes."""
+    """Act as the waiter that gives up the call that this thread makes."""
     thread = threading.current_thread()
     assert isinstance(thread, TimeoutThread)
     thread.give_up()

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "tools": {"tiers", "zero", "offload", "kernels"},
 }
 LINKED = [name for name in ALLOWED if name != "offload"]
-ACCELERATOR = "offload.tiers.accelerator"  # every layer may import it: it imports nothing of ours
+ACCELERATOR = "offload.tiers.accelerator"  # every layer may import it: it imports no other
 # What only that module asks of PyTorch. A tensor's own device is no secret.
 DEVICE_MODULES = re.compile(
     r"torch\.(cuda|xpu|npu|mtia|mps|accelerator|get_device_module|Stream|Event)\b"
@@ -86,7 +86,7 @@ def is_accelerator(module: str) -> bool:
     return module in ("offload.tiers", ACCELERATOR)
 
 
-def test_the_accelerator_module_imports_nothing_of_ours() -> None:
+def test_the_accelerator_module_imports_nothing_of_offload() -> None:
     names = imported_modules(ROOT / "tiers/accelerator.py")
     assert [name for name in names if name.split(".")[0] == "offload"] == []
 

@@ -75,7 +75,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(ended: Any, tmp_pat
 
 
 def _is_gone(pid: int) -> bool:
-    """Nobody may have reaped it yet where process 1 is no init: a zombie is gone, too."""
+    """A zombie is gone, too: it may not have been reaped yet where process 1 is no init."""
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]

@@ -72,7 +72,7 @@ def test_a_system_that_is_unknown_is_answered_with_all_there_are(bench: str, cap
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_deepspeed_is_given_our_optimizer_and_pins_memory_for_a_gpu_alone(device: str) -> None:
+def test_deepspeed_is_given_the_same_optimizer_and_pins_memory_for_a_gpu_alone(device: str) -> None:
     keys = {"precision": "bf16", "clip_grad_norm": 0.5, "optimizer": {"type": "adamw", "lr": 0.25}}
     settings = trained.settings_of(OffloadConfig.load({"device": device, **keys}), "cpu")
     zero = settings["zero_optimization"]

@@ -31,8 +31,8 @@ def rows(name: str, stage: int) -> list[list[float]]:
 def test_losses_norms_and_rates_are_deepspeeds(stage: int) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    theirs, ours = rows("deepspeed", stage), rows("offload.deepspeed", stage)
-    for expected, found in zip(theirs, ours, strict=True):
+    theirs, offloads = rows("deepspeed", stage), rows("offload.deepspeed", stage)
+    for expected, found in zip(theirs, offloads, strict=True):
         assert found == pytest.approx(expected, rel=2e-5, abs=1e-7)
 
 

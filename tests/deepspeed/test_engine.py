@@ -157,12 +157,12 @@ def test_a_client_optimizer_with_groups_and_a_scheduler_of_it() -> None:
         ]
 
     net, plain = model(), model()
-    ours = torch.optim.AdamW(groups(net), lr=0.02, betas=(0.8, 0.9))
-    schedule = torch.optim.lr_scheduler.StepLR(ours, 1, gamma=0.5)
+    given = torch.optim.AdamW(groups(net), lr=0.02, betas=(0.8, 0.9))
+    schedule = torch.optim.lr_scheduler.StepLR(given, 1, gamma=0.5)
     theirs = torch.optim.AdamW(groups(plain), lr=0.02, betas=(0.8, 0.9))
     other = torch.optim.lr_scheduler.StepLR(theirs, 1, gamma=0.5)
     config = {key: BASE[key] for key in ("train_micro_batch_size_per_gpu", "gradient_clipping")}
-    with initialized(net, config, optimizer=ours, lr_scheduler=schedule) as engine:
+    with initialized(net, config, optimizer=given, lr_scheduler=schedule) as engine:
         for number in range(4):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -173,11 +173,11 @@ def test_a_client_optimizer_with_groups_and_a_scheduler_of_it() -> None:
             theirs.step()
             theirs.zero_grad()
             other.step()
-            assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+            assert given.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
         assert engine.get_lr() == [group["lr"] for group in theirs.param_groups]
         assert same(weights(net), weights(plain))
         with pytest.raises(UnsupportedError, match=r"AdamW\.step\(\)"):
-            ours.step()
+            given.step()
 
 
 @pytest.mark.parametrize(

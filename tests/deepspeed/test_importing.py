@@ -72,9 +72,9 @@ def test_training_goes_on(
 ) -> None:
     net, optimizer = trained()
     zero_files.write(tmp_path / "theirs/step3", net, optimizer, stage, ranks, epoch=7)
-    assert import_checkpoint(tmp_path / "theirs", tmp_path / "ours") == tmp_path / "ours/step3"
+    assert import_checkpoint(tmp_path / "theirs", tmp_path / "out") == tmp_path / "out/step3"
     with initialized(other := Net(2), CONFIG, model_parameters=groups_of(other)) as engine:
-        _, client = engine.load_checkpoint(tmp_path / "ours")
+        _, client = engine.load_checkpoint(tmp_path / "out")
         assert "step3 has no state of the generators" in caplog.text
         assert client == {"epoch": 7}
         assert engine.global_steps == 3
@@ -94,10 +94,10 @@ def test_masters_of_16_bit_weights_keep_every_bit(precision: str, tmp_path: Path
     net, optimizer = trained()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     zero_files.write(tmp_path / "theirs/x", net, optimizer, 3, 2, dtype=dtype)
-    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "out")
     config = {**CONFIG, precision: {"enabled": True}}
     with initialized(other := Net(2), config, model_parameters=groups_of(other)) as engine:
-        engine.load_checkpoint(tmp_path / "ours")
+        engine.load_checkpoint(tmp_path / "out")
         for mine, theirs in zip(other.parameters(), net.parameters(), strict=True):
             assert torch.equal(mine, theirs.to(dtype))
             if mine.requires_grad:
@@ -112,9 +112,9 @@ def test_a_file_can_run_no_code(tmp_path: Path) -> None:
     net, optimizer = trained()
     zero_files.write(tmp_path / "theirs/x", net, optimizer, 2, 1, evil=Evil(), epoch=1)
     with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
-        import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+        import_checkpoint(tmp_path / "theirs", tmp_path / "out")
     assert not (tmp_path / "made").exists()
-    assert not (tmp_path / "ours").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tie_that_stage_3_does_not_note_is_asked_for(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_a_tie_that_stage_3_does_not_note_is_asked_for(tmp_path: Path) -> None:
     optimizer.step()
     zero_files.write(tmp_path / "theirs/x", net, optimizer, 3, 2)
     with pytest.raises(CheckpointError, match=r"add --tied b\.weight=NAME"):
-        import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+        import_checkpoint(tmp_path / "theirs", tmp_path / "out")
     tied = {"b.weight": "a.weight"}
-    import_checkpoint(tmp_path / "theirs", tmp_path / "ours", tied=tied)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "out", tied=tied)
     with initialized(Tied(), CONFIG) as engine:
-        engine.load_checkpoint(tmp_path / "ours")
+        engine.load_checkpoint(tmp_path / "out")
         assert torch.equal(engine.module.b.weight, net.a.weight)
 
 
@@ -175,7 +175,7 @@ def test_the_command_asks_for_trust(tmp_path: Path, capsys: Any) -> None:
 
     net, optimizer = trained()
     zero_files.write(tmp_path / "theirs/x", net, optimizer, 2, 2)
-    places = str(tmp_path / "theirs"), str(tmp_path / "ours")
+    places = str(tmp_path / "theirs"), str(tmp_path / "out")
     assert run(*places) == 2
     assert "add --trust" in capsys.readouterr().err
     assert run(*places, "--trust", "--tied", "nonsense") == 2
@@ -197,11 +197,11 @@ def test_deepspeeds_own_losses_go_on(stage: int, precision: str, tmp_path: Path)
         env={**os.environ, "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    import_checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    import_checkpoint(tmp_path / "theirs", tmp_path / "out")
     from tests.deepspeed.saving_program import go_on, made
 
     engine = made(deepspeed, stage, precision, seed=2)
-    engine.load_checkpoint(tmp_path / "ours")
+    engine.load_checkpoint(tmp_path / "out")
     expected = json.loads((tmp_path / "theirs/after.json").read_text())
     assert go_on(engine, range(5, 10)) == pytest.approx(expected, rel=1e-5)
     engine.destroy()

@@ -68,7 +68,7 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 
 def survives(folder: Path) -> bool:
-    out = folder.parent / "ours"
+    out = folder.parent / "out"
     with in_time():
         try:
             import_checkpoint(folder, out, kind="adamw")
@@ -111,7 +111,7 @@ def test_a_latest_that_leads_elsewhere_is_refused(folder: Path, tmp_path: Path) 
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/latest").write_text("../x")
     with pytest.raises(CheckpointError, match="no folder beside it"):
-        import_checkpoint(tmp_path / "sub", tmp_path / "ours", kind="adamw")
+        import_checkpoint(tmp_path / "sub", tmp_path / "out", kind="adamw")
 
 
 @pytest.mark.parametrize("name", [STATES, MODEL])

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration as ours: what each key becomes, and what is refused."""
+"""A DeepSpeed configuration as one of offload: what each key becomes, and what is refused."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def check(words: list[str]) -> None:
     PROGRAMS[program](words[1:])
 
 
-# ---------------------------------------------------------------- ours
+# ---------------------------------------------------------------- commands of offload
 def _offload(words: list[str]) -> None:
     from offload.cli.app import app
 

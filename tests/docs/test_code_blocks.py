@@ -30,7 +30,7 @@ def pages_with(language: str) -> list[str]:
     return [name for name in NAMES if of(name, language)]
 
 
-@pytest.mark.filterwarnings("ignore")  # of other libraries: ours are logged
+@pytest.mark.filterwarnings("ignore")  # of other libraries: offload logs its own
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_runs_from_top_to_bottom(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: bool

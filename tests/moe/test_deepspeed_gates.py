@@ -109,7 +109,7 @@ def test_top_k_is_equal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "other"),
+    ("routing", "other"),
     [
         (lambda x: top_1(x, 0.5, 0), lambda x: theirs.top1gating(x, 0.5, 0, use_rts=False)),
         (lambda x: top_2(x, 0.5, 0),
@@ -118,13 +118,13 @@ def test_top_k_is_equal() -> None:
     ],
 )  # fmt: skip
 def test_gradients_agree(
-    ours: Callable[[Tensor], Routing], other: Callable[[Tensor], tuple[Tensor, ...]]
+    routing: Callable[[Tensor], Routing], other: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(40, 8, requires_grad=True)
     y = x.detach().clone().requires_grad_()
     factor = torch.randn(40, 8)
-    found, expected = ours(x), other(y)
+    found, expected = routing(x), other(y)
     (by_expert(found) * factor).sum().add(found.l_aux).backward()
     (expected[1].sum(2) * factor).sum().add(expected[0]).backward()
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-7)

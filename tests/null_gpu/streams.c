@@ -20,7 +20,7 @@ enum kind { COPY, SET, RECORD, WAIT };
 struct item {
     enum kind kind;
     long ticket;
-    void *to, *from;  // COPY, of zeros where `from` is NULL; `from` is ours to free where `owned`
+    void *to, *from;  // COPY, of zeros where `from` is NULL; the item frees `from` where `owned`
     bool owned;
     size_t width, height, to_pitch, from_pitch;
     int value;               // SET

@@ -1,5 +1,5 @@
 """A save that goes on while the model trains: the bytes of one that is waited for, and no other
-bits of training, wherever states live, whatever fails and whoever writes to them meanwhile."""
+bits of training, wherever states live, whatever fails and whatever writes to them meanwhile."""
 
 from __future__ import annotations
 

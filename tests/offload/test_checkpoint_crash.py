@@ -221,7 +221,7 @@ def test_of_two_complete_leftovers_the_new_one_is_adopted(
     assert os.listdir(folder) == ["saved"]
 
 
-def test_torn_leftovers_are_removed_and_what_is_not_ours_stays(
+def test_torn_leftovers_are_removed_and_other_files_stay(
     engine: offload.Engine, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"

@@ -332,7 +332,7 @@ def test_weights_alone_of_a_larger_model_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["parameters/000.safetensors", "parameters", "manifest.json"])
-def test_a_link_is_not_followed_by_anybody_who_reads_a_checkpoint(
+def test_a_link_is_not_followed_by_any_reader_of_a_checkpoint(
     engine: offload.Engine, saved: Path, tmp_path: Path, name: str
 ) -> None:
     """Also where it leads to the very bytes that were there."""
@@ -349,7 +349,7 @@ def test_a_link_is_not_followed_by_anybody_who_reads_a_checkpoint(
     load(engine, linked)
 
 
-def test_a_flipped_bit_is_seen_by_everybody_who_reads_it(
+def test_a_flipped_bit_is_seen_by_every_reader(
     engine: offload.Engine, original: Path, saved: Path, tmp_path: Path
 ) -> None:
     file = saved / "parameters/000.safetensors"

@@ -66,7 +66,7 @@ def written(folder: Path, *files: str) -> Path:
     ],
     ids=lambda each: each[0] if isinstance(each, list) else "",
 )
-def test_a_folder_of_somebody_elses_with_our_names_in_it_is_refused_and_kept(
+def test_a_foreign_folder_with_a_checkpoints_names_in_it_is_refused_and_kept(
     engine: offload.Engine, tmp_path: Path, files: list[str], named: str
 ) -> None:
     target = written(tmp_path / "work", *files)
@@ -229,7 +229,7 @@ def test_a_sibling_with_such_a_name_stays(
     assert tree(tmp_path) == before
 
 
-def test_a_complete_leftover_that_may_not_be_renamed_is_in_nobodys_way(
+def test_a_complete_leftover_that_may_not_be_renamed_stops_no_save(
     engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip

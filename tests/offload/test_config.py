@@ -291,7 +291,7 @@ def test_what_newcomers_write_is_answered_with_file_line_and_remedy(
         ({"gradient_accumulation_steps": 10**9}, "equal to 65536"),
     ],
 )
-def test_what_nobody_has_is_refused_in_one_short_line(keys: dict[str, Any], said: str) -> None:
+def test_impossible_values_are_refused_in_one_short_line(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.load(keys)
     message = str(caught.value)

@@ -67,7 +67,7 @@ def trained(folder: Path) -> offload.Engine:
 
 
 def give_work(world: World) -> None:
-    """A kernel to a stream that nobody knows, and copies to all others."""
+    """A kernel on a stream that the engine does not know, and copies on all others."""
     for stream in (world.stream(CUDA), *world.streams):
         stream.put(lambda: None)
 

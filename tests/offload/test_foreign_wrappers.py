@@ -47,7 +47,7 @@ def test_what_reduces_gradients_itself_is_refused(
         for part in (model, model.blocks[0]):
             with pytest.raises(UnsupportedError, match=f"{wrapper.__name__} around a model"):
                 wrapper(part)
-        wrapper(seeded(TinyLM))  # another model is none of ours
+        wrapper(seeded(TinyLM))  # a model without an engine
         losses_of(engine, batches(2))
     for wrapped in (wrapper(seeded(TinyLM)), nn.Sequential(wrapper(seeded(TinyLM)))):
         with pytest.raises(UnsupportedError, match="use the model as it is"):

@@ -219,8 +219,8 @@ def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
 def test_copies_that_take_their_time_change_no_bit(
     tmp_path, device, monkeypatch, placement, in_backward
 ):
-    """Copies happen when somebody waits for them, or a while later: whoever does not wait reads
-    what was there before, and whoever gives memory away too early has it written over."""
+    """Copies happen when they are waited for, or a while later: a reader that does not wait reads
+    the bytes before the copy, and memory that is freed too early is written over."""
     keys: dict[str, Any] = {"precision": "bf16", "optimizer": {"in_backward": in_backward}}
     expected = on_host(tmp_path, device, **keys)
     world = World(monkeypatch, eager_model=True)

@@ -23,7 +23,7 @@ pytestmark = MARKS
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_second_pass_that_nobody_planned_sums_in_host_memory(
+def test_a_second_pass_that_was_not_planned_sums_in_host_memory(
     tmp_path: Path, precision: str
 ) -> None:
     def gradients(placement: dict[str, str]) -> dict[str, object]:

@@ -182,7 +182,7 @@ def test_a_dispatched_model_is_found_from_around_it(tmp_path: Path) -> None:
         offload.dispatched(build())
 
 
-def test_a_dispatched_model_goes_to_nobody_else(tmp_path: Path) -> None:
+def test_a_dispatched_or_trained_model_is_not_taken_over(tmp_path: Path) -> None:
     model = offload.dispatch(build(), placed(tmp_path))
     with offload.dispatched(model):
         for give in offload.dispatch, offload.initialize:

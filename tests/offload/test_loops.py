@@ -1,4 +1,4 @@
-"""Loops as people write them train as plain PyTorch does, or are refused by an error of ours."""
+"""Loops as people write them train as plain PyTorch does, or are refused by an `OffloadError`."""
 
 from __future__ import annotations
 

@@ -94,11 +94,11 @@ def test_where_a_module_is_taken_out_the_rest_trains_as_in_plain_pytorch(
     with torch.no_grad():
         for name, value in parameters_of(engine).items():
             plain.get_parameter(name).copy_(value)
-    ours: Any = engine.module
-    for model in (plain, ours):
+    offloaded: Any = engine.module
+    for model in (plain, offloaded):
         del model.body[1]
     x = torch.ones(2, WIDTH, device=ON)
-    for model in (plain, ours):
+    for model in (plain, offloaded):
         model(x).square().mean().backward()
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     assert_same_bits(gradients_of(engine), gradients)

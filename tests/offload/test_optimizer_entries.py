@@ -36,7 +36,7 @@ class Pair:
         self.engine = offload.initialize(
             seeded(small), config(folder, PLACEMENTS[placement], **settings)
         )
-        self.ours: Any = self.engine.optimizer
+        self.optimizer: Any = self.engine.optimizer
 
     def step(self, count: int = 1) -> None:
         for seed in range(count):
@@ -48,12 +48,12 @@ class Pair:
 
     @property
     def sides(self) -> list[tuple[nn.Module, Any]]:
-        return [(self.plain, self.theirs), (self.engine.module, self.ours)]
+        return [(self.plain, self.theirs), (self.engine.module, self.optimizer)]
 
     def both(self, do: Callable[[Any, list[nn.Parameter]], Any]) -> tuple[Any, Any]:
         """The results of `do(optimizer, params)`."""
-        theirs, ours = (do(o, list(m.parameters())) for m, o in self.sides)
-        return theirs, ours
+        theirs, found = (do(o, list(m.parameters())) for m, o in self.sides)
+        return theirs, found
 
     def assert_same(self) -> None:
         for (name, p), q in zip(
@@ -69,19 +69,19 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         yield made
 
 
-def assert_alike(ours: Any, theirs: Any) -> None:
+def assert_alike(found: Any, theirs: Any) -> None:
     """Numbers agree to rounding, everything else is equal."""
     if isinstance(theirs, Tensor):
-        torch.testing.assert_close(ours.clone(), theirs, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found.clone(), theirs, rtol=1e-5, atol=1e-7)
     elif isinstance(theirs, dict):
-        assert list(map(str, ours)) == list(map(str, theirs))
-        assert_alike(list(ours.values()), list(theirs.values()))
+        assert list(map(str, found)) == list(map(str, theirs))
+        assert_alike(list(found.values()), list(theirs.values()))
     elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs)
-        for mine, other in zip(ours, theirs, strict=True):
+        assert len(found) == len(theirs)
+        for mine, other in zip(found, theirs, strict=True):
             assert_alike(mine, other)
     else:
-        assert ours == theirs
+        assert found == theirs
 
 
 QUESTIONS: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
@@ -108,9 +108,9 @@ def test_every_question_has_the_answer_of_torch(pair: Pair) -> None:
     for steps in (0, 2):
         pair.step(steps)
         for name, ask in QUESTIONS.items():
-            theirs, ours = pair.both(ask)
+            theirs, found = pair.both(ask)
             print(name, "after", steps, "steps")
-            assert_alike(ours, theirs)
+            assert_alike(found, theirs)
 
 
 def reset(o: Any, ps: list[nn.Parameter]) -> None:
@@ -137,8 +137,8 @@ def test_a_change_of_a_state_dict_has_the_effect_that_it_has_in_torch(
 ) -> None:
     pair.step(2)
     pair.both(change)
-    theirs, ours = pair.both(states_of)
-    assert_alike(ours, theirs)
+    theirs, found = pair.both(states_of)
+    assert_alike(found, theirs)
     pair.step(2)
     pair.assert_same()
 
@@ -147,10 +147,10 @@ def test_a_tensor_of_a_state_has_the_values_of_the_moment(tmp_path: Path) -> Non
     made = Pair(tmp_path, "host")
     with made.engine:
         made.step(1)
-        held = made.ours.state[made.ours.param_groups[0]["params"][0]]["exp_avg"]
-        states = made.ours.state_dict()
+        held = made.optimizer.state[made.optimizer.param_groups[0]["params"][0]]["exp_avg"]
+        states = made.optimizer.state_dict()
         states["state"][0]["exp_avg"].fill_(0.5)
-        made.ours.load_state_dict(states)
+        made.optimizer.load_state_dict(states)
         assert held.eq(0.5).all()
 
 
@@ -184,12 +184,12 @@ TO_TENSORS: list[Write] = [
 def test_a_write_is_refused_and_changes_nothing(pair: Pair) -> None:
     for steps, writes in ((0, TO_MAPPINGS), (1, [*TO_MAPPINGS, *TO_TENSORS])):
         pair.step(steps)
-        before = pair.ours.state_dict()["state"]
+        before = pair.optimizer.state_dict()["state"]
         for number, write in enumerate(writes):
             print("write", number, "after", steps, "steps")
             with pytest.raises((UnsupportedError, TypeError, AttributeError)):
-                write(pair.ours, pair.ours.param_groups[0]["params"][0])
-        assert_alike(pair.ours.state_dict()["state"], before)
+                write(pair.optimizer, pair.optimizer.param_groups[0]["params"][0])
+        assert_alike(pair.optimizer.state_dict()["state"], before)
 
 
 @pytest.mark.parametrize(
@@ -207,5 +207,5 @@ def test_what_cannot_be_read_is_refused_by_name(
     with made.engine:
         made.step(1)
         with pytest.raises(error) as caught:
-            look(made.ours.state[made.ours.param_groups[0]["params"][0]])
+            look(made.optimizer.state[made.optimizer.param_groups[0]["params"][0]])
         assert fragment in str(caught.value)

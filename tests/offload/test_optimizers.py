@@ -159,7 +159,7 @@ def test_numbers_that_cannot_work_are_refused_before_anything_is_updated(
     tmp_path: Path, placement: dict[str, Any], optimizer: dict[str, Any],
     changed: dict[str, Any], error: str,
 ) -> None:  # fmt: skip
-    """A scheduler, or whoever sets a group's numbers, is told at `step`; training can go on."""
+    """A number that a scheduler or the program set is refused by `step`; training can go on."""
     keys = config(tmp_path, placement, optimizer={"chunk": 2048, **optimizer})
     model = seeded(TinyLM)
     with offload.initialize(model, keys) as engine:

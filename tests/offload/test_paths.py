@@ -74,8 +74,8 @@ def functions(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield f"{name}.{inner}", value
     elif inspect.isclass(found) and not issubclass(found, Exception):
         for inner, value in inspect.getmembers(found, callable):
-            ours = (getattr(value, "__module__", "") or "").startswith("offload")
-            if ours and (inner == "__init__" or inner[0] != "_"):
+            documented = (getattr(value, "__module__", "") or "").startswith("offload")
+            if documented and (inner == "__init__" or inner[0] != "_"):
                 yield f"{name}.{inner}", value
     elif inspect.isfunction(found):
         yield name, found

@@ -178,7 +178,7 @@ def meet(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StorageEr
     except StorageError as error:
         caught = error
         engine.report()
-        with suppress(StorageError):  # whoever goes on meets it again, or has lost nothing
+        with suppress(StorageError):  # training on raises it again, or lost nothing
             engine.optimizer.zero_grad()
             train(engine, rest, case)
             assert_same_bits(states_of(engine), expected)

@@ -1,4 +1,4 @@
-"""Whoever looks between an update on trial and the step sees what counts: the states before it."""
+"""A read between a speculative update and the step returns the states before the update."""
 
 from __future__ import annotations
 

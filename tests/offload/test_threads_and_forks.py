@@ -36,7 +36,7 @@ from tests.offload.engine_cases import (
 pytestmark = MARKS
 
 BLOCKS = {"groups": {"blocks": ["Block"]}}
-no_forks_with_a_gpu = on_the_cpu_alone("a forked child cannot use CUDA, whatever we say")
+no_forks_with_a_gpu = on_the_cpu_alone("a forked child cannot use CUDA at all")
 
 
 @pytest.fixture(params=[NVME, HOST], ids=["nvme", "host"])
@@ -74,7 +74,7 @@ def amid_a_forward(engine: offload.Engine, work: Callable[[], Any]) -> tuple[Any
 
 
 @pytest.mark.parametrize("what", ["forward", "block", "step", "zero_grad"])
-def test_who_comes_amid_another_threads_forward_is_refused(
+def test_a_thread_that_calls_amid_anothers_forward_is_refused(
     engine: offload.Engine, what: str
 ) -> None:
     tokens = batches(1)[0][:, :-1]

@@ -57,7 +57,7 @@ class Slices:
 
 
 def packed_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules, by name, that compute as transformers does by default, or as we do."""
+    """The modules, by name, with transformers' default implementation of experts, or offload's."""
     return {
         name: module
         for name, module in model.named_modules()

@@ -126,9 +126,9 @@ def test_a_models_weights_are_saved_as_those_of_a_plain_accelerator(tmp_path: Pa
     plain = accelerate.Accelerator(cpu=True)
     plain.save_model(model, tmp_path / "expected")
     with offload.initialize(model, settings(tmp_path, PLACEMENTS["nvme"])) as engine:
-        ours = integration.OffloadAccelerator(cpu=True)
-        prepared, _ = ours.prepare(model, engine.optimizer)
-        ours.save_model(prepared, tmp_path / "found")
+        accelerator = integration.OffloadAccelerator(cpu=True)
+        prepared, _ = accelerator.prepare(model, engine.optimizer)
+        accelerator.save_model(prepared, tmp_path / "found")
     expected, found = (
         safetensors.load_file(tmp_path / folder / "model.safetensors")
         for folder in ("expected", "found")

@@ -61,13 +61,13 @@ class Pair:
     """A cache of transformers' own, and one in tiers, that get the same calls."""
 
     def __init__(self, kind: str, store: Any) -> None:
-        self.own, self.ours, self.store = KINDS[kind](), KINDS[kind](), store
-        keep_in_tiers(self.ours, store)
+        self.own, self.tiered, self.store = KINDS[kind](), KINDS[kind](), store
+        keep_in_tiers(self.tiered, store)
         self.batch = 3
 
     def both(self, call: Callable[[Cache], Any]) -> Any:
         results = []
-        for cache in (self.own, self.ours):
+        for cache in (self.own, self.tiered):
             try:
                 results.append(call(cache))
             except (RuntimeError, AttributeError, StateError) as error:
@@ -79,21 +79,21 @@ class Pair:
     def update(self, draw: random.Random, count: int) -> None:
         for layer in range(LAYERS):
             keys, values = tokens(draw, self.batch, count)
-            own, ours = self.both(partial(Cache.update, key_states=keys, value_states=values,
+            own, tiered = self.both(partial(Cache.update, key_states=keys, value_states=values,
                                           layer_idx=layer))  # fmt: skip
-            for one, other in zip(own, ours, strict=True):
+            for one, other in zip(own, tiered, strict=True):
                 assert torch.equal(one, other)
                 assert other.is_contiguous()
 
     def check(self) -> None:
         for count in (1, 3):
             for layer in range(LAYERS):
-                own, ours = self.both(
+                own, tiered = self.both(
                     partial(Cache.get_mask_sizes, query_length=count, layer_idx=layer)
                 )
-                assert own == ours
-        own, ours = self.both(lambda cache: int(cache.get_seq_length()))
-        assert own == ours
+                assert own == tiered
+        own, tiered = self.both(lambda cache: int(cache.get_seq_length()))
+        assert own == tiered
 
 
 def step(pair: Pair, draw: random.Random) -> None:
@@ -105,7 +105,7 @@ def step(pair: Pair, draw: random.Random) -> None:
         rows = torch.tensor([draw.randrange(pair.batch) for _ in range(pair.batch)])
         pair.both(lambda cache: cache.reorder_cache(rows))
     elif which == "copy":
-        pair.ours = copy.deepcopy(pair.ours)
+        pair.tiered = copy.deepcopy(pair.tiered)
     elif not pair.own.get_seq_length():
         pass  # transformers has no more for these
     elif which == "crop":

@@ -138,7 +138,7 @@ def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
     clip = {"gradient_clip_val": CLIP}
     expected, _ = fit(tmp_path / "plain", **clip)
     strategy = strategies.OffloadStrategy(keys_for(tmp_path, placement))
-    found, trainer = fit(tmp_path / "ours", strategy, **clip)
+    found, trainer = fit(tmp_path / "offload", strategy, **clip)
     assert_equal_runs(found, expected)
     assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}
     losses, weights = found.losses, values_of(found)
@@ -146,7 +146,7 @@ def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
     strategy.engine.close()
 
     again = strategies.OffloadStrategy(keys_for(tmp_path, placement))
-    saved = tmp_path / "ours" / "epoch=0.ckpt"
+    saved = tmp_path / "offload" / "epoch=0.ckpt"
     resumed, _ = fit(tmp_path / "again", again, resume=saved, **clip)
     assert resumed.losses == losses[len(losses) // EPOCHS :]
     assert_same_bits(values_of(resumed), weights)
@@ -156,7 +156,7 @@ def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
 def test_a_plain_checkpoint_is_loaded_and_a_folder_is_exported(tmp_path: Path) -> None:
     expected, _ = fit(tmp_path / "plain")
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    resumed, trainer = fit(tmp_path / "ours", strategy, resume=tmp_path / "plain" / "epoch=0.ckpt")
+    resumed, trainer = fit(tmp_path / "offload", strategy, resume=tmp_path / "plain/epoch=0.ckpt")
     assert_close(resumed.losses, expected.losses[len(expected.losses) // EPOCHS :])
     assert_close(values_of(resumed), values_of(expected))
     # after fit: saved again, tested, and made a file of Lightning's own
@@ -184,11 +184,11 @@ class Meta(Lit):
 
 def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    found, _ = fit(tmp_path / "ours", strategy, Meta())
+    found, _ = fit(tmp_path / "offload", strategy, Meta())
     losses, weights = found.losses, values_of(found)
     strategy.engine.close()
     again = strategies.OffloadStrategy(keys_for(tmp_path))
-    saved = tmp_path / "ours" / "epoch=1.ckpt"
+    saved = tmp_path / "offload" / "epoch=1.ckpt"
     resumed, _ = fit(tmp_path / "again", again, Meta(), resume=saved)
     assert resumed.losses == losses[len(losses) * 2 // EPOCHS :]
     assert_same_bits(values_of(resumed), weights)
@@ -203,12 +203,12 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_precisions_are_the_engines(precision: str, tmp_path: Path) -> None:
-    ours = {"bf16-true": "bf16", "16-true": "fp16"}[precision]
+    configured = {"bf16-true": "bf16", "16-true": "fp16"}[precision]
     found = []
-    for name, trainers, keys in [("a", precision, {}), ("b", None, {"precision": ours})]:
+    for name, trainers, keys in [("a", precision, {}), ("b", None, {"precision": configured})]:
         strategy = strategies.OffloadStrategy(keys_for(tmp_path, "host", **keys))
         module, _ = fit(tmp_path / name, strategy, precision=trainers)
-        assert strategy.engine.config.precision == ours
+        assert strategy.engine.config.precision == configured
         found.append(module.losses)
         strategy.engine.close()
     assert found[0] == found[1]
@@ -233,7 +233,7 @@ def test_manual_optimization(tmp_path: Path) -> None:
     keys = {"accumulate_grad_batches": 1}
     expected, _ = fit(tmp_path / "plain", module=seeded(Manual), **keys)
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    found, _ = fit(tmp_path / "ours", strategy, seeded(Manual), **keys)
+    found, _ = fit(tmp_path / "offload", strategy, seeded(Manual), **keys)
     assert_equal_runs(found, expected)
     strategy.engine.close()
 
@@ -295,9 +295,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_named_twice_is_refused(case: str, tmp_path: Path) -> None:
-    error, ours, theirs, message = REFUSED[case]
+    error, configured, theirs, message = REFUSED[case]
     with pytest.raises(error, match=message):
-        fit(tmp_path, strategies.OffloadStrategy(keys_for(tmp_path, **ours)), **theirs)
+        fit(tmp_path, strategies.OffloadStrategy(keys_for(tmp_path, **configured)), **theirs)
 
 
 class Rms(Lit):
@@ -320,7 +320,7 @@ def test_optimizers_without_a_rule_are_refused(kind: Any, message: str, tmp_path
 
 def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    module, trainer = fit(tmp_path / "ours", strategy)
+    module, trainer = fit(tmp_path / "offload", strategy)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
     with pytest.raises(PathError, match="mine"):
@@ -347,7 +347,7 @@ class Bomb:
 
 def test_lightnings_part_runs_no_code_unless_it_is_trusted(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    module, trainer = fit(tmp_path / "ours", strategy)
+    module, trainer = fit(tmp_path / "offload", strategy)
     weights = values_of(module)
     module.on_save_checkpoint = lambda checkpoint: checkpoint.update(a=Bomb(tmp_path / "off"))
     trainer.save_checkpoint(tmp_path / "bomb.ckpt")
@@ -356,7 +356,7 @@ def test_lightnings_part_runs_no_code_unless_it_is_trusted(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="weights_only=False"):
         trainer.test(module, rows(2), ckpt_path=str(tmp_path / "bomb.ckpt"), verbose=False)
     assert not (tmp_path / "off").exists()
-    trainer.test(module, rows(2), ckpt_path=str(tmp_path / "ours/last.ckpt"), verbose=False)
+    trainer.test(module, rows(2), ckpt_path=str(tmp_path / "offload/last.ckpt"), verbose=False)
     assert_same_bits(values_of(module), weights)
     strategy.engine.close()
 

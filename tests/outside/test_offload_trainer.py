@@ -40,7 +40,7 @@ from tests.outside.trainer_cases import (
 )
 
 accelerate = pytest.importorskip("accelerate")
-ours = importlib.import_module("offload.integrations.transformers")
+trainers = importlib.import_module("offload.integrations.transformers")
 
 KEYS: dict[str, Any] = {**ARGUMENTS, "weight_decay": 0.1}
 SHORT: dict[str, Any] = {
@@ -60,9 +60,9 @@ def _quiet() -> Iterator[None]:
 @pytest.fixture
 def open_engines() -> Iterator[list[Any]]:
     """Trainers whose engines are closed at the end."""
-    trainers: list[Any] = []
-    yield trainers
-    for trainer in trainers:
+    opened: list[Any] = []
+    yield opened
+    for trainer in opened:
         if trainer._engine is not None:
             trainer._engine.close()
 
@@ -100,7 +100,7 @@ def test_logs_and_weights_are_plain_trainers_and_a_resumed_run_has_the_same_bits
     placement: str, plain: Any, tmp_path: Path
 ) -> None:
     given = settings(tmp_path, placement)
-    trainer = make(ours.OffloadTrainer, tmp_path / "whole", offload=given)
+    trainer = make(trainers.OffloadTrainer, tmp_path / "whole", offload=given)
     trainer.train()
     whole, weights = logged(trainer), values_of(trainer.model)
     assert_scheduler_is_saved(trainer.engine)
@@ -112,7 +112,7 @@ def test_logs_and_weights_are_plain_trainers_and_a_resumed_run_has_the_same_bits
     saved = {path.name for path in (tmp_path / "whole/checkpoint-8").iterdir()}
     assert "optimizer.pt" not in saved
     assert {"offload", "model.safetensors", "config.json", "trainer_state.json"} <= saved
-    again = make(ours.OffloadTrainer, tmp_path / "again", offload=given)
+    again = make(trainers.OffloadTrainer, tmp_path / "again", offload=given)
     again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-8"))
     assert logged(again) == whole
     assert_same_bits(values_of(again.model), weights)
@@ -131,7 +131,7 @@ def test_the_best_model_comes_back_and_old_checkpoints_go(
     }  # fmt: skip
     plain = make(transformers.Trainer, tmp_path / "plain", **keys)
     plain.train()
-    trainer = make(ours.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), **keys)
+    trainer = make(trainers.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), **keys)
     open_engines.append(trainer)
     trainer.train()
     folders = [sorted(p.name for p in (tmp_path / n).iterdir()) for n in ("plain", "run")]
@@ -148,7 +148,7 @@ def test_evaluation_prediction_and_saving_before_and_after_training(
     tmp_path: Path, open_engines: list[Any]
 ) -> None:
     plain = make(transformers.Trainer, tmp_path / "plain", **SHORT)
-    trainer = make(ours.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), **SHORT)
+    trainer = make(trainers.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), **SHORT)
     open_engines.append(trainer)
     for each in plain, trainer:
         each.evaluate()
@@ -167,7 +167,7 @@ def test_a_model_on_the_meta_device_begins_with_the_engine(
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(tiny_llama().config)
     trainer = make(
-        ours.OffloadTrainer, tmp_path / "run", model, offload=settings(tmp_path),
+        trainers.OffloadTrainer, tmp_path / "run", model, offload=settings(tmp_path),
         train_dataset=Rows(8, seed=2), **{**SHORT, "max_steps": 10, "learning_rate": 1e-2},
     )  # fmt: skip
     open_engines.append(trainer)
@@ -183,8 +183,8 @@ def test_a_model_in_an_engine_is_taken_over_and_the_engine_itself_is_refused(
     with offload.initialize(model, settings(tmp_path, optimizer={"lr": 3e-3})) as engine:
         for given in {"offload": engine}, {"optimizers": (engine.optimizer, None)}:
             with pytest.raises(ConfigError, match="makes an engine itself"):
-                make(ours.OffloadTrainer, tmp_path / "run", model, **{**SHORT, **given})
-        trainer = make(ours.OffloadTrainer, tmp_path / "run", model, offload={}, **SHORT)
+                make(trainers.OffloadTrainer, tmp_path / "run", model, **{**SHORT, **given})
+        trainer = make(trainers.OffloadTrainer, tmp_path / "run", model, offload={}, **SHORT)
         trainer.train()
         assert engine.is_closed
         assert trainer.engine is not engine
@@ -248,7 +248,7 @@ CONFLICTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_two_values_for_one_thing_are_an_error_that_names_both(what: str, tmp_path: Path) -> None:
     given, keys = CONFLICTS[what]
     with pytest.raises(ConfigError) as caught:
-        make(ours.OffloadTrainer, tmp_path / "run", offload=given, **keys)
+        make(trainers.OffloadTrainer, tmp_path / "run", offload=given, **keys)
     assert what in str(caught.value)
     assert "TrainingArguments" in str(caught.value)
 
@@ -299,7 +299,7 @@ def test_other_arguments_do_what_they_do_there(
     plain = make(transformers.Trainer, tmp_path / "plain", train_dataset=rows, **{**SHORT, **keys})
     plain.train()
     trainer = make(
-        ours.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), train_dataset=rows,
+        trainers.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), train_dataset=rows,
         **{**SHORT, **keys},
     )  # fmt: skip
     open_engines.append(trainer)
@@ -328,7 +328,7 @@ def test_what_cannot_be_combined_is_refused_before_training(
     keys: dict[str, Any], what: str, tmp_path: Path
 ) -> None:
     with pytest.raises(OffloadError, match=what):
-        make(ours.OffloadTrainer, tmp_path / "run", **keys).train()
+        make(trainers.OffloadTrainer, tmp_path / "run", **keys).train()
 
 
 # --------------------------------------------------------------------------- weights in files
@@ -339,7 +339,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, open_engines: 
     deep = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**{**tiny_llama().config.to_dict(), "num_hidden_layers": 2})
     )
-    trainer = make(ours.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), **SHORT)
+    trainer = make(trainers.OffloadTrainer, tmp_path / "run", offload=settings(tmp_path), **SHORT)
     open_engines.append(trainer)
     before = values_of(trainer.engine.module)
     for model, what in (wide, "has shape"), (deep, "has no model.layers.2"):
@@ -362,13 +362,13 @@ def test_two_ranks_train_save_and_resume_as_with_ddp(tmp_path: Path) -> None:
         timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    plain, found = (json.loads((tmp_path / f"{k}.json").read_text()) for k in ("plain", "ours"))
+    plain, found = (json.loads((tmp_path / f"{k}.json").read_text()) for k in ("plain", "offload"))
     assert len(found["whole"]["loss"]) == 6
     assert_close(found["whole"], plain["whole"])
     assert found["resumed"] == found["whole"]
     models = [
         values_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-model"))
-        for name in ("plain", "ours", "again")
+        for name in ("plain", "offload", "again")
     ]
     assert_close(models[1], models[0])
     assert_same_bits(models[2], models[1])

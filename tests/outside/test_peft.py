@@ -207,9 +207,9 @@ def test_adapters_are_trained_on_a_base_in_4_bits(kind: str, tmp_path: Path) -> 
             trained = values_of(model)
             assert all(torch.equal(trained[name], value) for name, value in values.items())
             model.save_pretrained(tmp_path / "adapter")
-            ours = logits(model)
+            expected = logits(model)
         loaded = peft.PeftModel.from_pretrained(rounded(kind).unload(), tmp_path / "adapter")
-        assert torch.equal(logits(loaded), ours)
+        assert torch.equal(logits(loaded), expected)
 
 
 def test_merging_into_a_base_in_4_bits_rounds_and_says_so(

@@ -178,7 +178,7 @@ def test_what_transformers_quantizes_with_bitsandbytes_is_read_as_it_dequantizes
     quantized.save_pretrained(tmp_path / "quantized")
     found = dict(offload.open_pretrained(tmp_path / "quantized").named_parameters())
     for name, param in quantized.dequantize(torch.float32).named_parameters():
-        ours = found[name].value()  # type: ignore[attr-defined]
+        value = found[name].value()  # type: ignore[attr-defined]
         if "c_" in name and name.endswith("weight"):  # it dequantizes into linear layers
-            ours = ours.t()
-        assert bits(ours.contiguous()) == bits(param.detach().to(ours.dtype)), name
+            value = value.t()
+        assert bits(value.contiguous()) == bits(param.detach().to(value.dtype)), name

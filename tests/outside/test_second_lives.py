@@ -2,7 +2,7 @@
 and by every way that leads into an engine, is at each point what it is in plain PyTorch.
 
 Each program is a list of steps, and is run twice: `Plain` takes them as a program without offload
-does, `Ours` through engines, dispatch and our integrations. After each step the values are
+does, `Offloaded` through engines, dispatch and the integrations. After each step the values are
 compared, those that the step does not train bit for bit.
 """
 
@@ -29,7 +29,7 @@ from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config
 from tests.outside.trainer_cases import Rows, quiet, tiny_llama, transformers
 
 accelerate = pytest.importorskip("accelerate")
-ours = importlib.import_module("offload.integrations.transformers")
+trainers = importlib.import_module("offload.integrations.transformers")
 deepspeed = importlib.import_module("offload.deepspeed")
 
 LR, PASSES, CLOSE = 1e-3, 2, 1e-6
@@ -161,10 +161,10 @@ class Plain:
             self.model.load_state_dict(self.saved)
 
 
-class Ours(Plain):
+class Offloaded(Plain):
     """The same steps through engines. `placement` and `keep` are drawn."""
 
-    trainer = ours.OffloadTrainer
+    trainer = trainers.OffloadTrainer
 
     def configuration(self, **keys: Any) -> dict[str, Any]:
         return config(
@@ -273,7 +273,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def run(steps: list[tuple[str, dict[str, Any]]], folder: Path) -> None:
-    plain, lives = Plain(folder / "plain"), Ours(folder)
+    plain, lives = Plain(folder / "plain"), Offloaded(folder)
     for number, (name, keys) in enumerate(steps):
         where = f"step {number} of {[name for name, _ in steps]}: {keys}"
         lives.keep, lives.placement = keys["keep"], keys["placement"]

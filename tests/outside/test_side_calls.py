@@ -67,12 +67,12 @@ class Found:
 
     def compare(self, expected: Found) -> Iterator[str]:
         for what in ("outputs", "slopes"):
-            ours, theirs = getattr(self, what), getattr(expected, what)
-            if [_described(x) for x in ours] != [_described(x) for x in theirs]:
+            own, theirs = getattr(self, what), getattr(expected, what)
+            if [_described(x) for x in own] != [_described(x) for x in theirs]:
                 yield what
         for what in ("gradients", "values"):
-            ours, theirs = getattr(self, what), getattr(expected, what)
-            if {n: bits(x) for n, x in ours.items()} != {n: bits(x) for n, x in theirs.items()}:
+            own, theirs = getattr(self, what), getattr(expected, what)
+            if {n: bits(x) for n, x in own.items()} != {n: bits(x) for n, x in theirs.items()}:
                 yield what
 
 
@@ -137,14 +137,14 @@ def blocks_of(model: nn.Module, cut: int) -> dict[str, Any]:
 
 def compare(case: Case, folder: Path) -> list[str] | str:
     """What differs, or why the case cannot be used."""
-    plain, ours = (built(case.recipe, case.way).train(case.training) for _ in range(2))
+    plain, offloaded = (built(case.recipe, case.way).train(case.training) for _ in range(2))
     if case.mode == "frozen":
-        plain.requires_grad_(False), ours.requires_grad_(False)
-    if not any(p.is_floating_point() for p in ours.parameters()):
+        plain.requires_grad_(False), offloaded.requires_grad_(False)
+    if not any(p.is_floating_point() for p in offloaded.parameters()):
         return "no parameters"
     backward = case.begin == "initialize"
-    if backward and not any(p.requires_grad for p in ours.parameters()):
-        ours.dummy = nn.Parameter(torch.zeros(1))
+    if backward and not any(p.requires_grad for p in offloaded.parameters()):
+        offloaded.dummy = nn.Parameter(torch.zeros(1))
         plain.dummy = nn.Parameter(torch.zeros(1))
     try:
         outputs, slopes = run(plain, case, backward=backward)
@@ -153,18 +153,18 @@ def compare(case: Case, folder: Path) -> list[str] | str:
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     expected = Found(outputs, slopes, gradients, values_of(plain))
     place = PLACES[case.place]
-    keys = config(folder, place, budget=BUDGET, **blocks_of(ours, case.cut))
+    keys = config(folder, place, budget=BUDGET, **blocks_of(offloaded, case.cut))
     if case.begin == "initialize":
-        with offload.initialize(ours, keys) as engine:
-            outputs, slopes = run(ours, case, backward=True)
-            found = Found(outputs, slopes, gradients_of(engine), values_of(ours))
+        with offload.initialize(offloaded, keys) as engine:
+            outputs, slopes = run(offloaded, case, backward=True)
+            found = Found(outputs, slopes, gradients_of(engine), values_of(offloaded))
             engine.check_integrity()
     else:
         keys["placement"] = {"parameters": place["parameters"]}
-        offload.dispatch(ours, keys)
-        with offload.dispatched(ours):
-            outputs, slopes = run(ours, case, backward=False)
-            found = Found(outputs, slopes, {}, values_of(ours))
+        offload.dispatch(offloaded, keys)
+        with offload.dispatched(offloaded):
+            outputs, slopes = run(offloaded, case, backward=False)
+            found = Found(outputs, slopes, {}, values_of(offloaded))
     return list(found.compare(expected))
 
 

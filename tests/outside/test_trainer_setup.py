@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError, UnsupportedError
-from tests.outside.test_offload_trainer import SHORT, accelerate, make, ours, settings
+from tests.outside.test_offload_trainer import SHORT, accelerate, make, settings, trainers
 from tests.outside.trainer_cases import (
     Rows,
     assert_close,
@@ -145,8 +145,8 @@ SETUPS = {
     )
 }  # fmt: skip
 ORDERS: dict[str, Callable[[Any], Any]] = {
-    "behind": lambda setup: type("Mine", (ours.OffloadMixin, setup(transformers.Trainer)), {}),
-    "front": lambda setup: setup(ours.OffloadTrainer),
+    "behind": lambda setup: type("Mine", (trainers.OffloadMixin, setup(transformers.Trainer)), {}),
+    "front": lambda setup: setup(trainers.OffloadTrainer),
 }
 
 
@@ -191,7 +191,7 @@ def test_an_optimizer_that_the_program_brings_trains_with_its_scheduler(
         return kind(model, args, train_dataset=Rows(72, seed=1), **{brought: given}, **keys)
 
     plain = trainer_of(transformers.Trainer, "plain")
-    trainer = trainer_of(ours.OffloadTrainer, "run", offload=settings(tmp_path))
+    trainer = trainer_of(trainers.OffloadTrainer, "run", offload=settings(tmp_path))
     for each in plain, trainer:
         each.train()
     assert_close(logged(trainer), logged(plain))
@@ -217,7 +217,7 @@ NOT_OURS = {"_move_model_to_device"}  # the engine moves the model
 
 def test_every_method_of_trainer_that_the_mixin_has_is_in_the_table() -> None:
     """All others are the trainer's, as they are."""
-    methods = {name for name, value in vars(ours.OffloadMixin).items() if callable(value) or
+    methods = {name for name, value in vars(trainers.OffloadMixin).items() if callable(value) or
                isinstance(value, staticmethod)}  # fmt: skip
     theirs = set(dir(transformers.Seq2SeqTrainer)) - set(dir(object))
     assert (methods & theirs) - {"__init__", "__module__"} == HONOURED | REFUSED | NOT_OURS
@@ -265,9 +265,9 @@ def test_every_method_that_a_trainer_overrides_is_called_as_without_an_engine(
     statics = "get_optimizer_cls_and_kwargs"
     kinds = {
         "plain": recording(transformers.Trainer, plain),
-        "behind": type("Behind", (ours.OffloadMixin, recording(transformers.Trainer, behind,
+        "behind": type("Behind", (trainers.OffloadMixin, recording(transformers.Trainer, behind,
                                                                *REFUSED)), {}),
-        "front": recording(ours.OffloadTrainer, front, statics),  # as above, by the mixin's
+        "front": recording(trainers.OffloadTrainer, front, statics),  # as above, by the mixin's
     }  # fmt: skip
     for name, kind in kinds.items():
         for resume in None, str(tmp_path / name / "checkpoint-1"):
@@ -284,7 +284,7 @@ def test_every_method_that_a_trainer_overrides_is_called_as_without_an_engine(
 
 
 # --------------------------------------------------------------------------- refused by name
-class HeadOutside(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
+class HeadOutside(trainers.OffloadTrainer):  # type: ignore[misc, name-defined]
     def create_optimizer(self, model: Any = None) -> Any:
         super().create_optimizer()
         self.loss = nn.ModuleDict({"classifier": nn.Linear(4, 2)})
@@ -292,13 +292,13 @@ class HeadOutside(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
         return self.optimizer
 
 
-class ClassWithoutRule(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
+class ClassWithoutRule(trainers.OffloadTrainer):  # type: ignore[misc, name-defined]
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
         return torch.optim.RMSprop, {"lr": 1e-3}
 
 
-class NoOptimizer(ours.OffloadTrainer):  # type: ignore[misc, name-defined]
+class NoOptimizer(trainers.OffloadTrainer):  # type: ignore[misc, name-defined]
     def create_optimizer(self, model: Any = None) -> Any:
         return torch.optim.AdamW(self.model.parameters())
 
@@ -314,9 +314,9 @@ class SavesStates(transformers.Trainer):  # type: ignore[misc]
         (HeadOutside, {}, r"\(2, 4\)"),
         (ClassWithoutRule, {}, r"optimizer of ClassWithoutRule: RMSprop"),
         (NoOptimizer, {}, r"NoOptimizer\.create_optimizer .*self\.optimizer is None"),
-        (ours.OffloadTrainer, {"optimizers": (torch.optim.Rprop([nn.Parameter(torch.ones(2))]),
+        (trainers.OffloadTrainer, {"optimizers": (torch.optim.Rprop([nn.Parameter(torch.ones(2))]),
                                               None)}, "optimizer of OffloadTrainer: Rprop"),
-        (type("Mine", (ours.OffloadMixin, SavesStates), {}), {},
+        (type("Mine", (trainers.OffloadMixin, SavesStates), {}), {},
          r"SavesStates\._save_optimizer_and_scheduler"),
     ],
 )  # fmt: skip

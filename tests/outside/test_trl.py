@@ -133,12 +133,12 @@ def test_with_the_mixin_adapters_train_and_their_files_are_pefts(
     def made(kind: Any, name: str, **more: Any) -> Any:
         return make(kind, tmp_path / name, peft_config=peft.LoraConfig(**lora), **more)
 
-    plain, trainer = made(kind, "plain"), made(mixed(kind), "ours", offload=keys)
+    plain, trainer = made(kind, "plain"), made(mixed(kind), "offload", offload=keys)
     plain.train()
     trainer.train()
     whole = logged(trainer)
     assert_close(whole, logged(plain))
-    folders = [tmp_path / name / f"checkpoint-{STEPS}" for name in ("plain", "ours")]
+    folders = [tmp_path / name / f"checkpoint-{STEPS}" for name in ("plain", "offload")]
     files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
     assert files[0] == files[1]
     saved = [safetensors.load_file(f / "adapter_model.safetensors") for f in folders]
@@ -147,7 +147,7 @@ def test_with_the_mixin_adapters_train_and_their_files_are_pefts(
     weights = values_of(trainer.model)
     trainer.engine.close()
     again = made(mixed(kind), "again", offload=keys)
-    again.train(resume_from_checkpoint=str(tmp_path / "ours/checkpoint-8"))
+    again.train(resume_from_checkpoint=str(tmp_path / "offload/checkpoint-8"))
     assert logged(again) == whole
     assert_same_bits(values_of(again.model), weights)
     again.engine.close()

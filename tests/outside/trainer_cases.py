@@ -89,7 +89,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Other people's warnings and prints are not ours to raise."""
+    """No warnings and prints of other libraries inside."""
     logging.disable(logging.WARNING)
     try:
         with (

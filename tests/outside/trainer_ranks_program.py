@@ -1,5 +1,5 @@
-"""One rank's part in trainings by several, ours and then a plain Trainer's; the first rank writes
-what they logged to FOLDER/ours.json and FOLDER/plain.json.
+"""One rank's part in trainings by several, by OffloadTrainer and then a plain Trainer; the first
+rank writes their logs to FOLDER/offload.json and FOLDER/plain.json.
 
 torchrun --standalone --nproc_per_node 2 -m tests.outside.trainer_ranks_program FOLDER
 """
@@ -39,7 +39,7 @@ def train(kind: str, folder: Path) -> dict[str, Any]:
     trainer.train()
     found = {"whole": logged(trainer)}
     trainer.save_model(str(folder / f"{kind}-model"))
-    if kind == "ours":
+    if kind == "offload":
         trainer.engine.close()
         again = trainer_of(kind, folder)
         again.train(resume_from_checkpoint=str(folder / kind / "checkpoint-3"))
@@ -52,7 +52,7 @@ def train(kind: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    for kind in "ours", "plain":
+    for kind in "offload", "plain":
         with quiet():
             found = train(kind, folder)
         if dist.get_rank() == 0:

@@ -68,7 +68,7 @@ def _watched(
 
 def packed_nbytes(model: nn.Module, workload: Workload) -> int:
     """Bytes of storages that autograd packs in a plain forward, each once, but for those of
-    parameters and inputs: none of our books are involved."""
+    parameters and inputs, counted without the runtime."""
     others = {id(p.untyped_storage()): p.untyped_storage() for p in model.parameters()}
     seen: dict[int, Tensor] = {}
 

@@ -124,5 +124,5 @@ def _rank_main(
             )  # fmt: skip
             pipe.send_bytes(pickle.dumps((True, function(*args))))
             dist.destroy_process_group()
-        except BaseException:  # noqa: BLE001 - sent to whoever waits
+        except BaseException:  # noqa: BLE001 - sent to the waiting test
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

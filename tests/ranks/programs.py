@@ -64,7 +64,7 @@ class Choice(nn.Module):
 
 
 class Branches(nn.Module):
-    """Odd sizes, a tied weight, a branch that some ranks use, one that nobody uses, and a frozen
+    """Odd sizes, a tied weight, a branch that some ranks use, one that no rank uses, and a frozen
     layer; smaller than its padding."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Branches(nn.Module):
         self.first = nn.Linear(7, 13)
         self.frozen = nn.Linear(13, 13).requires_grad_(False)
         self.choice = Choice()
-        self.nobody = nn.Linear(5, 3)
+        self.unused = nn.Linear(5, 3)
         self.scale = nn.Parameter(torch.ones(()))
 
     def loss(self, tokens: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def ask_all(stage: int, folder: str) -> list[tuple[str, float]]:
 def test_ranks_that_ask_for_different_things_are_told(
     stage: int, tmp_path: Path, long: bool
 ) -> None:
-    if not long and stage == 3:  # in which a pass waits for whoever is elsewhere
+    if not long and stage == 3:  # in which a pass waits for the other rank
         pytest.skip("in make test-long")
     for found in run_ranks(2, tmp_path, ask_all, stage, str(tmp_path)):
         for (each, words), (told, took) in zip(ASKS.items(), found, strict=True):

@@ -27,7 +27,7 @@ WORDS = {
     # the culprit waits as long as the others, and may be the first to give up
     "elsewhere": "(lives and has not come to it, but is in|has left: RankError: rank 2:) "
     "the all-gather of blocks.1 parameters.*name in groups.blocks",
-    # each waits for the other, and whoever gives up first blames it
+    # each waits for the other, and the first one to give up blames it
     "saves alone": "whether all have succeeded.*take them out of what only",
     "ends earlier": "has closed its engine.*drop_last=True",
 }

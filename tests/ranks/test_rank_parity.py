@@ -182,14 +182,14 @@ def test_several_ranks_train_as_one_with_all_their_data(
         assert distance <= bound, (name, distance.item())
 
 
-def test_a_parameter_that_nobody_uses_is_not_touched(world: World) -> None:
+def test_an_unused_parameter_is_not_touched(world: World) -> None:
     _, families, by_rank = world
     if "branches" not in families:
         pytest.skip("in make test-long")
     case = FAMILIES["branches"][-1]
     states = by_rank[0][id(case)].states
     untrained = seeded(Branches).state_dict()
-    assert torch.equal(states["nobody.weight"], untrained["nobody.weight"])  # no weight decay
-    assert "nobody.weight exp_avg" not in states
+    assert torch.equal(states["unused.weight"], untrained["unused.weight"])  # no weight decay
+    assert "unused.weight exp_avg" not in states
     used = [int(states.get(f"choice.branches.{b}.weight step", torch.zeros(()))) for b in range(2)]
     assert max(used) > 0

@@ -79,7 +79,7 @@ def test_two_ranks_train_and_resume_like_one_with_twice_the_passes(
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-5)
     assert ["step 4/4" in out for out, _ in said] == [True, False]  # the first rank alone speaks
-    # ranks save together, which nobody has asked otherwise
+    # ranks save together by default
     assert not any("wait=False" in errors for _, errors in said)
 
 
@@ -88,4 +88,4 @@ def test_what_is_wrong_with_the_ranks_is_one_screen(file: Path, tmp_path: Path) 
     ended = train(file, tmp_path / "bad", 2, "-o", "zero.shard_group=3")
     assert ended.returncode != 0
     assert "zero.shard_group: 3 does not divide the 2 ranks" in ended.stderr
-    assert "zero/ranks/sharding.py" not in ended.stderr  # no traceback of ours
+    assert "zero/ranks/sharding.py" not in ended.stderr  # no traceback of offload

@@ -196,7 +196,7 @@ def test_what_fits_with_recomputation_fits_where_that_is_left_open(ram: str, cap
     assert run(*asked) <= recomputing
 
 
-def test_compare_has_every_system_and_ours_last(capsys: Any) -> None:
+def test_compare_has_every_system_and_offload_last(capsys: Any) -> None:
     assert run("compare", *SMALL, "--format", "json") == 0
     systems = json.loads(capsys.readouterr().out)["systems"]
     names = [row["system"] for row in systems]
