@@ -162,9 +162,9 @@ class Dispatched(TieredModel):
         kv, store = self.plan.kv, self.store
         if kv is None:
             return
-        from offload.kv import paged_cache  # transformers is there: it is its model
+        from offload.kv import paged_cache  # imports transformers, as the model did
 
-        # caches live as long as somebody has them, and keep no model
+        # a cache may outlive the model, and keeps none
         self._kv = KVStore(
             KVHomes(self._tier_manager, self.plan, kv), weakref.proxy(store.fetcher), self.device,
             room_nbytes=kv_room_nbytes(self.plan, kv.computing), page_nbytes=kv.page_nbytes,

@@ -15,7 +15,7 @@
     ├── StateError              calls in an order that cannot work
     │   └── ModifiedError       ... what backward needs was changed in place; a RuntimeError, too
     ├── NonfiniteError          steps in a row were skipped for infinite or NaN gradients
-    ├── RankError               something ranks do together failed: which, of what, who is missing
+    ├── RankError               a collective that failed: of what, and which ranks are missing
     └── IntegrityError          the runtime's accounting is wrong: a bug, please report it
 
 Each message says what, which, how much and what to do.

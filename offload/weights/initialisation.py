@@ -78,7 +78,7 @@ class WeightInitialisation:
         self, rows: Mapping[ParamSpec, tuple[PackedParam, int]]
     ) -> dict[str, torch.Tensor]:
         """Return one expert's rows of the parameters that its module initialises."""
-        assert self._initialiser is not None, "asked for by who has one"
+        assert self._initialiser is not None, "set for every module with rows"
         wanted = {packed.name: packed for packed, _ in rows.values()}
         if not all(packed in self._made for packed in wanted.values()):
             made = self._initialiser.values({n: packed.param for n, packed in wanted.items()})

@@ -170,8 +170,8 @@ class CachedFileState(State):
                 raise StateError(f"{self.name} holds no memory that could have been written")
             if not self._filling and not self.slot.in_use():
                 raise StateError(
-                    f"{self.name}: nobody has a view of what was written, so it may have been "
-                    "dropped meanwhile"
+                    f"{self.name}: written without a view of its slot, so the written values may "
+                    "have been dropped meanwhile"
                 )
             all_of_it = self._filling or not to_edge
             changed = range(self.pieces if all_of_it else self._pieces_to_edge)

@@ -22,8 +22,8 @@ class SlotUser(Protocol):
     """The state that a slot is lent to. It is asked with the pool's lock held."""
 
     def may_evict(self) -> bool:
-        """Whether the home has all that the slot holds, and nobody fills it. The slot itself looks
-        at its views and at the transfers into it."""
+        """Whether the home has all that the slot holds, and it is not being filled. The slot itself
+        checks its views and the transfers into it."""
         ...
 
     def evicted(self) -> None:

@@ -52,7 +52,7 @@ class Failure:
 class Transfer(Generic[T]):
     """One move in flight, of value `T` once done. Thread-safe; any number may wait.
 
-    `complete`, `fail` and `spread` are for the one who moves the bytes, exactly once.
+    The code that moves the bytes calls one of `complete`, `fail` and `spread`, exactly once.
     `what` is shown in errors; it is turned into text only when one is raised. Waits for it are
     counted for `lane`.
     """
@@ -109,7 +109,7 @@ class Transfer(Generic[T]):
                 return
         callback(self)
 
-    # ---- for the one who moves the bytes
+    # ---- for the code that moves the bytes
 
     @classmethod
     def completed(cls, value: T, what: object = "a completed transfer") -> Transfer[T]:

@@ -87,7 +87,7 @@ def test_a_write_without_a_view_is_refused(bench):
     view = state.tensor()
     view.fill_(2)
     del view
-    with pytest.raises(StateError, match="s: nobody has a view of what was written"):
+    with pytest.raises(StateError, match="s: written without a view of its slot"):
         state.mark_dirty()
     view = state.tensor()
     view.fill_(3)

@@ -1,6 +1,6 @@
 """A group of parameters: one flat buffer, gathered before use and released after it.
 
-Who owns the memory of `param.data` (of a DTensor's local tensor, likewise):
+The owner of the memory of `param.data` (likewise of a DTensor's local tensor):
 
     released   a placeholder of the parameter's full shape (placeholders.py); the state owns
                the bytes, in any tier. The parameter's class fetches them when it is read

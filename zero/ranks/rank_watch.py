@@ -198,7 +198,7 @@ class RankWatch:
         among = f"among ranks {', '.join(map(str, watched.members))}"
         head = f"rank {self._rank}: {watched.what} {among} failed after {took:.1f} s"
         # a launcher may end this process before the others have been asked
-        _log.error("%s; asking who is missing (%s)", head, _first_line(error))
+        _log.error("%s; asking which ranks are missing (%s)", head, _first_line(error))
         with self._asking:
             if self._findings is None:
                 self._findings = self._ask_in_time(watched)

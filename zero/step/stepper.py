@@ -194,7 +194,7 @@ class Stepper:
 
     def _update_on_trial(self, state: OptimizerState) -> None:
         """Begin the update of one group before its step, if it can be undone."""
-        with self.speculative.lock:  # so that who takes it back finds it submitted
+        with self.speculative.lock:  # a thread that takes it back finds it submitted
             if not state.parts or not self.speculative.takes(state) or self._missed.lacks(state):
                 return
             assert self.hyper_source is not None, "set with the optimizer, before any backward"

@@ -209,7 +209,7 @@ def _check_version(content: dict[str, Any], what: str) -> None:
 
 def _check_references(manifest: Manifest) -> None:
     """Raise ValueError unless every file lies in the folder, and every byte of it is in a section
-    with a hash. A tensor that is not where the manifest says is found by who reads it."""
+    with a hash. A read finds a tensor that is not where the manifest says."""
     named = {name for g in manifest.groups for name in (g.parameters, g.optimizer) if name}
     for name in named - manifest.files.keys():
         raise ValueError(f"no file {name}")

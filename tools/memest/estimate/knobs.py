@@ -78,7 +78,7 @@ def _batch(case: Case) -> Iterator[Change]:
 
 
 def _sequences(asked: Generation) -> Iterator[Change]:
-    """Yield fewer sequences at a time, for a user who has them all."""
+    """Yield smaller batches, one after the other, of all sequences."""
     for parts in divisors(asked.batch)[1:]:
         batch = asked.batch // parts
         yield Change({"--batch": str(batch)}, f"{parts} batches of {batch}, one after the other")
