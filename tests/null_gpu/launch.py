@@ -22,9 +22,9 @@ FOLDER = Path(__file__).parents[2] / "build" / "null_gpu"  # kernels that Triton
 
 @dataclass(frozen=True)
 class NullGpu:
-    """What a process sees of the null GPU. `late`: copies of pinned memory are done when somebody
-    waits for them, and memory that a copy is on its way to holds NaN. `zeros_back`: copies to the
-    host bring zeros, as if kernels had computed them, instead of what device memory held before."""
+    """What a process sees of the null GPU. `late`: copies of pinned memory are done when they are
+    waited for, and until then their destination holds NaN. `zeros_back`: copies to the host bring
+    zeros, as if kernels had computed them, instead of what device memory held before."""
 
     devices: int = 1
     nbytes: int = 8 << 30

@@ -29,7 +29,7 @@ _Noreturn void unknown(const char *name);
 // devices.c: devices, each thread's current one, and its last error.
 extern int device_count;
 extern size_t device_nbytes;
-extern bool late;        // copies are done when somebody asks for them
+extern bool late;        // copies are done when they are waited for
 extern bool zeros_back;  // the host gets zeros, as if kernels had computed them, not old bytes
 cudaError_t fail(cudaError_t error);  // kept as the thread's last error
 int bound_device(void);      // the current device, its context bound to this thread
@@ -51,7 +51,7 @@ struct range range_of(const void *pointer);  // PAGEABLE where nothing is known 
 void *bytes_at(const void *pointer, size_t nbytes);  // NULL where they are not in one range
 void drain_device(int device);
 
-// streams.c: work in order, done at once or, with `late`, when somebody asks for it.
+// streams.c: work in order, done at once or, with `late`, when it is waited for.
 struct stream {
     int device;
     struct item *first, *last;

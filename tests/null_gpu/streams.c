@@ -1,6 +1,6 @@
-// Streams, events and copies. A stream does its work in order: at once, or, with `late`, when
-// somebody asks for the stream or for an event behind the work. What reads the result of a copy too
-// early, or writes its source too early, then shows as wrong bytes.
+// Streams, events and copies. A stream does its work in order: at once, or, with `late`, when the
+// stream or an event behind the work is waited for. A read of a copy's result that comes too early,
+// or a write to its source, then shows as wrong bytes.
 #include "null_gpu.h"
 #include <stdlib.h>
 #include <string.h>
@@ -147,7 +147,7 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
     return cudaSuccess;
 }
 
-// Who waits for a slow GPU leaves the others time to go on too early.
+// A wait for a slow GPU leaves other threads time to go on too early.
 static void wait_for(struct stream *stream, long ticket) {
     if (late && stream->done < ticket) usleep(1000);
     drain_to(stream, ticket);

@@ -140,7 +140,7 @@ def gradients_of(engine: offload.Engine) -> dict[str, Tensor]:
 
 
 def assert_scheduler_is_saved(engine: offload.Engine) -> None:
-    """By who saved a checkpoint of it: no warning was given that it is left out."""
+    """The saved checkpoint has the scheduler: no warning was given that it is left out."""
     assert engine.optimizer.has_scheduler
     assert not engine._told_of_scheduler
 

@@ -168,7 +168,7 @@ def _compare_drawn(number: int, folder: Path) -> None:
     shutil.rmtree(behind)
 
 
-# ------------------------------------------------------------------------- who writes meanwhile
+# ------------------------------------------------------------------------- writes meanwhile
 def test_on_nvme_training_goes_on_while_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -298,7 +298,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(
 
 
 def everyone(engine: offload.Engine, saved: Path, out: Path) -> dict[str, Callable[[], object]]:
-    """All who read a checkpoint."""
+    """All readers of a checkpoint, by name."""
     from offload.integrations.loaded_weights import load_checkpoint_weights
 
     def verify() -> None:

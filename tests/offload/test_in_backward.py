@@ -82,7 +82,7 @@ def test_zero_grad_instead_of_a_step_is_an_error(tmp_path: Path) -> None:
 
 
 def test_norms_are_known_and_clipping_is_refused(tmp_path: Path) -> None:
-    """Who only wants the norm of all gradients clips to infinity (transformers' Trainer does)."""
+    """Clipping to infinity asks only for the norm of all gradients (transformers' Trainer does)."""
     tokens = batches(1)[0]
     plain, model = seeded(TinyLM).to(ON), seeded(TinyLM)
     plain.loss(tokens).backward()

@@ -76,7 +76,7 @@ class Drawn:
 
 @contextmanager
 def looked_at(guard: MemoryGuard, drawn: Drawn) -> Iterator[None]:
-    """Inside, somebody looks every millisecond."""
+    """Inside, another thread draws a free-memory figure and looks, every millisecond."""
     ends = threading.Event()
 
     def look() -> None:

@@ -37,7 +37,7 @@ from tests.offload.engine_cases import (
 READ, WRITE = "read", "write"
 ERRORS = ("EIO", "ENOSPC", "end of file")
 RETRIED = ("short", "ragged", "EINTR", "EAGAIN")  # these end as if nothing had been
-# what decides: the step as it was tried, another one, or somebody who needs the old version
+# the event that decides: the step as it was tried, another one, or a use of the old version
 VERDICTS = ("keep", "clip", "skip", "lr", "read", "settle", "drop", "states", "more")
 DATA = batches(4)
 FAULTY = 2  # the step that meets the fault: the first has no trials, the second decides that

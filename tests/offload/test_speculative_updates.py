@@ -230,7 +230,7 @@ def _interrupted_settle(engine: Any, go_on: threading.Event) -> None:
 
 
 def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path) -> None:
-    """The update is on its way: Ctrl-C while somebody who needs the old version waits for it."""
+    """The update is under way: Ctrl-C while a read of the old version waits for it."""
     found, words = [], torch.arange(21).view(3, 7)
     for interrupted in False, True:
         with engine_of(1, tmp_path, ON_NVME, optimizer={"chunk": 16384}) as engine:

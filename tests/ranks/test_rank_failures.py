@@ -82,8 +82,8 @@ def _error(rank: RankProcess, deadline: float, ranks: list[RankProcess]) -> str:
 
 
 def _check(error: str, rank: int, words: str) -> None:
-    """The last line of a traceback: which rank saw it, in which collective of which group, and who
-    is to blame, first of all: `words`."""
+    """The last line of a traceback names the rank that saw it, the collective and its group, and
+    first of all the cause: `words`."""
     last = [line for line in error.splitlines() if "RankError: " in line][-1]
     collective = (
         r"the (all-gather|reduce-scatter|all-reduce) of [\w. ']+ among ranks [\d, ]+ failed"

@@ -336,7 +336,7 @@ class CheckedWorld(World):
         self._patch.setattr(threading.Thread, "join", joined)
 
     def _follow_transfers(self) -> None:
-        """Who finds one done comes after who did it, and a callback after who asked for it."""
+        """A thread that finds one done comes after its mover, a callback after its caller."""
         order, made, done, then = self.order, Transfer.__init__, Transfer.done, Transfer.then
         locks = {**vars(threading), "Lock": lambda: _Lock(order)}
         self._patch.setattr(transfer, "threading", types.SimpleNamespace(**locks))
@@ -466,7 +466,7 @@ class _Lock:
         return got
 
     def release(self) -> None:
-        with self._order.lock:  # a waiter's lock is released by somebody else
+        with self._order.lock:  # another thread releases a waiter's lock
             merge(self.clock, self._order.tell())
         self._lock.release()
 
@@ -498,7 +498,7 @@ class _Outcome:
 
 
 class _Wake:
-    """An event of threads: who waits for it learns what those knew who set it."""
+    """An event of threads: a waiter learns what the threads that set it knew."""
 
     def __init__(self, order: Order) -> None:
         self._clock: Clock = {}

@@ -7,8 +7,8 @@
 
 An *agent* is a stream or a thread: what it does is in order. Its vector clock says what every agent
 had done that it is ordered after (Lamport, 1978; Fidge, 1988; Mattern, 1989). A launch, an event, a
-wait or a transfer tells one agent what another one knows. Shadow memory remembers who wrote a byte
-last and who has read it since, with the time at which they did (epochs, as in FastTrack; Flanagan
+wait or a transfer tells one agent what another one knows. Shadow memory remembers the last writer
+of a byte and its readers since, with the time of each access (epochs, as in FastTrack; Flanagan
 and Freund, 2009). Two accesses to a byte, one of them a write, that no chain of those orders are a
 race, also where they came one after the other this time.
 """

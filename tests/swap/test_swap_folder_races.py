@@ -1,5 +1,5 @@
-"""Who else writes where swap files are: links that appear between a look and a use, and folders of
-other users."""
+"""Other writers in folders of swap files: links that appear between a check and a use, and folders
+of other users."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SOON_S = 10.0  # at most, for what another thread does at once
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> Path:
-    """Opening it really waits in the kernel, until somebody opens it to write."""
+    """Opening it really waits in the kernel, until it is opened for writing."""
     os.mkfifo(tmp_path / "fifo")
     return tmp_path / "fifo"
 

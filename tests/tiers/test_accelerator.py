@@ -57,7 +57,7 @@ class FakeEvent:
 
 
 class FakeModule:
-    """As `torch.cuda` is for CUDA. `last_error` is kept by the driver until somebody asks."""
+    """As `torch.cuda` is for CUDA. The driver keeps `last_error` until it is asked for."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

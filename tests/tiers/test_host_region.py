@@ -1,4 +1,4 @@
-"""A forked child shares no pages of host memory but those that somebody can still see."""
+"""A forked child shares no pages of host memory but those that a tensor still views."""
 
 from __future__ import annotations
 
