@@ -24,7 +24,7 @@ from offload.kernels.cpu.noise import Noise
 from offload.kernels.floats import norm_blocks
 from offload.kernels.gpu import triton_dequantize, triton_gradients, triton_optimizer
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars
-from offload.kernels.weight_formats import Code, WeightFormat
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.process.child import Parent
 from offload.tiers import accelerator
 from offload.tiers.units import format_bytes
@@ -153,17 +153,17 @@ def _gradients(numel: int, device: torch.device) -> Iterator[KernelCase]:
     )  # fmt: skip
 
 
-def _weight_codes(numel: int, device: torch.device) -> Iterator[KernelCase]:
-    for weights in map(WeightFormat, Code):
+def _dequantizing(numel: int, device: torch.device) -> Iterator[KernelCase]:
+    for weights in map(WeightFormat, QuantType):
         shape = (weights.codes_nbytes(numel),)
         groups = (numel // weights.group_size,)
         words = torch.full(groups, _SCALE_1, dtype=torch.int32, device=device)
         codes = torch.randint(1, 256, shape, device=device, dtype=torch.uint8)
         out = torch.zeros(numel, dtype=BF16, device=device)
-        decode = partial(triton_dequantize.decode_weights, words, codes, out, weights)
-        yield KernelCase(f"{weights.name} weights to bf16", decode, (words, codes), (out,))
+        dequantize = partial(triton_dequantize.dequantize_weights, words, codes, out, weights)
+        yield KernelCase(f"{weights.name} weights to bf16", dequantize, (words, codes), (out,))
 
 
 MAKERS: tuple[Callable[[int, torch.device], Iterator[KernelCase]], ...] = (
-    _steps, _gradients, _weight_codes,
+    _steps, _gradients, _dequantizing,
 )  # fmt: skip

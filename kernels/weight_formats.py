@@ -1,8 +1,8 @@
 """Formats of weights that are stored in 8 or 4 bits: what is stored, and how many bytes it takes.
 
 `cpu/quantization.py` has the arithmetic. A tensor is cut into groups of `group_size` consecutive
-elements, each with a scale; scales come first, so that a tensor can be decoded while the end of its
-codes is still being read:
+elements, each with a scale; scales come first, so that a tensor can be dequantized while the end
+of its codes is still being read:
 
     ├─ one 32-bit word per group ─┤ to a multiple of 64 bytes ├─ codes ─┤ to a multiple of 64 bytes
 """
@@ -43,8 +43,8 @@ INT8_SCALE_MASK = 0xFFFFFF80  # 17 significant bits: 127 times the scale is exac
 LARGEST = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)
 
 
-class Code(IntEnum):
-    """The code of an element; its name in lower case is the one in a configuration."""
+class QuantType(IntEnum):
+    """How elements are quantized; the name in lower case is the one in a configuration."""
 
     INT8 = 0
     INT4 = 1
@@ -53,14 +53,14 @@ class Code(IntEnum):
     @property
     def bits(self) -> int:
         """The number of bits per element, without its share of a scale."""
-        return 8 if self is Code.INT8 else 4
+        return 8 if self is QuantType.INT8 else 4
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """The stored format of a tensor's elements."""
 
-    code: Code
+    quant_type: QuantType
     group_size: int = 64  # elements that share a scale
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class WeightFormat:
     @property
     def name(self) -> str:
         """The name of the format in a configuration."""
-        return self.code.name.lower()
+        return self.quant_type.name.lower()
 
     def scales_nbytes(self, numel: int) -> int:
         """Bytes before the codes of `numel` elements, whole groups."""
@@ -79,7 +79,7 @@ class WeightFormat:
 
     def codes_nbytes(self, numel: int) -> int:
         """Bytes of the codes alone."""
-        return numel * self.code.bits // 8
+        return numel * self.quant_type.bits // 8
 
     def stored_nbytes(self, numel: int) -> int:
         """Bytes of a tensor of `numel` elements; ValueError where those are no whole groups."""

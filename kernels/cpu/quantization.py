@@ -10,7 +10,7 @@ rounded to nearest even in the format asked for. INT4 is kept within the largest
 that format; the product is exact before. Two codes share a byte: of INT4 the first one has the low
 bits, of NF4 the high ones, as in bitsandbytes.
 
-Encoding takes two magnitudes of a group as integers, the largest of those that are not negative
+Quantization takes two magnitudes of a group as integers, the largest of those that are not negative
 and of those that are (fp32 bits without their sign are ordered like the numbers, a NaN above
 infinity; zero always counts):
 
@@ -33,10 +33,10 @@ NF4), and reads as NaN everywhere.
 Guarantees. Zero stays zero (of pruned weights). Every value is within s / 2 of what is stored (NF4:
 half of the widest gap, 0.152 s), but the ends of an INT4 group within s. In INT8 and NF4 a group's
 largest magnitude is kept exactly in the format that it came from, 127 * s or s, and in INT4 the
-first and the last code are both in use; so s follows from the decoded values and encoding those
-again gives the same ones: decode(encode(decode(c))) == decode(c), in fp32, bf16 and fp16, if
-encode made c from that format. (Not in INT4 where a group reaches 0.97 times the largest finite
-number, nor where its fp16 values are below 2**-14.)
+first and the last code are both in use; so s follows from the dequantized values and quantizing
+those again gives the same ones: dequantize(quantize(dequantize(c))) == dequantize(c), in fp32, bf16
+and fp16, if quantize made c from that format. (Not in INT4 where a group reaches 0.97 times the
+largest finite number, nor where its fp16 values are below 2**-14.)
 
 That 7 bits are enough for INT4's scale: the mean squared error over groups of 64 normal numbers is
 1.03 times that of exact ends with a floating-point offset, and 1.08 times the least of any scale.
@@ -83,7 +83,7 @@ from offload.kernels.weight_formats import (
     NF4_LEVELS,
     NF4_MIDPOINTS,
     SIXTEEN_FIFTEENTHS,
-    Code,
+    QuantType,
     WeightFormat,
 )
 
@@ -98,33 +98,33 @@ _DIGEST = jit.digest(__file__, "weight_formats.py")
 class Action(IntEnum):
     """The operation of a kernel."""
 
-    ENCODE = 0
-    DECODE = 1
+    QUANTIZE = 0
+    DEQUANTIZE = 1
 
 
-def encode_weights(
+def quantize_weights(
     values: Array, words: Array, codes: Array, weights: WeightFormat, values_float: Float,
     run: Runner = serial,
 ) -> None:  # fmt: skip
-    """Encode `values` (numel,) of `values_float`: uint32 `words` (groups,), uint8 `codes`."""
+    """Quantize `values` (numel,) of `values_float`: uint32 `words` (groups,), uint8 `codes`."""
     groups = _groups(values, weights)
     check_input("values", values, values_float.storage, values.size)
     check_output("words", words, _UINT32, groups)
     check_output("codes", codes, _UINT8, weights.codes_nbytes(values.size))
-    loop = kernel(Action.ENCODE, weights, values_float)
+    loop = kernel(Action.QUANTIZE, weights, values_float)
     run(partial(loop, values, words, codes), groups)
 
 
-def decode_weights(
+def dequantize_weights(
     words: Array, codes: Array, values: Array, weights: WeightFormat, values_float: Float,
     run: Runner = serial,
 ) -> None:  # fmt: skip
-    """Fill `values` (numel,) of `values_float` from what `encode_weights` wrote."""
+    """Fill `values` (numel,) of `values_float` from what `quantize_weights` wrote."""
     groups = _groups(values, weights)
     check_input("words", words, _UINT32, groups)
     check_input("codes", codes, _UINT8, weights.codes_nbytes(values.size))
     check_output("values", values, values_float.storage, values.size)
-    loop = kernel(Action.DECODE, weights, values_float)
+    loop = kernel(Action.DEQUANTIZE, weights, values_float)
     run(partial(loop, values, words, codes), groups)
 
 
@@ -141,34 +141,34 @@ def _groups(values: Array, weights: WeightFormat) -> int:
 def kernel(action: Action, weights: WeightFormat, kind: Float) -> jit.Kernel:
     """kernel(values, words, codes, lo, hi), where lo and hi count groups."""
     size = GROUP_SIZES.index(weights.group_size)
-    plan = jit.plan(action | weights.code << 1 | kind << 3 | size << 5, _DIGEST)
+    plan = jit.plan(action | weights.quant_type << 1 | kind << 3 | size << 5, _DIGEST)
 
-    def weight_codes(values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
-        _recode(plan, values, words, codes, lo, hi)
+    def quantization(values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
+        _convert(plan, values, words, codes, lo, hi)
 
-    return jit.compiled(weight_codes)
+    return jit.compiled(quantization)
 
 
 @intrinsic(prefer_literal=True)
-def _recode(typing, plan, values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
+def _convert(typing, plan, values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
     code = jit.variant_of(plan)
     if code is None:
         return None
     action, kind = Action(code & 1), Float(code >> 3 & 3)
-    weights = WeightFormat(Code(code >> 1 & 3), GROUP_SIZES[code >> 5])
+    weights = WeightFormat(QuantType(code >> 1 & 3), GROUP_SIZES[code >> 5])
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         at = Pointers(*jit.pointers(context, builder, signature, args, 1, 4))
         lo, hi = jit.integers(context, builder, signature, args, 4, 6)
-        if action is Action.ENCODE:
+        if action is Action.QUANTIZE:
             with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
-                _encode_group(CodeLanes(builder), weights, kind, at, number)
+                _quantize_group(CodeLanes(builder), weights, kind, at, number)
             return context.get_dummy_value()
         line = builder.and_(builder.ptrtoint(at.values, I64), I64(LINE_NBYTES - 1))
         with builder.if_else(builder.icmp_unsigned("==", line, I64(0))) as (aligned, unaligned):
             for path, streams in ((aligned, True), (unaligned, False)):
                 with path, cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
-                    _decode_group(CodeLanes(builder), weights, kind, at, number, streams)
+                    _dequantize_group(CodeLanes(builder), weights, kind, at, number, streams)
         builder.fence("seq_cst")  # other threads read what was written past the caches
         return context.get_dummy_value()
 
@@ -225,15 +225,15 @@ class CodeLanes(Lanes):
             lanes = self.builder.insert_element(lanes, value, I32(lane))
         return lanes
 
-    def load_pairs(self, base: Value, index: Value, code: Code) -> tuple[Value, Value]:
+    def load_pairs(self, base: Value, index: Value, quant: QuantType) -> tuple[Value, Value]:
         """Load two vectors of 4-bit codes, in the low bits of i32 lanes: of elements index, index +
         2 .. index + 30, and of those behind each, with which they share a byte."""
         start = self.builder.lshr(index, I64(1))
         low = self.builder.zext(self.load_raw(I8, base, start), self.of(I32))
         high = self.shift_right(low, 4)
-        return (low, high) if code is Code.INT4 else (high, low)
+        return (low, high) if quant is QuantType.INT4 else (high, low)
 
-    def load_spread(self, base: Value, index: Value, code: Code) -> Value:
+    def load_spread(self, base: Value, index: Value, quant: QuantType) -> Value:
         """Load 4-bit codes index .. index + 16, in the low bits of i32 lanes; others undefined."""
         builder, half = self.builder, WIDTH // 2
         start = builder.gep(base, [builder.lshr(index, I64(1))])
@@ -241,20 +241,20 @@ class CodeLanes(Lanes):
         wide = ir.VectorType(I64, half)
         raw = builder.zext(builder.load(pointer, align=8), wide)
         # a byte b becomes the lanes (b, b >> 4), or in NF4 (b >> 4, b): little-endian halves
-        if code is Code.INT4:
+        if quant is QuantType.INT4:
             lanes = builder.or_(raw, builder.shl(raw, ir.Constant(wide, [28] * half)))
         else:
             upper = builder.shl(raw, ir.Constant(wide, [32] * half))
             lanes = builder.or_(builder.lshr(raw, ir.Constant(wide, [4] * half)), upper)
         return builder.bitcast(lanes, self.of(I32))
 
-    def store_pairs(self, lanes: Value, base: Value, index: Value, code: Code) -> None:
+    def store_pairs(self, lanes: Value, base: Value, index: Value, quant: QuantType) -> None:
         """Store codes from lanes without other bits; the reverse of `load_spread`."""
         builder, half = self.builder, WIDTH // 2
         narrow = builder.bitcast(
             builder.trunc(lanes, self.of(I8)), ir.VectorType(I16, half)
         )  # of each pair the first one is the low byte
-        first, second = (4, 8) if code is Code.NF4 else (0, 4)
+        first, second = (4, 8) if quant is QuantType.NF4 else (0, 4)
         pair = builder.or_(
             builder.shl(narrow, ir.Constant(narrow.type, [first] * half)),
             builder.lshr(narrow, ir.Constant(narrow.type, [second] * half)),
@@ -284,17 +284,17 @@ class CodeLanes(Lanes):
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
 
-# ---------------------------------------------------------------- decoding
-def _decode_group(
+# ---------------------------------------------------------------- dequantizing
+def _dequantize_group(
     vector: CodeLanes, weights: WeightFormat, kind: Float, at: Pointers, number: Value,
     streams: bool,
 ) -> None:  # fmt: skip
-    """Emit the decoding of a group. `streams`: values lie on cache lines, and are written past the
-    caches, which are too small for a group's parameters."""
+    """Dequantize a group. `streams`: values lie on cache lines, and are written past the caches,
+    which are too small for a group's parameters."""
     builder = vector.builder
     word = builder.load(builder.gep(at.words, [number]), align=4)
     first = builder.mul(number, I64(weights.group_size))
-    line = _line_decoder(vector, weights.code, kind, at.codes, word)
+    line = _line_of_values(vector, weights.quant_type, kind, at.codes, word)
     past_caches = builder.module.add_metadata([I32(1)])
     for offset in range(0, weights.group_size, LINE_NBYTES // kind.nbytes):
         start = builder.add(first, I64(offset))
@@ -307,12 +307,12 @@ def _decode_group(
             store.set_metadata("nontemporal", past_caches)
 
 
-def _line_decoder(
-    vector: CodeLanes, code: Code, kind: Float, codes: Value, word: Value
+def _line_of_values(
+    vector: CodeLanes, quant: QuantType, kind: Float, codes: Value, word: Value
 ) -> Callable[[Value], Value]:
     """A function that emits one cache line of stored values, starting at an index."""
     builder = vector.builder
-    if code is Code.INT8:
+    if quant is QuantType.INT8:
 
         def from_bytes(start: Value) -> Value:
             return vector.encode(kind, signed_bytes(vector, word, codes, start))
@@ -322,23 +322,23 @@ def _line_decoder(
         return lambda start: vector.shuffled(
             from_bytes(start), from_bytes(builder.add(start, I64(WIDTH))), range(2 * WIDTH)
         )
-    table = vector.stored_bits(kind, levels(vector, code, kind, word))
+    table = vector.stored_bits(kind, levels(vector, quant, kind, word))
     if kind is Float.FP32:
-        return lambda start: vector.lookup(table, vector.load_spread(codes, start, code))
+        return lambda start: vector.lookup(table, vector.load_spread(codes, start, quant))
     shifted = vector.shift_left(table, 16)
 
     def from_pairs(start: Value) -> Value:
         """Emit two values of 16 bits from each byte, which stay side by side."""
-        first, second = vector.load_pairs(codes, start, code)
+        first, second = vector.load_pairs(codes, start, quant)
         return builder.or_(vector.lookup(table, first), vector.lookup(shifted, second))
 
     return from_pairs
 
 
-def levels(vector: CodeLanes, code: Code, kind: Float, word: Value) -> Value:
+def levels(vector: CodeLanes, quant: QuantType, kind: Float, word: Value) -> Value:
     """Emit the values of the 16 codes of a group (fp32 lanes), before they are rounded."""
     builder = vector.builder
-    if code is Code.NF4:
+    if quant is QuantType.NF4:
         scale = vector.splat(builder.bitcast(word, F32))
         return vector.mul(vector.constants(F32, NF4_LEVELS), scale)
     zero = vector.splat(builder.and_(word, I32(15)))
@@ -357,15 +357,15 @@ def signed_bytes(vector: CodeLanes, word: Value, codes: Value, start: Value) -> 
 
 
 def _within(vector: Lanes, value: Value, limit: float) -> Value:
-    """Emit a clamp to [-most, most]; a NaN stays one."""
+    """Emit a clamp to [-limit, limit]; a NaN stays one."""
     upper, lower = vector.constant(F32, limit), vector.constant(F32, -limit)
     builder = vector.builder
     value = builder.select(builder.fcmp_ordered(">", value, upper), upper, value)
     return builder.select(builder.fcmp_ordered("<", value, lower), lower, value)
 
 
-# ---------------------------------------------------------------- encoding
-def _encode_group(
+# ---------------------------------------------------------------- quantizing
+def _quantize_group(
     vector: CodeLanes, weights: WeightFormat, kind: Float, at: Pointers, number: Value
 ) -> None:
     builder = vector.builder
@@ -376,7 +376,7 @@ def _encode_group(
     finite = builder.and_(
         *(builder.icmp_unsigned("<", each, I32(_INF_BITS)) for each in (up, down))
     )
-    scale_bits, zero = _scale(builder, weights.code, up, down)
+    scale_bits, zero = _scale(builder, weights.quant_type, up, down)
     word = builder.select(finite, builder.or_(scale_bits, zero), I32(NAN_BITS))
     builder.store(word, builder.gep(at.words, [number]), align=4)
     zero = vector.splat(builder.select(finite, zero, I32(0)))
@@ -386,15 +386,15 @@ def _encode_group(
     for start, value in zip(starts, loaded, strict=True):
         bits = builder.and_(builder.bitcast(value, vector.of(I32)), keep)
         ratio = vector.div(builder.bitcast(bits, vector.of(F32)), scale)
-        if weights.code is Code.INT8:
+        if weights.quant_type is QuantType.INT8:
             vector.store_raw(builder.trunc(vector.rounded(ratio), vector.of(I8)), at.codes, start)
-        elif weights.code is Code.INT4:
+        elif weights.quant_type is QuantType.INT4:
             shifted = builder.add(vector.rounded(ratio), zero)
             inside = vector.signed_max(shifted, vector.constant(I32, 0))
             inside = vector.signed_min(inside, vector.constant(I32, 15))
-            vector.store_pairs(inside, at.codes, start, weights.code)
+            vector.store_pairs(inside, at.codes, start, weights.quant_type)
         else:
-            vector.store_pairs(_nf4(vector, ratio), at.codes, start, weights.code)
+            vector.store_pairs(_nf4(vector, ratio), at.codes, start, weights.quant_type)
 
 
 def _nf4(vector: CodeLanes, ratio: Value) -> Value:
@@ -424,12 +424,12 @@ def _extremes(vector: CodeLanes, loaded: Sequence[Value]) -> tuple[Value, Value]
     return extremes[0], extremes[1]
 
 
-def _scale(builder: ir.IRBuilder, code: Code, up: Value, down: Value) -> tuple[Value, Value]:
+def _scale(builder: ir.IRBuilder, quant: QuantType, up: Value, down: Value) -> tuple[Value, Value]:
     """Bits of a group's scale, and z of INT4 (else 0); scalars, of use where all is finite."""
     largest = _max(builder, up, down)
-    if code is Code.NF4:
+    if quant is QuantType.NF4:
         return _max(builder, largest, I32(MIN_SCALE_BITS)), I32(0)
-    if code is Code.INT8:
+    if quant is QuantType.INT8:
         step = builder.fdiv(builder.bitcast(largest, F32), F32(127.0))
         bits = builder.and_(builder.bitcast(step, I32), I32(INT8_SCALE_MASK - (1 << 32)))
         return _max(builder, bits, I32(MIN_SCALE_BITS)), I32(0)

@@ -2,10 +2,10 @@
 
     out[m, n] = sum over k of x[m, k] * w[n, k]        x (M, K), w (N, K), fp32 sums
 
-w are the values that `kernels.cpu.quantization` decodes to, in registers and nowhere else. On one
-core, 4096 x 4096 weights, groups of 64, milliseconds: straight from codes / decoded and then
-multiplied by PyTorch (bf16); of one row, `torch._weight_int4pack_mm_for_cpu`, which needs codes in
-an order of its own, takes 0.45:
+w are the values that `kernels.cpu.quantization` dequantizes to, in registers and nowhere else. On
+one core, 4096 x 4096 weights, groups of 64, milliseconds: straight from codes / dequantized and
+then multiplied by PyTorch (bf16); of one row, `torch._weight_int4pack_mm_for_cpu`, which needs
+codes in an order of its own, takes 0.45:
 
     rows of x        1            4            8           16
     INT8       1.01 / 3.15  1.49 / 3.28  3.30 / 3.17  6.01 / 3.73
@@ -35,7 +35,7 @@ from offload.kernels.cpu import jit
 from offload.kernels.cpu.lanes import F32, I32, I64, WIDTH, Value
 from offload.kernels.cpu.quantization import CodeLanes, Pointers, levels, signed_bytes
 from offload.kernels.floats import Array, Float, Runner, check_input, check_output, serial
-from offload.kernels.weight_formats import GROUP_SIZES, Code, WeightFormat
+from offload.kernels.weight_formats import GROUP_SIZES, QuantType, WeightFormat
 
 MAX_ROWS = 4  # of x for which this is the faster way
 SPAN = 2 * WIDTH
@@ -46,7 +46,7 @@ _DIGEST = jit.digest(__file__, "cpu/quantization.py", "weight_formats.py")
 
 def in_lane_order(x: Array, weights: WeightFormat) -> Array:
     """fp32 x (M, K) as `multiply` takes it: elements that share a byte apart, span by span."""
-    if weights.code is Code.INT8:
+    if weights.quant_type is QuantType.INT8:
         return np.ascontiguousarray(x)
     spans = x.reshape(len(x), x.shape[1] // SPAN, WIDTH, 2)
     return np.ascontiguousarray(spans.transpose(0, 1, 3, 2)).reshape(x.shape)
@@ -57,7 +57,7 @@ def multiply(
     run: Runner = serial,
 ) -> None:  # fmt: skip
     """Fill `out` (M, N) fp32 with the products of `x` (M, K) fp32, from `in_lane_order`, and
-    weights (N, K), encoded from `kind`."""
+    weights (N, K), quantized from `kind`."""
     (rows, inner), columns = x.shape, out.shape[1]
     if out.shape[0] != rows or inner % weights.group_size:
         raise ValueError(
@@ -68,7 +68,7 @@ def multiply(
     check_output("out", out.reshape(-1), _FP32, rows * columns)
     check_input("words", words, np.dtype(np.uint32), columns * inner // weights.group_size)
     check_input("codes", codes, np.dtype(np.uint8), weights.codes_nbytes(columns * inner))
-    loop = _kernel(weights.code | kind << 2 | GROUP_SIZES.index(weights.group_size) << 4)
+    loop = _kernel(weights.quant_type | kind << 2 | GROUP_SIZES.index(weights.group_size) << 4)
     body = partial(loop, x.reshape(-1), words, codes, out.reshape(-1), rows, columns, inner)
     run(body, -(-columns // _ROWS))
 
@@ -89,7 +89,7 @@ def _multiply(typing, plan, x, words, codes, out, rows, columns, inner, lo, hi):
     code = jit.variant_of(plan)
     if code is None:
         return None
-    weights, kind = WeightFormat(Code(code & 3), GROUP_SIZES[code >> 4]), Float(code >> 2 & 3)
+    weights, kind = WeightFormat(QuantType(code & 3), GROUP_SIZES[code >> 4]), Float(code >> 2 & 3)
 
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         at = jit.pointers(context, builder, signature, args, 1, 5)
@@ -170,20 +170,20 @@ class _Products:
 
     def _reader(self, first: Value) -> Any:
         """A function that emits two vectors of weights, from an element of the group at `first`."""
-        builder, vector, code = self.builder, self.vector, self.weights.code
+        builder, vector, quant = self.builder, self.vector, self.weights.quant_type
         number = builder.udiv(first, I64(self.weights.group_size))
         word = builder.load(builder.gep(self.at.words, [number]), align=4)
 
         def rounded(value: Value) -> Value:
             return vector.decode(self.kind, vector.encode(self.kind, value))
 
-        if code is Code.INT8:
+        if quant is QuantType.INT8:
             return lambda start: [
                 rounded(signed_bytes(vector, word, self.at.codes, builder.add(start, I64(add))))
                 for add in (0, WIDTH)
             ]
-        table = builder.bitcast(rounded(levels(vector, code, self.kind, word)), vector.of(I32))
+        table = builder.bitcast(rounded(levels(vector, quant, self.kind, word)), vector.of(I32))
         return lambda start: [
             builder.bitcast(vector.lookup(table, each), vector.of(F32))
-            for each in vector.load_pairs(self.at.codes, start, code)
+            for each in vector.load_pairs(self.at.codes, start, quant)
         ]

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits, decoded in device memory with the bits of `kernels.cpu.quantization`.
+"""Weights in 8 and 4 bits, dequantized in device memory to the bits of `cpu/quantization.py`.
 
 What travels to a GPU is codes; they are made on the CPU.
 """
@@ -14,10 +14,10 @@ _BLOCK = 2048  # elements per program, whole groups
 _WARPS = 8
 
 
-def decode_weights(
+def dequantize_weights(
     words: torch.Tensor, codes: torch.Tensor, values: torch.Tensor, weights: WeightFormat
 ) -> None:
-    """Fill `values` (numel,) from int32 `words` (groups,) and uint8 `codes`, as `encode_weights`
+    """Fill `values` (numel,) from int32 `words` (groups,) and uint8 `codes`, as `quantize_weights`
     of the CPU wrote them."""
     numel = numel_of("values", values)
     groups, rest = divmod(numel, weights.group_size)
@@ -27,9 +27,9 @@ def decode_weights(
     check("values", values, values.dtype, numel, values)
     check("words", words, torch.int32, groups, values)
     check("codes", codes, torch.uint8, weights.codes_nbytes(numel), values)
-    constants = (int(weights.code), int(kind), weights.group_size, _BLOCK)
+    constants = (int(weights.quant_type), int(kind), weights.group_size, _BLOCK)
     launch(
-        loaded("triton_dequantize_kernel", "code_kernel"),
+        loaded("triton_dequantize_kernel", "dequantize_kernel"),
         -(-numel // _BLOCK),
         (values, words, codes),
         (groups,),

@@ -10,10 +10,10 @@ import triton.language as tl
 
 from offload.kernels import weight_formats as formats
 from offload.kernels.gpu.triton_ops import FP16, FP32, encode, from_bits
-from offload.kernels.weight_formats import Code
+from offload.kernels.weight_formats import QuantType
 
-INT8 = tl.constexpr(int(Code.INT8))
-INT4 = tl.constexpr(int(Code.INT4))
+INT8 = tl.constexpr(int(QuantType.INT8))
+INT4 = tl.constexpr(int(QuantType.INT4))
 LEVELS = tl.constexpr(formats.NF4_LEVELS)
 MAX_FP32 = tl.constexpr(formats.LARGEST[0])
 MAX_BF16 = tl.constexpr(formats.LARGEST[1])
@@ -43,24 +43,24 @@ def within(value, FLOAT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["groups"])
-def code_kernel(
+def dequantize_kernel(
     values, words, codes, groups: tl.int64,
-    CODE: tl.constexpr, FLOAT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    TYPE: tl.constexpr, FLOAT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decode one program's BLOCK elements."""
+    """Dequantize one program's BLOCK elements."""
     ROWS: tl.constexpr = BLOCK // GROUP
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     offsets = rows * GROUP + tl.arange(0, GROUP)[None, :]
     inside = rows < groups
     word = tl.load(words + rows, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    if CODE == INT8:
+    if TYPE == INT8:
         raw = tl.load(codes + offsets, mask=inside, other=0).to(tl.int8, bitcast=True)
         value = raw.to(tl.float32) * from_bits(word)
     else:
         places = rows * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
         pair = tl.load(codes + places, mask=inside, other=0).to(tl.int32)
         low, high = pair & 15, pair >> 4
-        if CODE == INT4:
+        if TYPE == INT4:
             steps = tl.reshape(tl.join(low, high), (ROWS, GROUP)) - (word & 15).to(tl.int32)
             value = within(steps.to(tl.float32) * from_bits(word & 0xFFFFFFF0), FLOAT)
         else:

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
-from offload.kernels.weight_formats import Code
+from offload.kernels.weight_formats import QuantType
 from offload.swap.io.backends import BACKENDS
 from offload.tiers import accelerator
 from offload.tiers.placement import Placement
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:
     BackendName = Literal["auto", *BACKENDS]
     DeviceName = Literal["auto", "cpu", *accelerator.KINDS]
-    WeightFormatName = Literal[*(code.name.lower() for code in Code)]
+    WeightFormatName = Literal[*(code.name.lower() for code in QuantType)]
 MAX_THREADS = 4096  # no machine has more cores; a slip of the finger does
 _MAX_DEPTH = 4096  # groups fetched ahead: more than any model has
 _MAX_CHUNK = 1 << 34  # elements: no group has more

@@ -38,7 +38,7 @@ from offload.config.source import ConfigSource, load_source
 from offload.config.suggestions import near
 from offload.config.training import TrainConfig
 from offload.errors import ConfigError
-from offload.kernels.weight_formats import Code, WeightFormat
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
@@ -443,7 +443,7 @@ class OffloadConfig(Section):
         chosen = self.storage
         if chosen is None:
             return None
-        format_ = WeightFormat(Code[chosen.weights.upper()], chosen.group_size)
+        format_ = WeightFormat(QuantType[chosen.weights.upper()], chosen.group_size)
         return Storage(format_, chosen.skip)
 
     def splits_experts(self, ranks: int) -> bool:

@@ -29,10 +29,10 @@ import torch
 from torch.nn import functional
 
 from offload.tiers.units import round_up
-from offload.zero.groups.cached_layer import coded_dim, group_of, vector_nbytes
+from offload.zero.groups.cached_layer import group_of, padded_dim, vector_nbytes
 
 _ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
-_TOKENS_AT_ONCE = 256  # are encoded in one go: bounds what that takes beside the page
+_TOKENS_AT_ONCE = 256  # are quantized in one go: bounds what that takes beside the page
 _SCALE_MASK = -128  # clears the low 7 of a scale's fp32 bits
 _MIN_SCALE = 2.0**-100
 _NAN_BITS = 0x7FC00000
@@ -90,7 +90,7 @@ class PageFormat:
             for span in self._spans(states.shape[2]):
                 into = slice(at + span.start, at + span.stop)
                 for whole, some in zip(
-                    stored, self._encode(shape, states[:, :, span]), strict=True
+                    stored, self._quantize(shape, states[:, :, span]), strict=True
                 ):
                     whole[:, :, into] = some
 
@@ -102,8 +102,8 @@ class PageFormat:
         of it; None: all of them in order. Keys or values that are None are not read."""
         for (shape, part), states in zip(self._parts(page), (keys, values), strict=True):
             if states is not None:
-                stored = self._stored(shape, part)
-                states.copy_(self._decode(shape, *(_chosen(each, span, rows) for each in stored)))
+                stored = (_chosen(each, span, rows) for each in self._stored(shape, part))
+                states.copy_(self._dequantize(shape, *stored))
 
     def copy(
         self, page: torch.Tensor, span: slice, rows: torch.Tensor | None, into: torch.Tensor
@@ -119,7 +119,7 @@ class PageFormat:
         """Fill `into` with the values that reading `states` would give, once written."""
         shape = KVShape.of(states, into.dtype)
         for span in self._spans(states.shape[2]):
-            into[:, :, span] = self._decode(shape, *self._encode(shape, states[:, :, span]))
+            into[:, :, span] = self._dequantize(shape, *self._quantize(shape, states[:, :, span]))
 
     # ---------------------------------------------------------------- how it is stored
     def _parts(self, page: torch.Tensor) -> list[tuple[KVShape, torch.Tensor]]:
@@ -129,13 +129,13 @@ class PageFormat:
 
     def _stored(self, shape: KVShape, part: torch.Tensor) -> list[torch.Tensor]:
         """Return the views [batch, heads, tokens, ...] that `part` consists of: the states, or
-        words [..., groups] and codes [..., coded dim]."""
+        words [..., groups] and codes [..., padded dim]."""
         if not self.int8:
             return [self._view(part, shape, shape.dim, dtype=shape.dtype)]
-        coded = coded_dim(shape.dim)
-        words = self._view(part, shape, coded // group_of(shape.dim), dtype=torch.int32)
+        padded = padded_dim(shape.dim)
+        words = self._view(part, shape, padded // group_of(shape.dim), dtype=torch.int32)
         behind = part[words.numel() * words.itemsize :]
-        return [words, self._view(behind, shape, coded, dtype=torch.uint8)]
+        return [words, self._view(behind, shape, padded, dtype=torch.uint8)]
 
     def _view(
         self, part: torch.Tensor, shape: KVShape, last: int, *, dtype: torch.dtype
@@ -145,30 +145,30 @@ class PageFormat:
         return part[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
 
     def _spans(self, tokens: int) -> Iterator[slice]:
-        """Yield the spans of tokens that are encoded in one go."""
+        """Yield the spans of tokens that are quantized in one go."""
         step = _TOKENS_AT_ONCE if self.int8 else max(tokens, 1)
         for start in range(0, tokens, step):
             yield slice(start, min(start + step, tokens))
 
-    def _encode(self, shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _quantize(self, shape: KVShape, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return vectors [..., dim] as they are stored; words and codes are of vectors that were
         rounded to the model's format first."""
         if not self.int8:
             return (states,)
-        coded, size = coded_dim(shape.dim), group_of(shape.dim)
-        values = functional.pad(states.to(shape.dtype), (0, coded - shape.dim)).contiguous()
-        words = values.new_empty((*values.shape[:-1], coded // size), dtype=torch.int32)
+        padded, size = padded_dim(shape.dim), group_of(shape.dim)
+        values = functional.pad(states.to(shape.dtype), (0, padded - shape.dim)).contiguous()
+        words = values.new_empty((*values.shape[:-1], padded // size), dtype=torch.int32)
         codes = torch.empty_like(values, dtype=torch.uint8)
-        encode_int8(values, words, codes)
+        quantize_int8(values, words, codes)
         return words, codes
 
-    def _decode(self, shape: KVShape, *stored: torch.Tensor) -> torch.Tensor:
+    def _dequantize(self, shape: KVShape, *stored: torch.Tensor) -> torch.Tensor:
         """Return the vectors [..., dim]."""
         if not self.int8:
             return stored[0]
         words, codes = stored
         values = torch.empty_like(codes, dtype=shape.dtype)
-        decode_int8(words.contiguous(), codes.contiguous(), values)
+        dequantize_int8(words.contiguous(), codes.contiguous(), values)
         return values[..., : shape.dim]
 
 
@@ -177,8 +177,8 @@ def _chosen(stored: torch.Tensor, span: slice, rows: torch.Tensor | None) -> tor
     return some if rows is None else some.index_select(0, rows)
 
 
-def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) -> None:
-    """Encode as `encode_weights` does, by operations of torch on any device."""
+def quantize_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) -> None:
+    """Quantize as `quantize_weights` does, by operations of torch on any device."""
     groups = values.float().view(*words.shape, -1)
     largest = groups.abs().amax(dim=-1)
     scales = (largest / 127).view(torch.int32) & _SCALE_MASK
@@ -189,7 +189,7 @@ def encode_int8(values: torch.Tensor, words: torch.Tensor, codes: torch.Tensor) 
     codes.copy_(levels.to(torch.int8).view(torch.uint8).view(codes.shape))
 
 
-def decode_int8(words: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
-    """Decode as `decode_weights` does, by operations of torch on any device."""
+def dequantize_int8(words: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
+    """Dequantize as `dequantize_weights` does, by operations of torch on any device."""
     groups = codes.view(torch.int8).float().view(*words.shape, -1)
     values.copy_(groups.mul_(words.view(torch.float32)[..., None]).view(values.shape))

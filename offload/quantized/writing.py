@@ -21,53 +21,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.cpu.quantization import encode_weights
+from offload.kernels.cpu.quantization import quantize_weights
 from offload.kernels.floats import Array
-from offload.kernels.weight_formats import Code, WeightFormat
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.quantized import bitsandbytes, compressed_tensors
 from offload.quantized.matrix import Grouped, packed, piece_rows, unpacked
 from offload.tiers.errors import CheckpointError, ConfigError
 from offload.zero.groups.bits import FLOAT_OF, array_of
 from offload.zero.groups.coded_layout import refusal
 
-# whose files hold which codes
+# whose files hold which format
 _LIBRARIES = {
-    Code.INT8: "compressed-tensors", Code.INT4: "compressed-tensors", Code.NF4: "bitsandbytes"
+    QuantType.INT8: "compressed-tensors", QuantType.INT4: "compressed-tensors",
+    QuantType.NF4: "bitsandbytes",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Target:
-    """The codes to write weights in."""
+    """The format to write weights in."""
 
     weights: WeightFormat
 
     @staticmethod
     def of(storage: str, group_size: int) -> Target:
-        """Return the target for these codes. Raise ConfigError for codes that no file holds."""
-        names = [code.name.lower() for code in _LIBRARIES]
+        """Return the target for this format. Raise ConfigError for one that no file holds."""
+        names = [each.name.lower() for each in _LIBRARIES]
         if storage not in names:
             raise ConfigError(f"storage: expected one of {', '.join(names)}, got {storage!r:.40}")
         try:
-            return Target(WeightFormat(Code[storage.upper()], group_size))
+            return Target(WeightFormat(QuantType[storage.upper()], group_size))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     @property
     def library(self) -> str:
-        return _LIBRARIES[self.weights.code]
+        return _LIBRARIES[self.weights.quant_type]
 
     @property
     def holds_experts(self) -> bool:
-        """Whether experts that transformers packs are written in codes, each separately."""
-        return self.weights.code is not Code.NF4
+        """Whether experts that transformers packs are written quantized, each separately."""
+        return self.weights.quant_type is not QuantType.NF4
 
     def is_symmetric(self, *, expert: bool) -> bool:
-        return self.weights.code is Code.INT8 or (expert and self.weights.code is Code.INT4)
+        quant_type = self.weights.quant_type
+        return quant_type is QuantType.INT8 or (expert and quant_type is QuantType.INT4)
 
-    def keeps_codes(self, dtype: torch.dtype, *, expert: bool) -> bool:
-        """Whether weights of `dtype` that `storage` holds in these codes keep their values."""
-        if self.weights.code is Code.INT8:
+    def keeps_values(self, dtype: torch.dtype, *, expert: bool) -> bool:
+        """Whether weights of `dtype` that `storage` holds in this format keep their values."""
+        if self.weights.quant_type is QuantType.INT8:
             return dtype == torch.float32
         return not self.is_symmetric(expert=expert)
 
@@ -88,13 +90,13 @@ def described(
     rows, columns = tensor.shape
     groups = columns // weights.group_size
     with torch.device("meta"):
-        if weights.code is Code.NF4:
+        if weights.quant_type is QuantType.NF4:
             numel = tensor.numel()
             octets = torch.empty(numel // 2, dtype=torch.uint8)
             absmax = torch.empty(numel // weights.group_size)
             parts = bitsandbytes.pack(octets, absmax, tensor.shape, tensor.dtype)
         else:
-            bits = weights.code.bits
+            bits = weights.quant_type.bits
             zeros = torch.empty(rows, groups, dtype=torch.uint8)
             parts = compressed_tensors.pack(Grouped(
                 bits, torch.empty(rows, columns * bits // 32, dtype=torch.int32),
@@ -104,7 +106,7 @@ def described(
     return {end: part.to("meta") for end, part in parts.items()}
 
 
-def encoded(
+def quantize(
     name: str, tensor: Tensor, target: Target, *, expert: bool = False
 ) -> dict[str, Tensor]:
     """Return the same with values. Raise CheckpointError for values that the format cannot hold."""
@@ -112,15 +114,15 @@ def encoded(
         raise CheckpointError(f"{name} has values that are not finite, and is not quantized")
     weights, dtype = target.weights, tensor.dtype
     if target.is_symmetric(expert=expert) and not (
-        weights.code is Code.INT8 and dtype == torch.float32
+        weights.quant_type is QuantType.INT8 and dtype == torch.float32
     ):
         return compressed_tensors.pack(_symmetric(name, tensor, weights, dtype))
-    words, codes = _codes(tensor, weights)
+    words, codes = _quantized(tensor, weights)
     octets = torch.from_numpy(codes)
-    if weights.code is Code.NF4:
+    if weights.quant_type is QuantType.NF4:
         return bitsandbytes.pack(octets, _floats(words), tensor.shape, tensor.dtype)
     rows = len(tensor)
-    if weights.code is Code.INT8:
+    if weights.quant_type is QuantType.INT8:
         octets ^= 0x80  # from a sign to an offset of 128
         scale = _floats(words).view(rows, -1)
         return compressed_tensors.pack(
@@ -132,35 +134,35 @@ def encoded(
     return compressed_tensors.pack(_in_format(name, made, dtype))
 
 
-def _codes(tensor: Tensor, weights: WeightFormat) -> tuple[Array, Array]:
+def _quantized(tensor: Tensor, weights: WeightFormat) -> tuple[Array, Array]:
     """Return the words of groups and codes, as `storage` has them."""
     words = np.empty(tensor.numel() // weights.group_size, dtype=np.uint32)
     codes = np.empty(weights.codes_nbytes(tensor.numel()), dtype=np.uint8)
     kind = FLOAT_OF[tensor.dtype]
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    encode_weights(array_of(flat, kind), words, codes, weights, kind)
+    quantize_weights(array_of(flat, kind), words, codes, weights, kind)
     return words, codes
 
 
 def _symmetric(name: str, tensor: Tensor, weights: WeightFormat, dtype: torch.dtype) -> Grouped:
-    """Encode a tensor with scales in `dtype`, rounded up, so that no code leaves -7 .. 7 or -127 ..
-    127. The smallest scale of fp16 leaves few codes to groups of small values; fewer than half of
-    the codes are refused."""
+    """Quantize a tensor with scales in `dtype`, rounded up, so that no code leaves -7 .. 7 or
+    -127 .. 127. The smallest scale of fp16 leaves few codes to groups of small values; fewer than
+    half of the codes are refused."""
     pieces = [
         _symmetric_rows(rows, weights, dtype) for rows in tensor.split(piece_rows(tensor.shape[1]))
     ]
     exact, scale, words = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    largest = scale.float() * ((1 << (weights.code.bits - 1)) - 1)
+    largest = scale.float() * ((1 << (weights.quant_type.bits - 1)) - 1)
     lost = (scale > 2 * exact) | (largest > torch.finfo(dtype).max)
     _refuse_scales(name, exact, lost, dtype)
-    return Grouped(weights.code.bits, words, scale, None)
+    return Grouped(weights.quant_type.bits, words, scale, None)
 
 
 def _symmetric_rows(
     rows: Tensor, weights: WeightFormat, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the scales in fp32 and in `dtype`, and packed codes."""
-    half = 1 << (weights.code.bits - 1)
+    half = 1 << (weights.quant_type.bits - 1)
     values = rows.unflatten(1, (-1, weights.group_size)).float()
     exact = values.abs().amax(-1) / (half - 1)
     scale = exact.to(dtype)
@@ -169,7 +171,7 @@ def _symmetric_rows(
         scale = torch.where(low, (scale.view(torch.int16) + 1).view(dtype), scale)
     divisor = torch.where(scale > 0, scale, 1).float()
     codes = (values / divisor[..., None]).round_().to(torch.int16) + half
-    return exact, scale, packed(codes.flatten(1).to(torch.uint8), weights.code.bits)
+    return exact, scale, packed(codes.flatten(1).to(torch.uint8), weights.quant_type.bits)
 
 
 def _in_format(name: str, made: Grouped, dtype: torch.dtype) -> Grouped:
@@ -201,14 +203,18 @@ def configuration(
     target: Target, chosen: Collection[str], unquantized: Sequence[str], dtype: torch.dtype, *,
     experts: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return `quantization_config` of a folder, from the linear layers in codes, and the others.
+    """Return `quantization_config` of a folder, from the quantized linear layers, and the others.
     `experts`: with the experts that transformers packs."""
-    code, group_size = target.weights.code, target.weights.group_size
-    if code is Code.NF4:
+    weights, symmetric = target.weights, target.is_symmetric(expert=False)
+    if weights.quant_type is QuantType.NF4:
         skipped = [_pattern(name, chosen) for name in unquantized]
         return dict(bitsandbytes.configuration(dtype, skipped))
     settings = compressed_tensors.configuration(
-        code.bits, group_size, unquantized, symmetric=code is Code.INT8, experts=experts
+        weights.quant_type.bits,
+        weights.group_size,
+        unquantized,
+        symmetric=symmetric,
+        experts=experts,
     )
     return dict(settings)
 

@@ -15,7 +15,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     own = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
     if {"weights", "kind"} <= set(metafunc.fixturenames) and ("weights", "kind") not in own:
         cases = ALL if metafunc.config.getoption("--long") else SAMPLE
-        names = [f"{each.code.name}-{each.group_size}-{kind.name}" for each, kind in cases]
+        names = [f"{each.quant_type.name}-{each.group_size}-{kind.name}" for each, kind in cases]
         metafunc.parametrize(("weights", "kind"), cases, ids=names)
 
 

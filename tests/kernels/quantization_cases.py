@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from offload.kernels.cpu.quantization import decode_weights, encode_weights
+from offload.kernels.cpu.quantization import dequantize_weights, quantize_weights
 from offload.kernels.floats import Array, Float
-from offload.kernels.weight_formats import GROUP_SIZES, Code, WeightFormat
+from offload.kernels.weight_formats import GROUP_SIZES, QuantType, WeightFormat
 from tests.kernels import reference
 from tests.kernels.convert_cases import patterns
 from tests.kernels.values import SPECIAL
 
-ALL = [(WeightFormat(code, size), kind)
-       for code in Code for size in GROUP_SIZES for kind in Float]  # fmt: skip
-# Each code, each size and each kind of value, if not all together: compiling takes the time.
+ALL = [(WeightFormat(each, size), kind)
+       for each in QuantType for size in GROUP_SIZES for kind in Float]  # fmt: skip
+# Each type, each size and each kind of value, if not all together: compiling takes the time.
 SAMPLE = [
-    *((WeightFormat(code), Float.BF16) for code in Code),
-    *((WeightFormat(Code.INT4), kind) for kind in (Float.FP16, Float.FP32)),
-    (WeightFormat(Code.INT4, 32), Float.BF16),
-    (WeightFormat(Code.INT8, 128), Float.FP16),
-    (WeightFormat(Code.NF4, 256), Float.FP32),
+    *((WeightFormat(each), Float.BF16) for each in QuantType),
+    *((WeightFormat(QuantType.INT4), kind) for kind in (Float.FP16, Float.FP32)),
+    (WeightFormat(QuantType.INT4, 32), Float.BF16),
+    (WeightFormat(QuantType.INT8, 128), Float.FP16),
+    (WeightFormat(QuantType.NF4, 256), Float.FP32),
 ]
 GROUPS = 40
 
@@ -66,23 +66,23 @@ def stored(values: Array, kind: Float) -> Array:
         return reference.encode(values, kind)
 
 
-def encoded(values: Array, weights: WeightFormat, kind: Float) -> tuple[Array, Array]:
+def quantized(values: Array, weights: WeightFormat, kind: Float) -> tuple[Array, Array]:
     """Words and codes that the kernel makes of stored values."""
     words = np.full(values.size // weights.group_size, 77, np.uint32)
     codes = np.full(weights.codes_nbytes(values.size), 77, np.uint8)
-    encode_weights(values, words, codes, weights, kind)
+    quantize_weights(values, words, codes, weights, kind)
     return words, codes
 
 
-def decoded(words: Array, codes: Array, weights: WeightFormat, kind: Float) -> Array:
+def dequantized(words: Array, codes: Array, weights: WeightFormat, kind: Float) -> Array:
     """What the kernel makes of codes, as the format stores it."""
     values = np.full(words.size * weights.group_size, 77, kind.storage)
-    decode_weights(words, codes, values, weights, kind)
+    dequantize_weights(words, codes, values, weights, kind)
     return values
 
 
 def any_codes(weights: WeightFormat, groups: int = GROUPS) -> tuple[Array, Array]:
-    """Arbitrary words and codes, also such as the encoder never writes."""
+    """Arbitrary words and codes, also such as `quantize_weights` never writes."""
     rng = np.random.default_rng(2)
     words = rng.integers(0, 1 << 32, groups, dtype=np.uint32)
     words[: SPECIAL.size] = SPECIAL.view(np.uint32)

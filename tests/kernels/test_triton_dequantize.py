@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from offload.kernels.floats import Float
-from offload.kernels.gpu.triton_dequantize import decode_weights
-from offload.kernels.weight_formats import Code, WeightFormat
+from offload.kernels.gpu.triton_dequantize import dequantize_weights
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.zero.groups import weight_codes as group_codes
 from offload.zero.groups.coded_layout import lay_out_codes
 from offload.zero.groups.layout import ParamShape, lay_out
@@ -16,7 +16,7 @@ from offload.zero.groups.weight_codes import WeightCodes
 from tests.kernels import reference, triton_device
 from tests.kernels.quantization_cases import (
     any_codes,
-    decoded,
+    dequantized,
 )
 from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
 from tests.kernels.values import assert_same
@@ -25,28 +25,28 @@ __all__ = ["launches"]
 pytestmark = triton_device.MARKS
 
 
-def test_decoding_anything_has_the_cpus_bits(weights: WeightFormat, kind: Float) -> None:
+def test_dequantizing_anything_has_the_cpus_bits(weights: WeightFormat, kind: Float) -> None:
     words, codes = any_codes(weights)
     found = zeros(words.size * weights.group_size, kind)
-    decode_weights(put(words.view(np.int32)), put(codes), found, weights)
-    expected = decoded(words, codes, weights, kind)
+    dequantize_weights(put(words.view(np.int32)), put(codes), found, weights)
+    expected = dequantized(words, codes, weights, kind)
     assert_same(reference.decode(get(found), kind), reference.decode(expected, kind))
 
 
 def test_a_bad_argument_is_named() -> None:
-    weights = WeightFormat(Code.NF4)
+    weights = WeightFormat(QuantType.NF4)
     values, words = zeros(128, Float.BF16), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     codes = torch.zeros(64, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="values: 100 elements are no whole groups of 64"):
-        decode_weights(words, codes, values[:100], weights)
+        dequantize_weights(words, codes, values[:100], weights)
     with pytest.raises(ValueError, match=r"codes: expected shape \(64,\), got \(63,\)"):
-        decode_weights(words, codes[:63], values, weights)
+        dequantize_weights(words, codes[:63], values, weights)
     with pytest.raises(ValueError, match="words: expected dtype int32, got float32"):
-        decode_weights(words.float(), codes, values, weights)
+        dequantize_weights(words.float(), codes, values, weights)
 
 
 def test_a_groups_codec_uses_it_where_its_bytes_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = ParamShape(("up",), (6, 128), False, WeightFormat(Code.INT4))
+    stored = ParamShape(("up",), (6, 128), False, WeightFormat(QuantType.INT4))
     layout = lay_out([stored, ParamShape(("norm",), (100,), False)])
     coded = lay_out_codes(layout, 2)
     codec = WeightCodes(coded, Float.BF16)
@@ -58,6 +58,6 @@ def test_a_groups_codec_uses_it_where_its_bytes_are(monkeypatch: pytest.MonkeyPa
     found = torch.zeros_like(given).to(DEVICE)
     with monkeypatch.context() as patched:
         patched.setattr(group_codes, "is_accelerator", lambda device: True)
-        patched.setattr(group_codes, "decode_weights", None)
+        patched.setattr(group_codes, "dequantize_weights", None)
         codec.decode(kept.to(DEVICE), found)
     assert torch.equal(found.cpu(), expected)

@@ -7,22 +7,22 @@ import pytest
 
 from offload.kernels.cpu.weight_products import in_lane_order, multiply
 from offload.kernels.floats import Array, Float, Runner
-from offload.kernels.weight_formats import Code, WeightFormat
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from tests.kernels import reference
-from tests.kernels.quantization_cases import decoded, encoded, stored
+from tests.kernels.quantization_cases import dequantized, quantized, stored
 
 CASES = [
-    (WeightFormat(Code.INT8), Float.BF16),
-    (WeightFormat(Code.INT4, 32), Float.FP16),
-    (WeightFormat(Code.INT4), Float.BF16),
-    (WeightFormat(Code.NF4), Float.FP32),
+    (WeightFormat(QuantType.INT8), Float.BF16),
+    (WeightFormat(QuantType.INT4, 32), Float.FP16),
+    (WeightFormat(QuantType.INT4), Float.BF16),
+    (WeightFormat(QuantType.NF4), Float.FP32),
 ]
 ALL = pytest.mark.parametrize(("weights", "kind"), CASES, ids=str)
 
 
 def coded(weights: WeightFormat, kind: Float, columns: int, inner: int) -> tuple[Array, Array]:
     values = np.random.default_rng(0).standard_normal(columns * inner).astype(np.float32)
-    return encoded(stored(values, kind), weights, kind)
+    return quantized(stored(values, kind), weights, kind)
 
 
 def inputs(rows: int, inner: int) -> Array:
@@ -38,9 +38,9 @@ def product(
     return out
 
 
-def in_documented_order(x: Array, w: Array, code: Code) -> Array:
+def in_documented_order(x: Array, w: Array, quant_type: QuantType) -> Array:
     spans = [each.reshape(len(each), -1, 32) for each in (x, w)]
-    if code is Code.INT8:
+    if quant_type is QuantType.INT8:
         pairs = [(each[..., :16], each[..., 16:]) for each in spans]
     else:
         pairs = [(each[..., ::2], each[..., 1::2]) for each in spans]
@@ -63,10 +63,10 @@ def test_sums_are_those_of_decoded_weights_in_the_documented_order(
 ) -> None:
     inner = 3 * weights.group_size
     words, codes = coded(weights, kind, columns, inner)
-    w = reference.decode(decoded(words, codes, weights, kind), kind).reshape(columns, inner)
+    w = reference.decode(dequantized(words, codes, weights, kind), kind).reshape(columns, inner)
     x = inputs(rows, inner)
     found = product(x, words, codes, columns, weights, kind)
-    np.testing.assert_array_equal(found, in_documented_order(x, w, weights.code))
+    np.testing.assert_array_equal(found, in_documented_order(x, w, weights.quant_type))
     exact = x.astype(np.float64) @ w.astype(np.float64).T
     assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max() + 1e-5
 

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from offload.kernels.gpu.triton_dequantize_kernel import code_kernel
+from offload.kernels.gpu.triton_dequantize_kernel import dequantize_kernel
 from offload.kernels.gpu.triton_gradient_kernel import gradient_kernel
 from offload.kernels.gpu.triton_step_kernel import step_kernel
 
@@ -33,7 +33,7 @@ STEP = {
     "FORMAT": 0,
 }  # fmt: skip
 GRADIENT = {"ACTION": 0, "DST": 1, "SRC": 1, "UNROLL": 32}
-CODES = {"CODE": 1, "FLOAT": 1, "GROUP": 64, "BLOCK": 2048}
+QUANTIZED = {"TYPE": 1, "FLOAT": 1, "GROUP": 64, "BLOCK": 2048}
 
 
 @dataclass
@@ -76,9 +76,9 @@ class Compiler:
         types = {"dst": dst, "src": src, "partials": "*fp64", "numel": "i64"}
         return self.compile(gradient_kernel, types, GRADIENT | constants, 1)
 
-    def codes(self, **constants: Any) -> dict[str, Any]:
+    def dequantize(self, **constants: Any) -> dict[str, Any]:
         types = {"values": "*i16", "words": "*i32", "codes": "*u8", "groups": "i64"}
-        return self.compile(code_kernel, types, CODES | constants, 8)
+        return self.compile(dequantize_kernel, types, QUANTIZED | constants, 8)
 
     def everything(self) -> dict[str, dict[str, Any]]:
         """By the name of a variant."""
@@ -92,8 +92,8 @@ class Compiler:
             "nesterov": self.step(8, RULE=3, STATES=1),
             "copy": self.gradient("*i16", "*i16"),
             "add": self.gradient("*fp32", "*i16", ACTION=1, DST=0),
-            "weights of int4": self.codes(),
-            "weights of nf4": self.codes(CODE=2),
+            "weights of int4": self.dequantize(),
+            "weights of nf4": self.dequantize(TYPE=2),
         }
 
 

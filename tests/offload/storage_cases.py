@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.config import OffloadConfig
-from offload.kernels.cpu.quantization import decode_weights, encode_weights
-from offload.kernels.weight_formats import Code, WeightFormat
+from offload.kernels.cpu.quantization import dequantize_weights, quantize_weights
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.tiered_model import DTYPES
 from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.discovery import Discovery, discover
@@ -85,9 +85,9 @@ def decode(values: Tensor, weights: WeightFormat) -> Tensor:
     given = flat.view(torch.uint8).numpy().view(storage)
     words = np.empty(given.size // weights.group_size, np.uint32)
     codes = np.empty(weights.codes_nbytes(given.size), np.uint8)
-    encode_weights(given, words, codes, weights, kind)
+    quantize_weights(given, words, codes, weights, kind)
     found = torch.empty_like(flat)
-    decode_weights(words, codes, found.view(torch.uint8).numpy().view(storage), weights, kind)
+    dequantize_weights(words, codes, found.view(torch.uint8).numpy().view(storage), weights, kind)
     return found.view(values.shape)
 
 
@@ -97,7 +97,7 @@ def round_to(
 ) -> None:
     """Let frozen matrices have the values that codes of theirs give in `precision`. `skip`: parts
     of names."""
-    format_ = WeightFormat(Code[weights.upper()], 32)
+    format_ = WeightFormat(QuantType[weights.upper()], 32)
     named: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         named.setdefault(param, []).append(name)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from offload.kernels.cpu.quantization import decode_weights, encode_weights
-from offload.kernels.weight_formats import Code, WeightFormat
+from offload.kernels.cpu.quantization import dequantize_weights, quantize_weights
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.kv.page_format import (
     KVShape,
     PageFormat,
-    decode_int8,
-    encode_int8,
+    dequantize_int8,
+    quantize_int8,
 )
 from offload.zero.groups.bits import FLOAT_OF, flat_array
 from offload.zero.groups.cached_layer import CachedLayer
@@ -85,15 +85,15 @@ def test_operations_of_torch_have_the_bits_of_the_kernels_for_weights(dtype: tor
     states[0, 0], states[1, 5], states[2] = torch.inf, torch.nan, 0
     states = states.to(dtype)
     words, codes = torch.empty(80, 1, dtype=torch.int32), torch.empty(80, 64, dtype=torch.uint8)
-    encode_int8(states, words, codes)
-    kind, weights = FLOAT_OF[dtype], WeightFormat(Code.INT8, 64)
+    quantize_int8(states, words, codes)
+    kind, weights = FLOAT_OF[dtype], WeightFormat(QuantType.INT8, 64)
     wanted_words, wanted_codes = np.empty(80, np.uint32), np.empty(80 * 64, np.uint8)
-    encode_weights(flat_array(states), wanted_words, wanted_codes, weights, kind)
+    quantize_weights(flat_array(states), wanted_words, wanted_codes, weights, kind)
     assert np.array_equal(words.view(-1).numpy().view(np.uint32), wanted_words)
     assert np.array_equal(codes.view(-1).numpy(), wanted_codes)
     found, wanted = torch.empty_like(states), torch.empty_like(states)
-    decode_int8(words, codes, found)
-    decode_weights(wanted_words, wanted_codes, flat_array(wanted), weights, kind)
+    dequantize_int8(words, codes, found)
+    dequantize_weights(wanted_words, wanted_codes, flat_array(wanted), weights, kind)
     assert torch.equal(found.nan_to_num(-1.0), wanted.nan_to_num(-1.0))  # NaNs of any payload
     assert wanted[:2].isnan().all()
     assert not wanted[2].any()

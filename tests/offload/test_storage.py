@@ -333,12 +333,12 @@ def test_an_adapter_that_is_frozen_is_not_rounded(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_adapted_one_by_one_are_refused() -> None:
-    from offload.kernels.weight_formats import Code, WeightFormat
+    from offload.kernels.weight_formats import QuantType, WeightFormat
     from offload.zero.groups.storage import Storage
 
     params = (ParamShape(("m.experts.0.base",), (64, 64), False), ParamShape(("lora",), (4, 64)))
     shape = ModelShape((GroupShape("m.experts.0", params, table="m.experts"),), ())
-    storage = Storage(WeightFormat(Code.INT4, 32))
+    storage = Storage(WeightFormat(QuantType.INT4, 32))
     with pytest.raises(UnsupportedError, match="add m\\.experts to"):
         shape.stored(storage)
 

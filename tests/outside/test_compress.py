@@ -18,9 +18,9 @@ import offload
 from offload.checkpoint.foreign.exporting import export
 from offload.cli.app import app
 from offload.errors import ConfigError, PathError, UnsupportedError
-from offload.kernels.cpu.quantization import decode_weights, encode_weights
+from offload.kernels.cpu.quantization import dequantize_weights, quantize_weights
 from offload.kernels.floats import Float
-from offload.kernels.weight_formats import Code, WeightFormat
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from tests.offload.engine_cases import HOST, bits, config
 from tests.outside.pretrained_cases import FILE, saved
 from tests.outside.test_quantized_folders import llama
@@ -50,13 +50,13 @@ def opened(folder: Path) -> dict[str, Tensor]:
 
 def stored(weight: Tensor, code: str, group_size: int) -> Tensor:
     """Through the codes that `storage:` keeps."""
-    kind, weights = KINDS[weight.dtype], WeightFormat(Code[code.upper()], group_size)
+    kind, weights = KINDS[weight.dtype], WeightFormat(QuantType[code.upper()], group_size)
     flat = weight.contiguous().view(-1).view(torch.uint8).numpy().view(kind.storage)
     words = np.empty(flat.size // group_size, dtype=np.uint32)
     codes = np.empty(weights.codes_nbytes(flat.size), dtype=np.uint8)
-    encode_weights(flat, words, codes, weights, kind)
+    quantize_weights(flat, words, codes, weights, kind)
     back = np.empty_like(flat)
-    decode_weights(words, codes, back, weights, kind)
+    dequantize_weights(words, codes, back, weights, kind)
     return torch.from_numpy(back.view(np.uint8)).view(weight.dtype).view(weight.shape)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.kernels.weight_formats import Code, WeightFormat
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from tests.offload.engine_cases import HOST, NVME, bits, config, seeded
 from tests.offload.storage_cases import decode
 
@@ -37,7 +37,7 @@ def mixtral() -> Any:
 @torch.no_grad()
 def rounded(model: nn.Module) -> nn.Module:
     """With what codes give: each expert's rows by themselves."""
-    format_ = WeightFormat(Code.INT4, 32)
+    format_ = WeightFormat(QuantType.INT4, 32)
     for name, param in model.named_parameters():
         if param.requires_grad or "lm_head" in name or param.dim() == 1:
             continue

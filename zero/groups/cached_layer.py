@@ -10,20 +10,20 @@ _GROUPS = (128, 64, 32)
 _WORD_NBYTES = 4  # a scale per group
 
 
-def coded_dim(dim: int) -> int:
+def padded_dim(dim: int) -> int:
     """Return the elements of a head's vector in 8 bits: `dim`, and zeros up to whole groups."""
     return round_up(dim, _GROUPS[-1])
 
 
 def group_of(dim: int) -> int:
     """Return how many elements of such a vector share a scale: the largest group that fits."""
-    return next(size for size in _GROUPS if not coded_dim(dim) % size)
+    return next(size for size in _GROUPS if not padded_dim(dim) % size)
 
 
 def vector_nbytes(dim: int, itemsize: int, *, int8: bool) -> int:
     """Return the bytes of one head's key or value of one token, as it is stored."""
-    coded = coded_dim(dim)
-    return coded + _WORD_NBYTES * (coded // group_of(dim)) if int8 else dim * itemsize
+    padded = padded_dim(dim)
+    return padded + _WORD_NBYTES * (padded // group_of(dim)) if int8 else dim * itemsize
 
 
 @dataclass(frozen=True, slots=True)

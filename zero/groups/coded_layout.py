@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.kernels.weight_formats import LINE_NBYTES, Code, WeightFormat
+from offload.kernels.weight_formats import LINE_NBYTES, QuantType, WeightFormat
 from offload.tiers.units import round_up
 from offload.zero.groups.layout import Layout, ParamSpec
 
@@ -45,7 +45,7 @@ def refusal(shape: Sequence[int], weights: WeightFormat) -> str | None:
     if len(shape) < 2:
         return f"it has {len(shape)} dimensions, and only matrices are stored in fewer bits"
     row, size = shape[-1], weights.group_size
-    if weights.code is not Code.NF4:
+    if weights.quant_type is not QuantType.NF4:
         if row % size:
             return f"its rows of {row} elements are no whole groups of {size}"
         return None
@@ -69,7 +69,7 @@ def lay_out_codes(layout: Layout, itemsize: int) -> CodedLayout:
         if weights is not None:
             why = refusal(spec.shape, weights)
             if why is not None:
-                name = weights.code.name.lower()
+                name = weights.quant_type.name.lower()
                 raise ValueError(f"{spec.name} cannot be stored as {name}: {why}")
             stored = weights.stored_nbytes(spec.numel)
         begin = spec.offset * itemsize

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from offload.kernels.cpu.quantization import decode_weights, encode_weights
+from offload.kernels.cpu.quantization import dequantize_weights, quantize_weights
 from offload.kernels.floats import Float, Runner, serial
 from offload.kernels.gpu import triton_dequantize as device_kernels
 from offload.kernels.weight_formats import WeightFormat
@@ -86,7 +86,7 @@ class WeightCodes:
         for padding in rest:
             padding.zero_()
         arrays = array_of(values, self.kind), words.numpy().view(np.uint32), codes.numpy()
-        encode_weights(*arrays, part.weights, self.kind, self.runner(part))
+        quantize_weights(*arrays, part.weights, self.kind, self.runner(part))
 
     def decode_part(self, part: CodedPart, stored: torch.Tensor, values: torch.Tensor) -> None:
         """The reverse of `encode_part`."""
@@ -96,10 +96,10 @@ class WeightCodes:
         words, codes, _ = split_codes(stored, part.weights, part.spec.numel)
         if is_accelerator(values.device):
             typed = values.view(DTYPE_OF[self.kind])
-            device_kernels.decode_weights(words, codes, typed, part.weights)
+            device_kernels.dequantize_weights(words, codes, typed, part.weights)
             return
         arrays = words.numpy().view(np.uint32), codes.numpy(), array_of(values, self.kind)
-        decode_weights(*arrays, part.weights, self.kind, self.runner(part))
+        dequantize_weights(*arrays, part.weights, self.kind, self.runner(part))
 
 
 def split_codes(

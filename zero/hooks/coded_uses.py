@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from offload.kernels.cpu.quantization import decode_weights
+from offload.kernels.cpu.quantization import dequantize_weights
 from offload.kernels.cpu.weight_products import MAX_ROWS, in_lane_order, multiply
 from offload.zero.groups.bits import flat_array
 from offload.zero.groups.coded_layout import CodedPart
@@ -128,7 +128,7 @@ def _embedding(
     words, codes, _ = split_codes(stored.stored, stored.part.weights, stored.part.spec.numel)
     words, codes = (each.view(rows, -1)[flat].reshape(-1) for each in (words, codes))
     out = torch.empty(len(flat), row, dtype=stored.dtype)
-    decode_weights(
+    dequantize_weights(
         words.numpy().view(np.uint32), codes.numpy(), flat_array(out), stored.part.weights,
         stored.codec.kind,
     )  # fmt: skip

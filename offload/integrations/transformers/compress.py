@@ -24,7 +24,7 @@ from offload.checkpoint.format.disk import (
 from offload.config.paths import StrPath, path_of
 from offload.integrations.transformers.pretrained import open_pretrained
 from offload.process import machine
-from offload.quantized.writing import Target, configuration, described, encoded
+from offload.quantized.writing import Target, configuration, described, quantize
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.groups.storage import HEAD, is_named
 
@@ -96,7 +96,7 @@ def _model_of(source: StrPath | nn.Module) -> Any:
 
 
 def _check(saved: ModelInHubFormat, change: Change) -> None:
-    """Raise UnsupportedError if codes would change values that the model computes with."""
+    """Raise UnsupportedError if quantization would change values that the model computes with."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if saved.owners and not alone:
         raise UnsupportedError(
@@ -108,7 +108,7 @@ def _check(saved: ModelInHubFormat, change: Change) -> None:
     if all(each is None or each.weights != target.weights.name for each in stored):
         return
     experts = any(not change.skips(packed) for packed in saved.experts.values())
-    if not target.keeps_codes(saved.dtype, expert=experts):
+    if not target.keeps_values(saved.dtype, expert=experts):
         raise UnsupportedError(
             f"the model computes with weights in {target.weights.name}, which {target.library} "
             f"would round to other values of {saved.dtype}; write another format, or compress "
@@ -116,10 +116,10 @@ def _check(saved: ModelInHubFormat, change: Change) -> None:
         )
 
 
-# ---------------------------------------------------------------- the weights in codes
+# ---------------------------------------------------------------- quantized weights
 @dataclass(frozen=True)
 class Change:
-    """Selects the weights to encode: those of linear layers and experts, except in `skip`."""
+    """Selects the weights to quantize: those of linear layers and experts, except in `skip`."""
 
     target: Target
     skip: Sequence[str] | None = None  # None: HEAD, where there is one
@@ -131,12 +131,12 @@ class Change:
 
 
 class ChangedWeights:
-    """The tensors of `saved`, in codes. One tensor is in memory at a time; experts that are stored
+    """The tensors of `saved`, quantized. One tensor is in memory at a time; experts that are stored
     together are, too."""
 
     def __init__(self, saved: ModelInHubFormat, model: nn.Module, change: Change) -> None:
-        """Raise ConfigError for a weight that cannot be encoded so, or if there is none to
-        encode."""
+        """Raise ConfigError for a weight that cannot be quantized so, or if there is none to
+        quantize."""
         self._saved = saved
         self._change = change
         linear, self._unchanged = _linear_layers(saved, model, change)
@@ -153,7 +153,7 @@ class ChangedWeights:
                 self.tensors[name] = tensor
 
     def config(self) -> Mapping[str, Any]:
-        """Return the entries of config.json that describe the codes."""
+        """Return the entries of config.json that describe the quantization."""
         dtype = next(self._saved.tensors[name].dtype for name in self._names)
         others = dict.fromkeys(self._unchanged)
         for name in self._unchanged:
@@ -173,7 +173,7 @@ class ChangedWeights:
             return
         like = self._saved.tensors[name]
         tensor = raw.view(like.dtype).view(like.shape)
-        made = encoded(name, tensor, self._change.target, expert=name in self._experts)
+        made = quantize(name, tensor, self._change.target, expert=name in self._experts)
         for end, part in made.items():
             write(_part(name, end), part.contiguous().view(-1).view(torch.uint8))
         machine.trim_memory()  # else freed memory of each tensor adds up
@@ -186,7 +186,7 @@ def _part(name: str, end: str) -> str:
 def _linear_layers(
     saved: ModelInHubFormat, model: nn.Module, change: Change
 ) -> tuple[list[str], list[str]]:
-    """Return the model's names of the weights to encode, and of the other linear layers."""
+    """Return the model's names of the weights to quantize, and of the other linear layers."""
     for pattern in change.skip or ():
         if not any(is_named(name, pattern) for name, _ in model.named_parameters()):
             raise ConfigError(
@@ -209,14 +209,14 @@ def _linear_layers(
 
 
 def _experts(saved: ModelInHubFormat, change: Change) -> set[str]:
-    """Return the names in files of the experts' matrices to encode."""
+    """Return the names in files of the experts' matrices to quantize."""
     if not change.target.holds_experts:
         return set()
     for packed in saved.experts.values():
         if change.skips(packed):
             raise ConfigError(
-                f"{packed} is skipped, and transformers looks for codes of all experts in a folder "
-                "of compressed-tensors, and for nothing else: skip no experts, or write nf4"
+                f"{packed} is skipped, and in a folder of compressed-tensors transformers looks "
+                "for quantized weights of all experts alone: skip no experts, or write nf4"
             )
     return set(saved.experts)
 
