@@ -47,7 +47,7 @@ from offload.tiers.errors import OffloadError, PathError
 TOTAL_S = 535.0  # all parts together; with what is between them, nine minutes
 LIMITS_S = {"probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0}
 PARTS = ("tests", "kernels", "copies", "step")
-LEAST_S = 20.0  # a part that has less is not begun
+MIN_PART_S = 20.0  # a part that has less is not begun
 _TESTS_WRAP_UP_S = 10.0  # for a part to say which of its processes hang
 _COMPILE = "deepspeed"  # its CPU Adam, while the tests run
 _COMPILE_S = 150.0
@@ -97,7 +97,7 @@ class Check:
     def run(self, name: str, options: Mapping[str, Any], limit_s: float) -> Outcome:
         """Run a part, say how it ended, and write the record."""
         limit_s = min(limit_s, self.left_s())
-        if limit_s < LEAST_S:
+        if limit_s < MIN_PART_S:
             return self.leave_out(name, f"{max(0.0, limit_s):.0f} s were left of {TOTAL_S:.0f}")
         say(f"{name} ...")
         return self.add(run_part(name, {"limit_s": limit_s, **options}, limit_s, self.folder))

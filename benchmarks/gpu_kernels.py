@@ -31,7 +31,7 @@ from offload.tiers.units import format_bytes
 
 NUMEL = 1 << 27
 _SHARE_OF_MEMORY = 8  # a kernel's arrays take at most this part of what is free
-_MOST_PER_ELEMENT = 16  # bytes of arrays
+_MAX_PER_ELEMENT = 16  # bytes of arrays
 _REPEATS, _ROUNDS = 5, 7
 COLUMNS = (
     Column("ms", number("seconds", 1e-3, 3)), Column("GB/s", number("bytes_per_s", 1e9, 0)),
@@ -65,7 +65,7 @@ def run_kernels(_: Mapping[str, Any], parent: Parent) -> None:
     """Measure every case on the current CUDA device. TritonUnavailableError if none can run."""
     device = accelerator.default_device()
     free = accelerator.free_nbytes(device)
-    room = free // _SHARE_OF_MEMORY // _MOST_PER_ELEMENT // BLOCK * BLOCK
+    room = free // _SHARE_OF_MEMORY // _MAX_PER_ELEMENT // BLOCK * BLOCK
     numel = min(NUMEL, max(BLOCK, room))
     record = Record("gpu kernels", {"numel": numel, "rounds": _ROUNDS, "repeats": _REPEATS})
     for make in MAKERS:

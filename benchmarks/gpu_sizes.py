@@ -98,7 +98,7 @@ class Case:
         return _BUILD_S_PER_PARAMETER * self.numel + steps * self.predicted_s
 
     @property
-    def least_to_device_nbytes(self) -> int:
+    def min_to_device_nbytes(self) -> int:
         """The bytes of weights that every step has to copy: each new weight once, and once more in
         backward those that the device's budget could not keep."""
         return self.weights_nbytes + max(0, self.weights_nbytes - self.device_budget_nbytes)

@@ -106,7 +106,7 @@ def bounds(case: Case, machine: GpuMachine) -> dict[str, float]:
         "compute": case.flops / machine.matmul_flops_per_s,
         "bus": case.adam_nbytes / machine.bus_bytes_per_s,
         "link": max(
-            case.least_to_device_nbytes / machine.speeds.host_to_device_bytes_per_s,
+            case.min_to_device_nbytes / machine.speeds.host_to_device_bytes_per_s,
             case.weights_nbytes / machine.speeds.device_to_host_bytes_per_s,
         ),
     }
@@ -130,8 +130,8 @@ def row_of(label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine:
         **({"predicted_s": case.predicted_s} if kind is Kind.OFFLOAD else {}),
         **{f"bound by {name}, s": value for name, value in sorted(limits.items())},
     }
-    for link, least in ((TO_DEVICE, case.least_to_device_nbytes), (TO_HOST, case.weights_nbytes)):
+    for link, needed in ((TO_DEVICE, case.min_to_device_nbytes), (TO_HOST, case.weights_nbytes)):
         moved = [each[link] for each in step["moved_nbytes"] if link in each]
         if moved:
-            facts[f"{link}, moved per least"] = statistics.median(moved) / least
+            facts[f"{link}, moved per least"] = statistics.median(moved) / needed
     return Row(label, kind, {"seconds": list(step["seconds"])}, facts)

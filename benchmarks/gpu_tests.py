@@ -19,7 +19,7 @@ from offload.process.child import Parent, child_environment, repository
 from offload.tiers import accelerator
 from offload.tiers.errors import PathError
 
-_MOST_PROCESSES = 8
+_MAX_PROCESSES = 8
 _DEVICE_NBYTES = 3 << 30  # per process: a context, and tests that take a gigabyte
 _SHOWN_CHARACTERS = 400
 _SHOWN_LINES = 20
@@ -48,7 +48,7 @@ def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
     if not files:
         raise PathError(f"{root} has no GPU tests; run this in a checkout of the project")
     room = accelerator.free_nbytes(accelerator.default_device()) // _DEVICE_NBYTES
-    processes = max(1, min(_MOST_PROCESSES, machine.cpu_count() // 2, room))
+    processes = max(1, min(_MAX_PROCESSES, machine.cpu_count() // 2, room))
     if importlib.util.find_spec("xdist") is None:
         processes = 1
     result = run_files(root, files, processes, options["limit_s"], Path(options["folder"]))

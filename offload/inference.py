@@ -289,21 +289,21 @@ def _precision(config: OffloadConfig, model: nn.Module) -> tuple[OffloadConfig, 
                 config.precision, _listed(wide),
             )  # fmt: skip
         return config, None
-    most = numels.most_common(1)[0][0]
-    formats = [name for name, known in DTYPES.items() if known is most]
+    common = numels.most_common(1)[0][0]
+    formats = [name for name, known in DTYPES.items() if known is common]
     if not formats:
         raise UnsupportedError(
-            f"most weights are {most}, which the tiers do not hold; name precision: "
+            f"most weights are {common}, which the tiers do not hold; name precision: "
             f"{', '.join(DTYPES)} in the configuration, which casts them"
         )
-    others = [(name, param) for name, param in named if param.dtype is not most]
+    others = [(name, param) for name, param in named if param.dtype is not common]
     if others:
         _log.warning(
             "%s are not %s as most weights, and stay in RAM beside the tiers (%s); precision: in "
             "the configuration would cast them", _listed(others), formats[0],
             format_bytes(sum(param.nbytes for _, param in others)),
         )  # fmt: skip
-    return config.model_copy(update={"precision": formats[0]}), most
+    return config.model_copy(update={"precision": formats[0]}), common
 
 
 def _listed(named: Sequence[tuple[str, torch.Tensor]]) -> str:

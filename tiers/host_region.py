@@ -34,7 +34,7 @@ from offload.tiers.units import round_up
 
 _MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19  # Linux 4.14; the mmap module does not name them
 # More of them than this are not told apart: each may cost the kernel two mappings of 65,530.
-_MOST_RANGES = 1000
+_MAX_RANGES = 1000
 
 Range = tuple[int, int]  # start and stop, in bytes
 
@@ -145,7 +145,7 @@ class HostRegion(AnonymousMemory):
         """Let a child that is forked now inherit the ranges that are viewed."""
         self._kept = []
         seen = self._seen()
-        for start, stop in seen if len(seen) <= _MOST_RANGES else [(0, len(self))]:
+        for start, stop in seen if len(seen) <= _MAX_RANGES else [(0, len(self))]:
             self.madvise(_MADV_KEEPONFORK, start, stop - start)
             self._kept.append((start, stop))
 

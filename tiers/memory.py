@@ -23,7 +23,7 @@ from offload.tiers.host_region import HostRegion
 from offload.tiers.pinning import Pins
 from offload.tiers.units import format_bytes
 
-_LEAST_BLOCK_NBYTES, _MOST_BLOCKS = 64 << 10, 1 << 16  # in which it is known what was touched
+_MIN_BLOCK_NBYTES, _MAX_BLOCKS = 64 << 10, 1 << 16  # in which it is known what was touched
 _BEYOND = 3  # times the budget: addresses behind it, which cost nothing
 
 
@@ -66,7 +66,7 @@ class HostMemory(Memory):
         self._region = _reserved(nbytes, 0 if pins else _BEYOND * nbytes)
         self._nbytes = nbytes
         self.beyond_nbytes = max(0, len(self._region) - nbytes)
-        self._block_nbytes = max(_LEAST_BLOCK_NBYTES, 1 << (nbytes // _MOST_BLOCKS).bit_length())
+        self._block_nbytes = max(_MIN_BLOCK_NBYTES, 1 << (nbytes // _MAX_BLOCKS).bit_length())
         # 1 where it was used
         self._touched = bytearray(-(-(nbytes + self.beyond_nbytes) // self._block_nbytes))
         self._touched_blocks = 0
@@ -98,8 +98,8 @@ class HostMemory(Memory):
     @property
     def touched_nbytes(self) -> int:
         pinned = 0 if self._pins is None else self._pins.nbytes  # in larger extents
-        most = self._nbytes + self.beyond_nbytes
-        return max(pinned, min(most, self._touched_blocks * self._block_nbytes))
+        limit = self._nbytes + self.beyond_nbytes
+        return max(pinned, min(limit, self._touched_blocks * self._block_nbytes))
 
     def give_back(self, start: int, stop: int) -> None:
         first, last = -(-start // self._block_nbytes), stop // self._block_nbytes

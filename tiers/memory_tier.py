@@ -90,8 +90,8 @@ class MemoryTier:
 
     def fits(self, nbytes: int) -> bool:
         """True if a lease of `nbytes` finds a free range right now."""
-        most = min(self.free_nbytes, self.arena.largest_free_nbytes)
-        return round_up(max(nbytes, 1), PAGE_NBYTES) <= most
+        largest = min(self.free_nbytes, self.arena.largest_free_nbytes)
+        return round_up(max(nbytes, 1), PAGE_NBYTES) <= largest
 
     def full(self, nbytes: int, owner: str, state_class: StateClass) -> TierFullError:
         """The error that says why `nbytes` do not fit."""

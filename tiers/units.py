@@ -11,7 +11,7 @@ _FACTORS = {
     "g": 1000**3, "gb": 1000**3, "gi": 1 << 30, "gib": 1 << 30,
     "t": 1000**4, "tb": 1000**4, "ti": 1 << 40, "tib": 1 << 40,
 }  # fmt: skip
-_MOST_NBYTES = 1 << 62  # more than any machine has, and what 64 bits can add up
+_MAX_NBYTES = 1 << 62  # more than any machine has, and what 64 bits can add up
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
@@ -34,9 +34,9 @@ def parse_bytes(text: str | int) -> int:
             )
         exact = value.isdigit() and len(value) < 20
         nbytes = (int(value) if exact else float(value)) * _FACTORS[unit.lower()]
-    if nbytes > _MOST_NBYTES:
+    if nbytes > _MAX_NBYTES:
         raise ValueError(
-            f"{text!r:.40} is more than any machine has ({format_bytes(_MOST_NBYTES)}); write "
+            f"{text!r:.40} is more than any machine has ({format_bytes(_MAX_NBYTES)}); write "
             "for example 8GiB"
         )
     return int(nbytes)

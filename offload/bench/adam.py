@@ -73,10 +73,10 @@ def _numel(options: AdamOptions, streams: Sequence[Stream]) -> int:
     default = min(DEFAULT_NUMEL, int(available / 4 / each))
     numel = default if options.numel is None else options.numel
     if numel * each > available * 0.8:
-        most = int(available * 0.8 / each)
+        max_numel = int(available * 0.8 / each)
         raise BudgetError(
             f"--numel: {numel} parameters take {format_bytes(int(numel * each))}, "
-            f"{format_bytes(available)} are free; at most {most}"
+            f"{format_bytes(available)} are free; at most {max_numel}"
         )
     return round_up(numel, GROUP * 4)
 

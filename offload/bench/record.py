@@ -24,7 +24,7 @@ from offload.tiers import accelerator
 from offload.tiers.errors import PathError
 
 FORMAT = 2  # of the JSON; raised when a key changes its meaning: 1 had "ours" for "offload"
-LEAST_ROUNDS = 7  # fewer are a look, not a measurement
+MIN_ROUNDS = 7  # fewer are a look, not a measurement
 
 
 class Kind(enum.StrEnum):
@@ -105,9 +105,9 @@ class Record:
 
     def note_rounds(self, rounds: int) -> None:
         """Say so if the medians rest on few rounds."""
-        if rounds < LEAST_ROUNDS:
+        if rounds < MIN_ROUNDS:
             self.notes.append(
-                f"{rounds} rounds only: a look, not a measurement; {LEAST_ROUNDS} or more are"
+                f"{rounds} rounds only: a look, not a measurement; {MIN_ROUNDS} or more are"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from offload.cli.config import File, Overrides, config_app, migrate_file
 from offload.cli.errors import GuardedGroup, failing_io
 from offload.display.plain_text import echo
 
-_MOST = 1 << 16  # ranks on a machine, or machines
+_MAX_RANKS = 1 << 16  # ranks on a machine, or machines
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
 
 app = typer.Typer(
@@ -77,12 +77,12 @@ def plan(
         typer.Option(
             metavar="N",
             min=1,
-            max=_MOST,
+            max=_MAX_RANKS,
             help="Processes per machine, as under torchrun.",
         ),
     ] = 1,
     nodes: Annotated[
-        int, typer.Option(metavar="M", min=1, max=_MOST, help="Machines like this one.")
+        int, typer.Option(metavar="M", min=1, max=_MAX_RANKS, help="Machines like this one.")
     ] = 1,
 ) -> None:
     """Print the placement of the built-in model's states, and the bytes it takes, without

@@ -8,9 +8,9 @@ import sys
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def plain(text: str, most: int = 1 << 16) -> str:
-    """Escape all characters that affect a terminal as Python does, and cut the text at `most`."""
-    cut = text if len(text) <= most else f"{text[:most]}..."
+def plain(text: str, max_chars: int = 1 << 16) -> str:
+    """Escape all characters that affect a terminal as Python does; cut the text at `max_chars`."""
+    cut = text if len(text) <= max_chars else f"{text[:max_chars]}..."
     if cut.isprintable():
         return cut
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)

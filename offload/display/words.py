@@ -92,10 +92,10 @@ def per_second(nbytes: float) -> str:
 
 def of_budget(used: int, budget: int) -> str:
     """A share of a budget: `1.2 of 6.0 GiB`, `96.0 MiB of 6.0 GiB`."""
-    held, most = format_bytes(used), format_bytes(budget)
-    if held.split()[1] == most.split()[1]:
+    held, limit = format_bytes(used), format_bytes(budget)
+    if held.split()[1] == limit.split()[1]:
         held = held.split()[0]
-    return f"{held} of {most}"
+    return f"{held} of {limit}"
 
 
 def _rounded(value: float, to: int) -> int:

@@ -106,8 +106,8 @@ class MemoryGuard:
             tier = self._pool.tier
             self._tightest = at = min(self._read(), key=lambda each: each.spare_nbytes)
             touched, spare = tier.touched_nbytes, at.spare_nbytes
-            least = 0 if tier.gives_back else touched  # giving up would free nothing
-            limit = max(least, touched + (spare // 2 // self._sharing if spare > 0 else spare))
+            min_limit = 0 if tier.gives_back else touched  # giving up would free nothing
+            limit = max(min_limit, touched + (spare // 2 // self._sharing if spare > 0 else spare))
             self._pool.keep_within(limit if limit < tier.arena.nbytes else None)
             if spare < 0:
                 self._warn(at)

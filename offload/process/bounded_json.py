@@ -15,8 +15,8 @@ from typing import Any
 
 from offload.tiers.errors import ConfigError, PathError
 
-MOST_NBYTES = 64 << 20
-MOST_VALUES = 1_500_000  # with 300 bytes each, what pydantic makes of them included, 450 MB
+MAX_NBYTES = 64 << 20
+MAX_VALUES = 1_500_000  # with 300 bytes each, what pydantic makes of them included, 450 MB
 _SEPARATORS = (b",", b"[", b"{")
 
 
@@ -67,7 +67,7 @@ def _content(path: Path) -> bytes:
             raise ValueError("it is no regular file")
         check_nbytes(status.st_size)
         with open(fd, "rb", closefd=False) as file:
-            return file.read(MOST_NBYTES + 1)
+            return file.read(MAX_NBYTES + 1)
     finally:
         os.close(fd)
 
@@ -85,11 +85,11 @@ def check_size(raw: bytes | bytearray) -> None:
     """Raise ValueError unless `parse` would accept the size."""
     check_nbytes(len(raw))
     count = sum(map(raw.count, _SEPARATORS))
-    if count > MOST_VALUES:
-        raise ValueError(f"{count:,} values are more than the {MOST_VALUES:,} that any has")
+    if count > MAX_VALUES:
+        raise ValueError(f"{count:,} values are more than the {MAX_VALUES:,} that any has")
 
 
 def check_nbytes(nbytes: int) -> None:
     """Raise ValueError for a file that is too long to be read."""
-    if nbytes > MOST_NBYTES:
-        raise ValueError(f"{nbytes:,} bytes are more than the {MOST_NBYTES:,} that any has")
+    if nbytes > MAX_NBYTES:
+        raise ValueError(f"{nbytes:,} bytes are more than the {MAX_NBYTES:,} that any has")

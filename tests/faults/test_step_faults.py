@@ -81,7 +81,7 @@ class Case:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small models' activations are parked, too."""
     monkeypatch.setattr(activations, "LEAST_NBYTES", 1)
-    monkeypatch.setattr(plan, "LEAST_WINDOW_NBYTES", 64 << 10)
+    monkeypatch.setattr(plan, "MIN_WINDOW_NBYTES", 64 << 10)
 
 
 @functools.cache

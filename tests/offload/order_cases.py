@@ -73,7 +73,7 @@ def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWor
     plan_for_a_gpu(patch, kernels_missing=None)
     patch.setattr(offload.swap.activations.activations, "LEAST_NBYTES", 1)
     patch.setattr(offload.swap.activations.activation_returns, "DEVICE_NBYTES", 8 * KIB)
-    patch.setattr(offload.planning.plan.plan, "LEAST_WINDOW_NBYTES", 16 * KIB)
+    patch.setattr(offload.planning.plan.plan, "MIN_WINDOW_NBYTES", 16 * KIB)
     world = CheckedWorld(patch, **options)
     patch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
     return world

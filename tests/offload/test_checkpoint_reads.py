@@ -303,10 +303,10 @@ def test_weights_whose_file_is_longer_than_its_hashes_are_refused(
 def test_what_would_take_too_much_memory_is_not_parsed(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = '{"format": "offload checkpoint", "x": [' + "[]," * (bounded_json.MOST_VALUES // 2 + 1)
+    text = '{"format": "offload checkpoint", "x": [' + "[]," * (bounded_json.MAX_VALUES // 2 + 1)
     (saved / "manifest.json").write_text(text + "0]}")
     monkeypatch.setattr(json, "loads", None)
     with pytest.raises(CheckpointError, match=r"1,500,00\d values are more than"):
         CheckpointReader(saved)
     with pytest.raises(ValueError, match="more than"):
-        bounded_json.parse(b" " * (bounded_json.MOST_NBYTES + 1))
+        bounded_json.parse(b" " * (bounded_json.MAX_NBYTES + 1))

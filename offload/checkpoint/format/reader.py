@@ -30,7 +30,7 @@ from offload.checkpoint.format.safetensors_file import (
 )
 from offload.display.byte_progress import progress
 from offload.display.plain_text import plain
-from offload.process.bounded_json import MOST_NBYTES
+from offload.process.bounded_json import MAX_NBYTES
 from offload.tiers.errors import CheckpointError, NoCheckpointError
 from offload.tiers.units import format_bytes
 
@@ -76,10 +76,10 @@ class CheckpointReader:
             ) from None
         with file:
             nbytes = file.status().st_size
-            if nbytes > MOST_NBYTES:
+            if nbytes > MAX_NBYTES:
                 raise CheckpointError(
                     f"{path} has {format_bytes(nbytes)}, no manifest has more than "
-                    f"{format_bytes(MOST_NBYTES)}; {REMEDY}"
+                    f"{format_bytes(MAX_NBYTES)}; {REMEDY}"
                 )
             raw = bytearray(nbytes)
             file.read_all(memoryview(raw), 0)

@@ -33,7 +33,7 @@ from offload.checkpoint.format.manifest import (
 )
 from offload.kernels.rules import BLOCK, SCALE_SUFFIX
 from offload.process import bounded_json
-from offload.process.bounded_json import MOST_NBYTES
+from offload.process.bounded_json import MAX_NBYTES
 from offload.tiers.errors import CheckpointError, IntegrityError
 from offload.tiers.units import round_up
 
@@ -191,7 +191,7 @@ def parse_header(
         return buffer
 
     length = int.from_bytes(read(0, 8), "little") if nbytes >= 8 else nbytes
-    if length > min(nbytes - 8, MOST_NBYTES):
+    if length > min(nbytes - 8, MAX_NBYTES):
         raise CheckpointError(f"{what} is no safetensors file: its header would be {length} bytes")
     try:
         entries = bounded_json.parse(read(8, length))

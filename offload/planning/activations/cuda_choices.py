@@ -23,7 +23,7 @@ from offload.zero.groups.discovery import Unit
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
-_MOST_FLASH_WIDTH = 256  # of a head
+_MAX_FLASH_WIDTH = 256  # of a head
 _FLASH_ALIGN = 8  # heads of other sizes are padded
 
 
@@ -64,7 +64,7 @@ def _attention(
     tensors = (query, key, value)
     plain = all(x.dim() == 4 for x in tensors) and query.shape[-1] == value.shape[-1]
     half = query.dtype in _HALVES
-    if plain and half and attn_mask is None and query.shape[-1] <= _MOST_FLASH_WIDTH:
+    if plain and half and attn_mask is None and query.shape[-1] <= _MAX_FLASH_WIDTH:
         return _flash(tensors, dropout_p, is_causal, scale)
     if plain and key.shape[1] == query.shape[1]:
         bias = _bias(attn_mask, query, key)

@@ -67,7 +67,7 @@ _OF_SAVED, _OF_PASSING = 0.3, 3.6
 # Where what is saved leaves: its holes grow until they are given back (TRIM_NBYTES).
 _OF_LEFT, _OF_PEAK = 0.55, 1.5
 # Larger blocks live in the holes of smaller ones, of which there must be this much.
-_LEAST_HEAP_SHARE = 1 / 6
+_MIN_HEAP_SHARE = 1 / 6
 
 
 def fragmentation_nbytes(facts: ActivationFacts, *, leaves: bool) -> int:
@@ -80,4 +80,4 @@ def fragmentation_nbytes(facts: ActivationFacts, *, leaves: bool) -> int:
         holes = _OF_SAVED * facts.saved_nbytes + _OF_PASSING * (peak - facts.saved_nbytes)
     if not peak:
         return 0
-    return int(holes * min(1.0, in_heap / peak / _LEAST_HEAP_SHARE))
+    return int(holes * min(1.0, in_heap / peak / _MIN_HEAP_SHARE))

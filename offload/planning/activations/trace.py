@@ -43,7 +43,7 @@ from offload.planning.activations.traced_blocks import (
 )
 from offload.planning.activations.valueless import WithoutValues, valueless
 from offload.planning.plan.estimate import Workload
-from offload.planning.plan.plan import LEAST_WINDOW_NBYTES
+from offload.planning.plan.plan import MIN_WINDOW_NBYTES
 from offload.swap.activations import LEAST_NBYTES, WHOLE
 from offload.swap.activations.activations import span_of
 from offload.tiers import accelerator
@@ -55,7 +55,7 @@ from offload.zero.recompute.recompute import Recomputation
 # Calls the model on inputs of its own making; gives the loss, or the logits.
 Run = Callable[[nn.Module, Workload], Tensor]
 
-_LEAST_SLOT_NBYTES = LEAST_WINDOW_NBYTES // 4
+_MIN_SLOT_NBYTES = MIN_WINDOW_NBYTES // 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -323,7 +323,7 @@ class SavedElsewhere:
         storage = record.there()
         if storage is None:
             nbytes = record.stop_bytes - record.start_bytes
-            in_window = self._in_place and nbytes <= _LEAST_SLOT_NBYTES
+            in_window = self._in_place and nbytes <= _MIN_SLOT_NBYTES
             with self._live.counting(not in_window):
                 # zeros, where there are values at all: indices have to be some
                 storage = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()

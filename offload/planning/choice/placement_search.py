@@ -43,9 +43,9 @@ def corners(named: Placements, open_tiers: OpenTiers) -> Iterator[Placements]:
 
 
 def filled(
-    named: Placements, open_tiers: OpenTiers, lacking: Lacking, least: int
+    named: Placements, open_tiers: OpenTiers, lacking: Lacking, min_percent: int
 ) -> Iterator[Placements]:
-    """Placements filled tier by tier, possibly repeated. `least`: the per cent worth a split."""
+    """Placements filled tier by tier, possibly repeated. `min_percent`: what is worth a split."""
     without = {c: without_files(tiers) for c, tiers in open_tiers.items()}
     for tiers_of in (open_tiers, without) if without != open_tiers else (open_tiers,):
         for order in _orders(tiers_of):
@@ -53,7 +53,7 @@ def filled(
             placements: Placements = {**named, **lowest}
             for tier, placed in itertools.product(TIERS, order):
                 if tier in open_tiers[placed][:-1]:
-                    placements = _raised(placements, placed, tier, lacking, least)
+                    placements = _raised(placements, placed, tier, lacking, min_percent)
             yield placements
 
 
@@ -62,7 +62,7 @@ def _whole(homes: Mapping[StateClass, Tier]) -> dict[StateClass, Placement]:
 
 
 def _raised(
-    placements: Placements, placed: StateClass, tier: Tier, lacking: Lacking, least: int
+    placements: Placements, placed: StateClass, tier: Tier, lacking: Lacking, min_percent: int
 ) -> Placements:
     """Raise as much of the class as fits into `tier`, from the slowest tier with some of it."""
     here = placements[placed]
@@ -85,9 +85,9 @@ def _raised(
         own = lacking(tried, tier)
         return max(own, more) if more else own
 
-    most = round(100 * share_of(here, source))
-    percent = _largest(most, lacks)
-    return moved(percent) if percent >= min(least, most) else placements
+    max_percent = round(100 * share_of(here, source))
+    percent = _largest(max_percent, lacks)
+    return moved(percent) if percent >= min(min_percent, max_percent) else placements
 
 
 def _orders(open_tiers: OpenTiers) -> Iterable[tuple[StateClass, ...]]:
@@ -100,14 +100,14 @@ def without_files(tiers: Sequence[Tier]) -> tuple[Tier, ...]:
     return tuple(tier for tier in tiers if not tier.is_file) or tuple(tiers)
 
 
-def _largest(most: int, lacking: Callable[[int], int]) -> int:
-    """The largest of 0 ... `most` that lacks nothing, or one less; 0 if none does. Bytes are nearly
-    linear, so each guess interpolates between the spare and the missing bytes at the two ends."""
-    over = lacking(most)
+def _largest(max_percent: int, lacking: Callable[[int], int]) -> int:
+    """The largest of 0 ... `max_percent` that lacks nothing, or one less; 0 if none does. Bytes are
+    nearly linear, so each guess interpolates between spare and missing bytes at the two ends."""
+    over = lacking(max_percent)
     if over <= 0:
-        return most
+        return max_percent
     spare = -lacking(0)
-    low, high, enough = 0, most, (spare + over) / most
+    low, high, enough = 0, max_percent, (spare + over) / max_percent
     while high - low > 1 and spare >= (enough if low else 0):
         guess = low + int((high - low) * spare / (spare + over))
         guess = min(max(guess, low + 1), high - 1)

@@ -30,7 +30,7 @@ from offload.planning.plan.plan import (
     Hardware,
     Plan,
     ahead_nbytes,
-    least_window,
+    min_window,
     needed_nbytes,
     ram_nbytes,
 )
@@ -179,7 +179,7 @@ class _Search:
         self._model, self._hardware, self._run = model, hardware, run
         self._facts = run.facts_of(config) if run is not None else NOTHING
         gpu, home = hardware.device_nbytes > 0, config.placement.activations.tier
-        leaves = least_window(Tier.named(home), gpu) > 0
+        leaves = min_window(Tier.named(home), gpu) > 0
         peak = self._facts.peak_elsewhere_nbytes if leaves else self._facts.peak_nbytes
         holes = fragmentation_nbytes(self._facts, leaves=leaves)
         self._passing_nbytes = 0 if gpu else peak + holes
@@ -213,9 +213,9 @@ class _Search:
         """The candidates in the order of their rank, timed if it is known how; at least one."""
         named = self._builder.explicit
         ranked = self._ranked(corners(named, self._open_tiers))
-        for least in (_WORTH, 1):
-            if least == _WORTH or ranked[0].rank[0]:
-                more = filled(named, self._open_tiers, self._lacking, least)
+        for min_percent in (_WORTH, 1):
+            if min_percent == _WORTH or ranked[0].rank[0]:
+                more = filled(named, self._open_tiers, self._lacking, min_percent)
                 ranked = self._ranked(itertools.chain((c.plan.placements for c in ranked), more))
         far_s = _FAR * ranked[0].links_s
         near = ranked[:2] + [each for each in ranked[2:] if each.links_s <= far_s]

@@ -30,7 +30,7 @@ _log = logging.getLogger("offload")
 
 FORMAT = 17  # raised whenever what is measured, or how, changes
 _KIND = "speeds"
-_MOST_BUSY = 0.3  # of the cores, by others
+_MAX_BUSY = 0.3  # of the cores, by others
 _LOOK_S = 0.2
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -137,7 +137,7 @@ def _tell_of_measuring(what: str) -> None:
         "measuring this machine's %s, once; the result is kept in %s", what, cache_folder() / _KIND
     )
     busy = psutil.cpu_percent(_LOOK_S) / 100  # used by others before the measurement
-    if busy > _MOST_BUSY:
+    if busy > _MAX_BUSY:
         _log.warning(
             "other programs take %.0f %% of this machine's cores: its %s is measured as they leave "
             "it; measure again with memest calibrate when they are gone", 100 * busy, what,

@@ -27,7 +27,7 @@ Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 _T = TypeVar("_T")
-_MOST_NBYTES = 64 << 20
+_MAX_NBYTES = 64 << 20
 
 
 def cache_folder() -> Path:
@@ -76,7 +76,7 @@ def load(kind: str, key: str, answer: Any) -> tuple[Any] | None:
     """
     try:
         path = _path(kind, key)
-        if path.stat().st_size > _MOST_NBYTES:
+        if path.stat().st_size > _MAX_NBYTES:
             return None
         values = json.loads(path.read_bytes())
         if values["digest"] != digest_of(values["answer"]):

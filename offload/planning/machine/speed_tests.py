@@ -55,7 +55,7 @@ _FORMATS = {"fp32": PLAIN, "bf16": SPLIT_BF16, "int8": SPLIT_INT8}
 _PRODUCT = (512, 1024, 4096)  # tokens, inputs, outputs: a layer of some hundred million parameters
 _PRODUCT_GPU = (4096, 4096, 16384)
 _TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a fast kernel
-_MOST_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
+_MAX_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
 _OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
 _BLOCK_NBYTES = 8 << 20
 _IN_FLIGHT_NBYTES = 64 << 20
@@ -67,8 +67,8 @@ _IN_MEMORY, _MEMORY_NBYTES = ("tmpfs", "ramfs"), 512 << 20  # what such a file t
 _FILL_S = 2.5  # files are as large as what can be written in this time
 _PART_S = 2.5  # no part of a file takes longer: a drive may become slow after its first GiB
 _BESIDE_NBYTES = 64 << 20  # of each file, in each direction, while products run
-_LEAST_FREE = 4  # files are at most this part of what is free
-_MOST_REPEAT_S = 0.6
+_FREE_DIVISOR = 4  # files are at most a quarter of what is free
+_MAX_REPEAT_S = 0.6
 _BESIDE_S = 0.4  # how long something runs beside the product
 _ROUNDS = 3  # of which the median counts: a step meets the usual disk, not its best moment
 
@@ -76,9 +76,9 @@ _ROUNDS = 3  # of which the median counts: a step meets the usual disk, not its 
 _CALLS = (2, 64, 128, 2, 1, 16)  # too small for anything but calls
 _SAMPLES = ((4, 128, 384, 4, 16, 128), (2, 256, 768, 4, 8, 128))
 _SAMPLES_GPU = ((2, 1024, 4096, 16, 8, 1024), (2, 4096, 16384, 32, 2, 1024))
-_PASSES, _MOST_PASSES_S = 4, 0.8  # of one model
-_LEAST_RATE_SHARE = 0.05  # of products in fp32, which stands for slower formats: they take minutes
-_LEAST_LEFT = 0.02  # of a pass: what is left of it beside products is no less than that
+_PASSES, _MAX_PASSES_S = 4, 0.8  # of one model
+_MIN_RATE_SHARE = 0.05  # of products in fp32, which stands for slower formats: they take minutes
+_MIN_LEFT = 0.02  # of a pass: what is left of it beside products is no less than that
 
 Work = Callable[[], object]
 Sample = tuple[int, int, int, int, int, int]
@@ -90,7 +90,7 @@ def seconds(work: Work, repeat: int = 3, device: torch.device = _CPU) -> float:
     began = time.perf_counter()
     _timed(work, device)
     times = [_timed(work, device)]
-    while len(times) < repeat and time.perf_counter() - began < _MOST_REPEAT_S:
+    while len(times) < repeat and time.perf_counter() - began < _MAX_REPEAT_S:
         times.append(_timed(work, device))
     return min(times)
 
@@ -148,7 +148,7 @@ def matmul_rate(
 
 def _is_slow(flops_per_s: float, shape: tuple[int, int, int]) -> bool:
     """Whether a layer of that shape takes too long to be timed, as without a fast kernel."""
-    return 6 * math.prod(shape) / flops_per_s > _MOST_PRODUCT_S
+    return 6 * math.prod(shape) / flops_per_s > _MAX_PRODUCT_S
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> float:
@@ -198,7 +198,7 @@ def measure_models(
     touching: dict[str, float] = {}
     chosen = (_SAMPLES_GPU if gpu else _SAMPLES) if samples is None else samples
     for precision, rate in products.items():
-        if rate < _LEAST_RATE_SHARE * products["fp32"] and not gpu:
+        if rate < _MIN_RATE_SHARE * products["fp32"] and not gpu:
             touching[precision] = touching["fp32"]
             continue
         touched, left_s = 0, 0.0
@@ -207,7 +207,7 @@ def measure_models(
             touched += facts.forward.touched_nbytes + facts.backward.touched_nbytes
             flops = facts.forward.flops + facts.backward.flops
             calls_s = 0.0 if gpu else _operations(facts) * operation_s
-            left_s += max(_LEAST_LEFT * took_s, took_s - flops / rate - calls_s)
+            left_s += max(_MIN_LEFT * took_s, took_s - flops / rate - calls_s)
         touching[precision] = touched / left_s
     return operation_s, touching
 
@@ -225,7 +225,7 @@ def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[Activ
     _materialise(model, config.precision, device)
     tokens = torch.zeros(batch, sequence, dtype=torch.int64, device=device)  # BS
     times: list[float] = []
-    while len(times) < 2 or (len(times) <= _PASSES and sum(times) < _MOST_PASSES_S):
+    while len(times) < 2 or (len(times) <= _PASSES and sum(times) < _MAX_PASSES_S):
         started = time.perf_counter()
         loss = model(tokens, tokens).loss
         loss.backward()
@@ -264,7 +264,7 @@ def measure_disk(
     are slow. Blocks for some seconds and removes the files."""
     with ExitStack() as stack:
         files = [stack.enter_context(SwapFile(path)) for path in paths]
-        room = min(free_space(path) for path in paths) // _LEAST_FREE
+        room = min(free_space(path) for path in paths) // _FREE_DIVISOR
         if any(file_system_of(file.directory) in _IN_MEMORY for file in files):
             room = min(room, _MEMORY_NBYTES)
         nbytes = max(2 * _BLOCK_NBYTES, min(file_nbytes, room) // _BLOCK_NBYTES * _BLOCK_NBYTES)
@@ -341,15 +341,15 @@ class _Disk:
             thread.join()
         return max(0.0, took_s - products * alone_s) / max(1, turns)
 
-    def _move(self, how: str, nbytes: int, most_s: float) -> float:
+    def _move(self, how: str, nbytes: int, max_s: float) -> float:
         """Move the next `nbytes` of each file in each direction in `how` (r, w or rw); stop early
-        if that takes longer than `most_s`. Return bytes per second, all files and ways together."""
+        if that takes longer than `max_s`. Return bytes per second, all files and ways together."""
         waiting: list[Transfer[None]] = []
         started = time.perf_counter()
-        most = _IN_FLIGHT_NBYTES // _BLOCK_NBYTES
+        max_waiting = _IN_FLIGHT_NBYTES // _BLOCK_NBYTES
         count = 0
         for _ in range(nbytes // _BLOCK_NBYTES):
-            if count and time.perf_counter() - started > most_s:
+            if count and time.perf_counter() - started > max_s:
                 break
             for direction in how:
                 offset = self._next[direction]
@@ -357,9 +357,9 @@ class _Disk:
                     offset = 0
                 self._next[direction] = offset + _BLOCK_NBYTES
                 for file in self._files:
-                    slot = count % most
+                    slot = count % max_waiting
                     count += 1
-                    if len(waiting) >= most:
+                    if len(waiting) >= max_waiting:
                         waiting.pop(0).wait()
                     part = self._buffer[slot * _BLOCK_NBYTES : (slot + 1) * _BLOCK_NBYTES]
                     waiting.append(self._submit(direction, file, part, offset))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Where a buffer is filled, one leaves, and two more let a burst of small gradients through.
 _RING_BUFFERS = 4
-_MOST_OUTBOX_NBYTES = 16 << 20  # a third of a millisecond of a fast link
+_MAX_OUTBOX_NBYTES = 16 << 20  # a third of a millisecond of a fast link
 _OUTBOX_SHARE = 1 / 32  # of the device budget, for all buffers, as long as a buffer has its least
 _STAGING_BUFFERS = 3  # arriving | being stepped | leaving
 
@@ -159,10 +159,10 @@ def _ring_nbytes(largest: int, together: int, budget_nbytes: int) -> int:
     holds all gradients of a group (`together` elements), as one copy, if their share allows."""
     shared = int(budget_nbytes * _OUTBOX_SHARE) // _RING_BUFFERS
     block = NORM_BLOCK * 4
-    whole = min(_MOST_OUTBOX_NBYTES, max(block, shared // block * block))
-    least = min(whole, pages(largest * 4))
+    whole = min(_MAX_OUTBOX_NBYTES, max(block, shared // block * block))
+    min_nbytes = min(whole, pages(largest * 4))
     group = pages(together * 4)
-    return max(least, group) if group <= min(_MOST_OUTBOX_NBYTES, shared) else least
+    return max(min_nbytes, group) if group <= min(_MAX_OUTBOX_NBYTES, shared) else min_nbytes
 
 
 # ---------------------------------------------------------------- ranks

@@ -26,7 +26,7 @@ from offload.planning.plan.plan import (
     Hardware,
     Plan,
     device_upper_bound,
-    least_window,
+    min_window,
     needed_nbytes,
 )
 from offload.planning.plan.sizes import (
@@ -35,9 +35,9 @@ from offload.planning.plan.sizes import (
     Placements,
     gathered_unit,
     largest_unit,
-    least_nbytes,
     measure,
     sizes_of,
+    stored_nbytes,
     tiers_of,
 )
 from offload.tiers.errors import ConfigError
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
 
 _BESIDE_ACTIVATIONS = 0.7  # share of free RAM for the tiers on a CPU; the rest for activations
-MOST_RECORDS = 1 << 20  # per model, when the chunk is chosen: records are assigned one by one
+MAX_RECORDS = 1 << 20  # per model, when the chunk is chosen: records are assigned one by one
 
 
 class PlanBuilder:
@@ -186,14 +186,14 @@ def _with_activations(plan: Plan, tier: Tier) -> Plan:
     use the rest. An eighth of what is left on nvme stays free, since rewritten extents of
     other states need holes of their size.
     """
-    least = least_window(tier, plan.gpu)
-    if not least:
+    min_nbytes = min_window(tier, plan.gpu)
+    if not min_nbytes:
         return plan
     disk = max(0, plan.budgets[tier] - needed_nbytes(plan, tier)) * 7 // 8 if tier.is_file else 0
     home = Tier.HOST if tier.is_file else tier
     memory = plan.budgets[home] - needed_nbytes(plan, home)
-    halved = home is Tier.HOST and (tier.is_file or plan.uses_nvme)
-    window = least + max(0, memory - least) // (2 if halved else 1) // PAGE_NBYTES * PAGE_NBYTES
+    shares = 2 if home is Tier.HOST and (tier.is_file or plan.uses_nvme) else 1
+    window = min_nbytes + max(0, memory - min_nbytes) // shares // PAGE_NBYTES * PAGE_NBYTES
     expected = {name: dict(by_class) for name, by_class in plan.expected.items()}
     expected[home][StateClass.ACTIVATIONS] = window
     return replace(plan, expected=expected, activations=ActivationPlan(tier, window, disk))
@@ -207,7 +207,7 @@ def tuned(
     if chunk != "auto" and prefetch != "auto":
         return config
     sizes = sizes_of(config)
-    nbytes = [least_nbytes(group, sizes.itemsize) for group in model.groups]
+    nbytes = [stored_nbytes(group, sizes.itemsize) for group in model.groups]
     if prefetch == "auto":
         config = config.model_copy(update={"prefetch": prefetch_depth(nbytes)})
     if chunk != "auto":
@@ -224,23 +224,23 @@ def tuned(
     else:
         copied = hardware.device_nbytes > 0 and any(Tier.DEVICE in each.tiers for each in named)
         numel = chunk_in_memory(hardware.cores, copied=copied)
-    while numel < _least_chunk(model):
+    while numel < _min_chunk(model):
         numel *= 2
     optimizer = config.optimizer.model_copy(update={"chunk": numel})
     return config.model_copy(update={"optimizer": optimizer})
 
 
-def _least_chunk(model: ModelShape) -> int:
-    """Return the least elements per chunk with which the model has at most MOST_RECORDS records."""
-    return -(-sum(group.layout.shard_trainable for group in model.groups) // MOST_RECORDS)
+def _min_chunk(model: ModelShape) -> int:
+    """Return the fewest elements per chunk with which the model has at most MAX_RECORDS records."""
+    return -(-sum(group.layout.shard_trainable for group in model.groups) // MAX_RECORDS)
 
 
 def _check_records(config: OffloadConfig, model: ModelShape) -> None:
-    least = _least_chunk(model) // 2
-    if config.optimizer.chunk != "auto" and config.chunk_numel < least:
+    min_numel = _min_chunk(model) // 2
+    if config.optimizer.chunk != "auto" and config.chunk_numel < min_numel:
         raise ConfigError(
             f"optimizer.chunk: {config.chunk_numel:,} elements cut this model into more than "
-            f"{2 * MOST_RECORDS:,} records; write auto, or {least:,} at least"
+            f"{2 * MAX_RECORDS:,} records; write auto, or {min_numel:,} at least"
         )
 
 

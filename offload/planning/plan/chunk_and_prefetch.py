@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-LEAST_CHUNK_NUMEL = 1 << 16
+MIN_CHUNK_NUMEL = 1 << 16
 # A transfer of so many parameters with their record takes 10 ms at 3 GB/s. A request costs about
 # 150 microseconds of Python, a chunk makes five, and the model's thread waits for the interpreter
 # meanwhile: chunks of a quarter of this cost a 151 M step on two cores a tenth of its time.
@@ -20,11 +20,11 @@ _STAGING_SHARE = 0.13  # an eighth and what rounding to pages adds
 # Bytes on their way: measured to be enough beside a busy optimizer; half of it loses a third of the
 # bandwidth.
 _IN_FLIGHT_NBYTES = 48 << 20
-_LEAST_PREFETCH, USUAL_PREFETCH, _MOST_PREFETCH = 2, 4, 16
+_MIN_PREFETCH, USUAL_PREFETCH, _MAX_PREFETCH = 2, 4, 16
 # What never streams is cut for the threads alone. Each takes its share of every chunk from the
 # interpreter, one after the other, and the more threads there are, the sooner a share is done: on
 # 16 cores a step of a million elements at a time ran at a fifth of the memory's speed.
-_CHUNK_PER_THREAD_NUMEL, _MOST_IN_MEMORY_NUMEL, _MOST_COPIED_NUMEL = 1 << 18, 1 << 24, 1 << 22
+_CHUNK_PER_THREAD_NUMEL, _MAX_IN_MEMORY_NUMEL, _MAX_COPIED_NUMEL = 1 << 18, 1 << 24, 1 << 22
 # Parameters of models smaller than this pass in a moment, and speeds are not measured for them.
 WORTH_MEASURING_NBYTES = 256 << 20
 
@@ -35,15 +35,15 @@ def streamed_chunk(parameters_nbytes: int, bytes_each: float, host_budget: int) 
     if parameters_nbytes < WORTH_MEASURING_NBYTES:
         return _SMALL_CHUNK_NUMEL
     fitting = _power_of_two_below(max(1.0, host_budget * _STAGING_SHARE / bytes_each))
-    return max(LEAST_CHUNK_NUMEL, min(_CHUNK_NUMEL, fitting))
+    return max(MIN_CHUNK_NUMEL, min(_CHUNK_NUMEL, fitting))
 
 
 def chunk_in_memory(threads: int, *, copied: bool) -> int:
     """The elements per chunk if chunks are in memory alone, a power of two. `copied`: parts are
     copied between host and device, through buffers of a chunk's size."""
     numel = _power_of_two_below(_CHUNK_PER_THREAD_NUMEL * threads**2)
-    most = _MOST_COPIED_NUMEL if copied else _MOST_IN_MEMORY_NUMEL
-    return max(_SMALL_CHUNK_NUMEL, min(most, numel))
+    max_numel = _MAX_COPIED_NUMEL if copied else _MAX_IN_MEMORY_NUMEL
+    return max(_SMALL_CHUNK_NUMEL, min(max_numel, numel))
 
 
 def prefetch_depth(group_nbytes: Sequence[int]) -> int:
@@ -52,7 +52,7 @@ def prefetch_depth(group_nbytes: Sequence[int]) -> int:
         return USUAL_PREFETCH
     usual = sorted(group_nbytes)[len(group_nbytes) // 2]
     depth = math.ceil(_IN_FLIGHT_NBYTES / max(1, usual))
-    return max(_LEAST_PREFETCH, min(_MOST_PREFETCH, depth))
+    return max(_MIN_PREFETCH, min(_MAX_PREFETCH, depth))
 
 
 def _power_of_two_below(value: float) -> int:

@@ -67,8 +67,8 @@ def _stored(
     int8 = config.kv.dtype == "int8"
     stored = [layer.token_nbytes(itemsize, int8=int8) for layer in layers]
     largest = max(stored)
-    most = max(largest, largest * tokens // _OPEN_SHARE)
-    return stored, _whole(max(largest, min(KV_PAGE_NBYTES, most)))
+    max_page = max(largest, largest * tokens // _OPEN_SHARE)
+    return stored, _whole(max(largest, min(KV_PAGE_NBYTES, max_page)))
 
 
 def _whole(nbytes: int) -> int:

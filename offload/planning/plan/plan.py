@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from offload.planning.plan.buffers import DevicePlan, SharedPlan
     from offload.planning.plan.kv_plan import KVPlan
 
-LEAST_WINDOW_NBYTES = 8 << 20  # of activations: four pieces of 2 MiB on their way at a time
+MIN_WINDOW_NBYTES = 8 << 20  # of activations: four pieces of 2 MiB on their way at a time
 _BLOCK_NBYTES = 2 << 20  # what PyTorch's allocator takes of a GPU at a time, for large tensors
 _SPARE_SHARE = 0.9  # of what nvme has beyond the plan: extents of many sizes leave gaps
 
@@ -69,13 +69,13 @@ class ActivationPlan:
         return Tier.HOST if self.tier.is_file else self.tier
 
 
-def least_window(tier: Tier, gpu: bool) -> int:
+def min_window(tier: Tier, gpu: bool) -> int:
     """The least memory for activations with their home in `tier`; 0 if they stay in place.
 
     Where the model computes in host memory, the host tier is the same place as the device.
     """
     away = not tier.on_device and (gpu or tier is not Tier.HOST)
-    return LEAST_WINDOW_NBYTES if away else 0
+    return MIN_WINDOW_NBYTES if away else 0
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ def device_upper_bound(plan: Plan) -> int:
         summed = pages(group.layout.shard_trainable * 4)
         if home.on_device and summed > group.gradients:  # else they are planned as sums
             sums += summed
-    most = plan.total(Tier.DEVICE) + mirrors_nbytes(plan) + sums + gathered_nbytes(plan)
-    return round_up(most, _BLOCK_NBYTES)
+    max_nbytes = plan.total(Tier.DEVICE) + mirrors_nbytes(plan) + sums + gathered_nbytes(plan)
+    return round_up(max_nbytes, _BLOCK_NBYTES)
 
 
 def host_window(plan: Plan) -> int:

@@ -123,7 +123,7 @@ def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBy
     return GroupBytes(
         name=group.name or "(root)",
         layout=layout,
-        parameters=pages(least_nbytes(group, sizes.itemsize)) if layout.is_stored else values,
+        parameters=pages(stored_nbytes(group, sizes.itemsize)) if layout.is_stored else values,
         gradients=pages_or_none(layout.shard_trainable * itemsize) + before,
         records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
@@ -133,7 +133,7 @@ def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBy
     )
 
 
-def least_nbytes(group: GroupShape, itemsize: int) -> int:
+def stored_nbytes(group: GroupShape, itemsize: int) -> int:
     """The bytes of a group's parameters at home as stored: codes, or values without padding."""
     layout = group.layout
     if layout.is_stored:
@@ -203,8 +203,8 @@ def largest_unit(
         used += root if unit.name else ()
         copies = [parameters[index] for index in used if parameters[index]]
         copies += [other_nbytes] if other_nbytes else []
-        most = max((codes[index] for index in used), default=0) if codes else 0
-        holes = max(max(0, len(copies) - 1) * max(copies, default=0), (len(copies) + 1) * most)
+        stored = max((codes[index] for index in used), default=0) if codes else 0
+        holes = max(max(0, len(copies) - 1) * max(copies, default=0), (len(copies) + 1) * stored)
         largest = max(largest, sum(copies) + holes)
     return largest
 

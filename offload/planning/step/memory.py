@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from offload.planning.plan.estimate import Workload
     from offload.zero.groups.model_shape import ModelShape
 
-_MOST_CHUNKS_HELD = 1000  # whose copies are looked at one by one, as no bytes are asked for
-_MOST_COPIED = 2048  # groups whose copies are looked at one by one
+_MAX_CHUNKS_HELD = 1000  # whose copies are looked at one by one, as no bytes are asked for
+_MAX_COPIED = 2048  # groups whose copies are looked at one by one
 _FILE_GROWTH_NBYTES = 256 << 20  # as `swap/io/block_store.py` lengthens a file
 ByClass = dict[MemoryClass, int]
 _SHOWN_AS = {
@@ -79,8 +79,8 @@ def find_copies(plan: Plan, config: OffloadConfig, model: ModelShape, passes: in
     """
     if not plan.copies_on_host:
         return PeakCopies(0, 0, 0, 0, staged=False, found_no_room=False)
-    experts = representatives(plan, model, None, _MOST_COPIED)
-    run = PlannedRun(plan, config, experts, passes, most_chunks=_MOST_CHUNKS_HELD)
+    experts = representatives(plan, model, None, _MAX_COPIED)
+    run = PlannedRun(plan, config, experts, passes, max_chunks=_MAX_CHUNKS_HELD)
     account, arena = run.memory.account, run.memory.arena
     on_nvme = plan.expected[Tier.NVME].get(StateClass.KV, 0)
     pages = min(arena.nbytes - account.peak_nbytes, on_nvme)

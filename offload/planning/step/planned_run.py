@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.tiers.memory_tier import Lease
 
-MOST_PASSES = 3  # that are simulated: the first, one between, the last
-_MOST_CHUNKS = 128  # whose copies are looked at one by one: each takes time
-_MOST_STEPS = 6  # until the bytes repeat; they have after two or three
+MAX_PASSES = 3  # that are simulated: the first, one between, the last
+_MAX_CHUNKS = 128  # whose copies are looked at one by one: each takes time
+_MAX_STEPS = 6  # until the bytes repeat; they have after two or three
 _ALIKE = 0.002  # of them: no prediction tells less
 
 
@@ -59,9 +59,9 @@ class PlannedRun(PendingUpdates):
 
     def __init__(
         self, plan: Plan, config: OffloadConfig, experts: Representatives, passes: int,
-        most_chunks: int = _MOST_CHUNKS,
+        max_chunks: int = _MAX_CHUNKS,
     ) -> None:  # fmt: skip
-        """Prepare the run. If nvme has more than `most_chunks` records, several are simulated as
+        """Prepare the run. If nvme has more than `max_chunks` records, several are simulated as
         one."""
         self._plan, self.experts = plan, experts
         self._tried = tried_groups(plan, config)
@@ -77,7 +77,7 @@ class PlannedRun(PendingUpdates):
         self._fetcher.updates = self
         self._trace = self._fetcher.trace
         self._host.uses_left = lambda: self._trace.uses_left
-        self._groups = self._all_groups(experts, most_chunks)
+        self._groups = self._all_groups(experts, max_chunks)
         self._numbered = list(self._groups)  # by the fetcher's numbers
         self._tables: dict[str, list[PlannedGroup]] = defaultdict(list)
         for unit in experts.model.units:
@@ -95,18 +95,18 @@ class PlannedRun(PendingUpdates):
         self._announced = ""  # the table whose experts the forward chose last
         self._pass = -1
         self._load()
-        program = partial(write_program, config, experts.model, min(passes, MOST_PASSES))
+        program = partial(write_program, config, experts.model, min(passes, MAX_PASSES))
         if self._tried:  # a first step tries none
             self._run(program())
             self._run(program(self._tried, begins=True))
         self.moves = self._settled(program(self._tried))
 
-    def _all_groups(self, experts: Representatives, most_chunks: int) -> dict[int, PlannedGroup]:
+    def _all_groups(self, experts: Representatives, max_chunks: int) -> dict[int, PlannedGroup]:
         plan, groups = self._plan, {}
         room = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
         _, device = pool_of(room if plan.gpu else 0)
         on_nvme = sum(tiers.count(Tier.NVME) for tiers in plan.records)
-        together = max(1, -(-on_nvme // most_chunks))
+        together = max(1, -(-on_nvme // max_chunks))
         for index in experts.alike:
             groups[index] = group = PlannedGroup(
                 plan, experts, index, self._fetcher, self._host, device, together
@@ -125,7 +125,7 @@ class PlannedRun(PendingUpdates):
     # ---------------------------------------------------------------- steps
     def _settled(self, program: Sequence[Action]) -> list[Move]:
         moves, before = self._run(program), -1
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             moved = self.steps[-1].read + self.steps[-1].to_device
             if abs(moved - before) <= _ALIKE * moved:
                 break

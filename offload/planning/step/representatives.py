@@ -31,7 +31,7 @@ from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Plan
 from offload.zero.groups.model_shape import ModelShape
 
-MOST_GROUPS = 512  # that a step is simulated with
+MAX_GROUPS = 512  # that a step is simulated with
 
 
 def touched(experts: int, chosen: int | None, tokens: int) -> float:
@@ -76,7 +76,7 @@ class Representatives:
 
 
 def representatives(
-    plan: Plan, model: ModelShape, workload: Workload | None, most_groups: int = MOST_GROUPS
+    plan: Plan, model: ModelShape, workload: Workload | None, max_groups: int = MAX_GROUPS
 ) -> Representatives:
     """Select representatives. `workload` is None if every expert is touched."""
     alone = [index for index, group in enumerate(model.groups) if not group.table]
@@ -85,10 +85,10 @@ def representatives(
     if work is None:
         chosen, work = None, Workload(1, 1)
     step_tokens = work.tokens * plan.sharding.world_size
-    is_large = len(model.groups) > most_groups
+    is_large = len(model.groups) > max_groups
     for table in tables_of(model):
         here, few = len(table.indices), table.touched(chosen, step_tokens)
-        bundles = (most_groups - len(alone)) // len(model.tables) if is_large else here
+        bundles = (max_groups - len(alone)) // len(model.tables) if is_large else here
         if few < here and not model.numel_trainable:
             # every pass chooses others: a copy is of use if it is of one of those
             bundles = min(few, bundles)
@@ -107,13 +107,13 @@ def representatives(
     return Representatives(replace(model, units=kept), alike, used, updated)
 
 
-def _bundles(plan: Plan, table: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """The first expert and the size of each of about `most` bundles of the same homes."""
+def _bundles(plan: Plan, table: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
+    """The first expert and the size of each of about `count` bundles of the same homes."""
     homes: dict[object, list[int]] = defaultdict(list)
     for index in table:
         home = plan.parameters[index], plan.gradients[index], plan.records[index]
         homes[home].append(index)
-    length = -(-len(table) // most)
+    length = -(-len(table) // count)
     for same in homes.values():
         for start in range(0, len(same), length):
             yield same[start], min(length, len(same) - start)

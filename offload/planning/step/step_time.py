@@ -27,7 +27,7 @@ from offload.kernels.rules import StateFormat
 from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, tried_groups
 from offload.planning.plan.sizes import ITEMSIZE, record_kinds
-from offload.planning.step.planned_run import MOST_PASSES, PlannedRun
+from offload.planning.step.planned_run import MAX_PASSES, PlannedRun
 from offload.planning.step.program import Bytes, Move, Verb, working_groups
 from offload.planning.step.representatives import representatives
 from offload.tiers.errors import ConfigError
@@ -66,10 +66,10 @@ def estimate_step(
         run = step_traffic(plan, config, model, facts, some)
         return _Pipeline(plan, config, facts, some, speeds, run).estimate()
 
-    beyond = workload.passes - MOST_PASSES
+    beyond = workload.passes - MAX_PASSES
     if beyond <= 0:
         return of(workload.passes)
-    return _longer(of(MOST_PASSES - 1), of(MOST_PASSES), beyond, workload.tokens)
+    return _longer(of(MAX_PASSES - 1), of(MAX_PASSES), beyond, workload.tokens)
 
 
 def _longer(shorter: StepEstimate, step: StepEstimate, more: int, tokens: int) -> StepEstimate:
@@ -303,7 +303,7 @@ def step_traffic(
     plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts | None,
     workload: Workload,
 ) -> PlannedRun:  # fmt: skip
-    """The moves of one step of at most `MOST_PASSES`. Without `facts`, those of states alone."""
+    """The moves of one step of at most `MAX_PASSES`. Without `facts`, those of states alone."""
     experts = representatives(plan, model, workload)
     run = PlannedRun(plan, config, experts, workload.passes)
     if facts is not None:

@@ -26,10 +26,10 @@ def _given(panel: str, text: str, *names: str, metavar: str | None = None) -> An
 
 
 def _number(panel: str, text: str) -> Any:
-    return typer.Option(rich_help_panel=panel, help=text, metavar="N", min=1, max=_MOST)
+    return typer.Option(rich_help_panel=panel, help=text, metavar="N", min=1, max=_MAX_NUMBER)
 
 
-_MOST = 1 << 32
+_MAX_NUMBER = 1 << 32
 _MODEL, _WORK, _MACHINE, _ANSWER = "Model", "Work", "Hardware", "Answer"
 
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from offload.config import OffloadConfig
 from offload.planning.activations.facts import ActivationFacts
-from offload.planning.plan.sizes import ITEMSIZE, least_nbytes, record_format
-from offload.planning.step.planned_run import MOST_PASSES
+from offload.planning.plan.sizes import ITEMSIZE, record_format, stored_nbytes
+from offload.planning.step.planned_run import MAX_PASSES
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
@@ -23,7 +23,7 @@ from offload.tools.memest.estimate.knobs import Knob, applied, knobs
 from offload.tools.memest.estimate.result import Change, Estimate
 from offload.tools.memest.source.model_source import SourceKind
 
-MOST_SHOWN = 5
+MAX_SHOWN = 5
 _ENORMOUS_NUMEL = 20 * 10**9
 _LARGE_CHUNK_NUMEL = 1 << 22
 
@@ -54,9 +54,9 @@ def _missing(case: Case) -> Iterator[str]:
             "weights alone do not tell what forward keeps: activations are not counted, and there "
             "are no times; put the config.json beside them"
         )
-    elif case.speeds is not None and case.workload.passes > MOST_PASSES:
+    elif case.speeds is not None and case.workload.passes > MAX_PASSES:
         yield (
-            f"of {case.workload.passes:,} passes per step {MOST_PASSES} are gone through; "
+            f"of {case.workload.passes:,} passes per step {MAX_PASSES} are gone through; "
             "each further one is taken to be like the last of these"
         )
     elif case.source.has_graph and case.speeds is None:
@@ -98,7 +98,7 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
 
     fitting: list[Change] = []
     for knob in knobs(case, now):
-        if len(fitting) < MOST_SHOWN and fits(knob[-1]):
+        if len(fitting) < MAX_SHOWN and fits(knob[-1]):
             change = _mildest(knob, fits)
             fitting.append(replace(change, step_factor=_factor(now, after(change))))
     return tuple(sorted(fitting, key=lambda change: change.step_factor or math.inf))
@@ -149,7 +149,7 @@ def cannot_fit(case: Case, facts: ActivationFacts) -> bool:
     numel = 1 << 24  # of so many, the gaps between arrays are next to nothing
     record = record_format(config).nbytes(numel) / numel
     gradient = 4 if config.sums_gradients else ITEMSIZE[config.precision]
-    weights = sum(least_nbytes(group, ITEMSIZE[config.precision]) for group in case.shape.groups)
+    weights = sum(stored_nbytes(group, ITEMSIZE[config.precision]) for group in case.shape.groups)
     states = int(weights + case.shape.numel_trainable * (gradient + record))
     compute = hardware.device_nbytes or hardware.host_nbytes
     return working > compute or states // case.sharding.ranks + working > sum(there)

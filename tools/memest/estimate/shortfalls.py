@@ -47,13 +47,13 @@ def _physical(planned: RunPlan, said: Collection[Tier]) -> Iterator[Shortfall]:
             continue
         largest = max(place.by_class, key=lambda name: place.by_class[name])
         over = place.peak_nbytes - place.capacity_nbytes
-        peak, there, more, most = in_one_unit(
+        peak, there, more, share = in_one_unit(
             place.peak_nbytes, place.capacity_nbytes, over, place.by_class[largest]
         )
         yield Shortfall(
             tier, place.peak_nbytes, place.capacity_nbytes, _key_of(largest, tier, best.plan),
             f"{tier.title}: the peak of {peak} is {more} more than the {there} there are; most "
-            f"of it is {largest} ({most}): {remedy(largest, tier, best, planned.run.workload)}",
+            f"of it is {largest} ({share}): {remedy(largest, tier, best, planned.run.workload)}",
         )  # fmt: skip
 
 

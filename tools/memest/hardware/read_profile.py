@@ -21,8 +21,8 @@ _QUERY_TIMEOUT_S = 30.0
 _QUERY = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")  # in MiB
 _DRIVES = re.compile(r"(?:(\d{1,3})\s*x\s*)?(.+)")
 FILE_SYSTEM_SHARE = 0.95  # ext4 keeps 5 % for the administrator
-_LEAST_MEMORY, _MOST_MEMORY = 256 << 20, 1 << 50
-_LEAST_DISK, _MOST_DISK = 1 << 30, 1 << 60
+_MIN_MEMORY, _MAX_MEMORY = 256 << 20, 1 << 50
+_MIN_DISK, _MAX_DISK = 1 << 30, 1 << 60
 
 
 def read_profile(
@@ -40,7 +40,7 @@ def read_profile(
     if gpu is not None:
         profile = _with_named(profile, gpu, open_=ram is None or (nvme is None and ssd is None))
     if ram is not None:
-        profile = profile.with_ram(_size(ram, "--ram", _LEAST_MEMORY, _MOST_MEMORY))
+        profile = profile.with_ram(_size(ram, "--ram", _MIN_MEMORY, _MAX_MEMORY))
     profile = _with_drives(profile, nvme, ssd)
     if gpus and not profile.gpu_nbytes:
         raise ConfigError("--gpus: this machine has no GPU to count; name one with --gpu")
@@ -143,7 +143,7 @@ def _of_size(text: str) -> tuple[GpuPart, str]:
     """Return a GPU of this much memory, with the rates of the named one nearest in size."""
     if not text.strip()[:1].isdigit():
         raise ConfigError(f"--gpu {text}: {_unknown(text, GPUS)}")
-    nbytes = _size(text, "--gpu", _LEAST_MEMORY, _MOST_MEMORY)
+    nbytes = _size(text, "--gpu", _MIN_MEMORY, _MAX_MEMORY)
     near = min(GPUS, key=lambda gpu: (abs(gpu.nbytes - nbytes), gpu.flops_per_s["bf16"]))
     name = f"{format_bytes(nbytes)} GPU"
     note = f"a GPU's speed does not follow from its memory: assumed to be that of an {near.name}"
@@ -159,7 +159,7 @@ def _with_drives(profile: HardwareProfile, nvme: str | None, ssd: str | None) ->
         return profile
     if find_part(nvme, SSDS) is not None:
         raise ConfigError(f"--nvme {nvme}: is a drive, not a size; name it with --ssd")
-    nbytes = 0 if nvme.strip() == "0" else _size(nvme, "--nvme", _LEAST_DISK, _MOST_DISK)
+    nbytes = 0 if nvme.strip() == "0" else _size(nvme, "--nvme", _MIN_DISK, _MAX_DISK)
     if ssd is None and nbytes:
         return with_assumed_drive(profile, nbytes)
     return replace(profile, nvme_nbytes=nbytes, ssds=profile.ssds if nbytes else ())
@@ -222,14 +222,14 @@ def _unknown(text: str, parts: Sequence[Named]) -> str:
     return f"no such part{suggestion(text, names)}; or write a size like 24GiB"
 
 
-def _size(text: str, option: str, least: int, most: int) -> int:
+def _size(text: str, option: str, min_nbytes: int, max_nbytes: int) -> int:
     try:
         nbytes = parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
-    if not least <= nbytes <= most:
+    if not min_nbytes <= nbytes <= max_nbytes:
         raise ConfigError(
-            f"{option} {text}: {format_bytes(nbytes)} is not between {format_bytes(least)} and "
-            f"{format_bytes(most)}; write for example 24GiB"
+            f"{option} {text}: {format_bytes(nbytes)} is not between "
+            f"{format_bytes(min_nbytes)} and {format_bytes(max_nbytes)}; write for example 24GiB"
         )
     return nbytes

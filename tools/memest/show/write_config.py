@@ -23,7 +23,7 @@ from offload.tools.memest.show import view
 from offload.tools.memest.source.model_source import ModelSource
 
 _MIB = 1 << 20
-_MOST = 200  # characters of a name
+_MAX_CHARS = 200  # characters of a name
 _PRETRAINED_LR = 1e-5
 _DEFAULTS = OffloadConfig().model_dump(mode="json", exclude_none=True)
 # Of training alone, or written anew.
@@ -44,7 +44,7 @@ def config_yaml(estimate: Estimate, case: Case, asked: OffloadConfig, file_name:
     elif estimate.inference is None:
         given = source.config.train if source.config is not None else None
         values["train"] = _train(estimate, source.train_model, given)
-    header = "\n".join(_header(estimate, case, plain(file_name, _MOST)))
+    header = "\n".join(_header(estimate, case, plain(file_name, _MAX_CHARS)))
     return f"{header}\n\n{dump_yaml(values)}"
 
 
@@ -52,8 +52,8 @@ def _header(estimate: Estimate, case: Case, file_name: str) -> Iterator[str]:
     profile, inference = case.profile, estimate.inference
     if not estimate.fits:
         yield f"# DOES NOT FIT: {view.missing_text(estimate)}"
-    yield f"# {view.model_text(estimate, plain(estimate.model, _MOST))}"
-    yield f"# on {plain(estimate.hardware, _MOST)}, {view.workload_text(estimate)}"
+    yield f"# {view.model_text(estimate, plain(estimate.model, _MAX_CHARS))}"
+    yield f"# on {plain(estimate.hardware, _MAX_CHARS)}, {view.workload_text(estimate)}"
     if estimate.step is not None:
         time = duration(estimate.step.seconds)
         rate = view.per_second(estimate.step.tokens_per_s)
@@ -171,7 +171,7 @@ def _written_for(estimate: Estimate, source: ModelSource) -> dict[str, Any]:
     if estimate.inference is not None:
         sequence = estimate.inference.generation.prompt
     written = WrittenFor(
-        model=plain(source.name, _MOST), parameters=estimate.numel, source=source.location,
+        model=plain(source.name, _MAX_CHARS), parameters=estimate.numel, source=source.location,
         batch=estimate.workload.batch, sequence=sequence,
     )  # fmt: skip
     return written.model_dump(exclude_none=True)

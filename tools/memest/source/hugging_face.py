@@ -80,13 +80,13 @@ def check_sizes(values: Any, where: str) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         is_needed, layers = key in _NEEDED, _LAYERS_KEY.fullmatch(key)
-        most = MAX_LAYERS if layers else MAX_SIZE
-        if is_needed and not (1 <= value <= most and value == int(value)):
+        max_value = MAX_LAYERS if layers else MAX_SIZE
+        if is_needed and not (1 <= value <= max_value and value == int(value)):
             raise ConfigError(
-                f"{where}: {key} is {shown(value)}; it must be a whole number from 1 to {most}"
+                f"{where}: {key} is {shown(value)}; it must be a whole number from 1 to {max_value}"
             )
-        if (layers or _SIZE_KEY.fullmatch(key)) and most < value < math.inf:
-            raise ConfigError(f"{where}: {key} is {shown(value)}; it must be at most {most}")
+        if (layers or _SIZE_KEY.fullmatch(key)) and max_value < value < math.inf:
+            raise ConfigError(f"{where}: {key} is {shown(value)}; it must be at most {max_value}")
 
 
 def check_configuration(values: Any, where: str) -> ModelConfiguration:

@@ -147,13 +147,13 @@ def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
 def _mlp_for(params: int, narrowest: ModelConfig) -> int:
     """Return the width of the widest MLP with which the model has at most `params` parameters."""
     per_width = 3 * narrowest.hidden * narrowest.layers
-    least = _numel(narrowest)
-    if least > params:
+    min_params = _numel(narrowest)
+    if min_params > params:
         raise ConfigError(
             f"--params {params:,}: {narrowest.layers} layers of width {narrowest.hidden} and a "
-            f"vocabulary of {narrowest.vocab:,} already have {least:,}; lower one of them"
+            f"vocabulary of {narrowest.vocab:,} already have {min_params:,}; lower one of them"
         )
-    return 1 + (params - least) // per_width
+    return 1 + (params - min_params) // per_width
 
 
 def _numel(config: ModelConfig) -> int:
