@@ -163,7 +163,7 @@ class TieredModel(abc.ABC):
         others = [p for p in self.module.parameters() if store.spec_of(p) is None]
         first.fill_the_rest(others, self.device)
         for group in store.groups:  # modules may have been given their own parameters
-            group.note_versions()
+            group.writes.note_versions()
         if self.ranks is not None:
             for tensor in (*self.module.buffers(), *others):
                 own = local_of(tensor).detach()

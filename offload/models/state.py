@@ -68,7 +68,7 @@ class StateDictHooks:
         place = self._store.group_of(param)
         if self._names[id(param)] == 1 or place is None:  # packed ones are not tied
             return self._values.give_out(param)
-        known, version = self._copied.get(id(param)), place[0].version
+        known, version = self._copied.get(id(param)), place[0].writes.version
         is_there = any(value is known for value in state_dict.values())
         if known is not None and is_there and self._versions[id(param)] == version:
             return known.detach()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import offload
 from offload.errors import UnsupportedError
 from offload.kernels.floats import Array
-from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.write_tracker import WriteTracker
 from offload.zero.hooks import coded_uses
 from offload.zero.tensors.released import is_released
 from tests.offload.engine_cases import VOCABULARY, bits
@@ -196,16 +196,16 @@ def test_an_interrupt_amid_decoding_leaves_nothing_gathered(
     offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
     with torch.no_grad(), offload.dispatched(model) as owner:
         expected = bits(model(tokens(1)))
-        find = ParamGroup._find_places
+        find = WriteTracker._find_places
 
-        def interrupted(group: ParamGroup) -> list[int]:
+        def interrupted(writes: WriteTracker) -> Any:
             signal.raise_signal(signal.SIGINT)
-            return find(group)
+            return find(writes)
 
-        monkeypatch.setattr(ParamGroup, "_find_places", interrupted)
+        monkeypatch.setattr(WriteTracker, "_find_places", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(tokens(9))
-        monkeypatch.setattr(ParamGroup, "_find_places", find)
+        monkeypatch.setattr(WriteTracker, "_find_places", find)
         params = [param for group in owner.store.groups for param in group.params]
         assert all(is_released(param) for param in params)
         assert bits(model(tokens(1))) == expected

@@ -12,9 +12,9 @@ from torch import nn
 
 from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
 from offload.zero.experts.packed import ExpertTable, PackedParam
-from offload.zero.groups.group import digest
 from offload.zero.groups.shared_views import check_format
 from offload.zero.groups.store import WeightStore
+from offload.zero.groups.write_tracker import digest
 
 Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
 

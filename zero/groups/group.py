@@ -20,15 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import xxhash
 
 from offload.swap.states.state import State
 from offload.swap.threads.lanes import profiled
-from offload.tiers.errors import UnsupportedError
+from offload.swap.threads.transfer import Transfer
 from offload.zero.groups.layout import Layout
-from offload.zero.groups.pending_update import PendingUpdate
-from offload.zero.groups.shared_views import check_format, covers
-from offload.zero.tensors.local_tensors import hold, local_of
+from offload.zero.groups.write_tracker import WriteTracker
+from offload.zero.tensors.local_tensors import hold
 from offload.zero.tensors.placeholders import exchanging, placeholder
 
 NO_COPIES = (
@@ -36,18 +34,6 @@ NO_COPIES = (
     "before offload.initialize (also for AveragedModel), load model.state_dict() into another "
     "model, or use engine.save_checkpoint()"
 )
-
-
-def digest(param: torch.Tensor) -> int:
-    """Return a digest of the bytes of a parameter's values (of this rank's part)."""
-    flat = local_of(param).detach().cpu().reshape(-1).view(torch.uint8)
-    return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
-
-
-def _references(tensor: torch.Tensor) -> int:
-    """Return how many tensors and Python storage objects refer to the memory of `tensor`."""
-    memory = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(memory._cdata))
 
 
 def _outside_inference(function: Callable[[ParamGroup], None]) -> Callable[[ParamGroup], None]:
@@ -100,14 +86,51 @@ class Classes:
     gathered: type
 
 
+@dataclass(slots=True, eq=False)
+class PendingUpdate:
+    """The update that readers of a group's weights and optimizer states wait for.
+
+    A reader undoes one that is on trial, which its step has not made yet (speculative_updates.py),
+    and begins the one that makes up for missed steps (lazy_updates.py).
+    """
+
+    ready: Transfer[None] | None = None  # None: no update is pending
+    on_trial: Callable[[], None] | None = None  # undoes the pending update, which no step has made
+    catch_up: Callable[[], None] | None = None  # begins the update by the steps that were missed
+    step_waits: bool = False  # as every state is at home in the memory where it is used
+
+    def begin_missed(self) -> None:
+        """Begin the update by the steps that were missed, if there are any."""
+        if self.catch_up is not None:
+            if self.ready is not None:  # where an interrupt can end the wait
+                self.ready.wait()
+            self.catch_up()
+
+    def decided(self) -> Transfer[None] | None:
+        """Return what readers wait for, after undoing an update that no step has made."""
+        if self.on_trial is not None:
+            self.on_trial()
+        return self.ready
+
+    def wait(self) -> None:
+        """Block until the pending update is visible, and the update by the steps that were missed.
+        Every reader of weights or optimizer states comes here."""
+        self.decided()
+        if self.catch_up is not None:
+            self.begin_missed()
+        ready = self.ready
+        if ready is not None:
+            ready.wait()
+            if self.ready is ready:  # else another thread has made a step meanwhile
+                self.ready = None
+
+
 class ParamGroup:
     """Parameters that move together. `gather` and `release` are for the thread of the model."""
 
     __slots__ = (
-        "_managed", "_references", "_shown", "_users", "_watched", "_written",
-        "check_assigned", "copies", "device", "dtype", "ep_size", "has_masters", "index",
-        "is_gathered", "is_lazy", "layout", "name", "params", "pending_update", "state",
-        "updated_at", "version", "written_at",
+        "_managed", "_users", "copies", "device", "dtype", "ep_size", "has_masters", "index",
+        "is_gathered", "is_lazy", "layout", "name", "params", "pending_update", "state", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -131,25 +154,15 @@ class ParamGroup:
         # True: without gradients a module's call gathers only what has to be decoded, when it is
         # needed, and computes with codes until then (coded_uses.py)
         self.is_lazy = False
-        # the address and strides of each parameter's values when they were gathered last
-        self._shown: list[tuple[int, tuple[int, ...]]] = []
-        self._references = 0  # to the buffer's memory, when it was gathered last
-        self.version = 0  # counts updates and users' writes
-        self.updated_at = 0  # the version that the last update made
-        self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
-        self.is_gathered = False  # else `param.data` is a view of the buffer
         self.pending_update = PendingUpdate()
-        placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.params]
+        self.writes = WriteTracker(self.params, layout.params)
         # each parameter with its spec, its classes and what it holds while released
         self._managed = [
-            (param, spec, classes_of(type(param)), empty)
-            for param, spec, empty in zip(self.params, layout.params, placeholders, strict=True)
+            (param, spec, classes_of(type(param)), placeholder(spec.shape, dtype, device))
+            for param, spec in zip(self.params, layout.params, strict=True)
         ]
-        self._watched: dict[int, int] = {}  # parameters whose `.data` was taken -> digest then
         self._users: set[object] = set()
-        # refuses a tensor that `.data` of a gathered parameter was set to
-        self.check_assigned: Callable[[torch.nn.Parameter, torch.Tensor], None] = lambda *_: None
-        self._written = [param._version for param in self.params]  # counters of known writes
+        self.is_gathered = False  # True: each `param.data` is a view of the buffer
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
         """Return the parameters with their original classes."""
@@ -167,7 +180,7 @@ class ParamGroup:
 
     def fall_behind(self, catch_up: Callable[[], None]) -> None:
         """Note that a step was missed: before anything is read, `catch_up` begins its update."""
-        self.pending_update.fall_behind(catch_up)
+        self.pending_update.catch_up = catch_up
         self.invalidate()
         if self.is_gathered:
             self.unmap()
@@ -199,8 +212,7 @@ class ParamGroup:
             flat = self.flat()
         with torch._C.DisableTorchFunctionSubclass(), exchanging():
             self._show(flat)
-            self._shown = self._find_places()
-            self._references = _references(flat)  # without the tensors that `_show` made
+            self.writes.note_shown(flat)
         self.is_gathered = True
 
     def _show(self, flat: torch.Tensor) -> None:
@@ -211,9 +223,8 @@ class ParamGroup:
 
     def release(self) -> None:
         """Stop using the buffer (unless the home is used in place): it may be evicted now."""
-        if not self.is_gathered or self._stays:
-            return
-        self.unmap()
+        if self.is_gathered and not self._stays:
+            self.unmap()
 
     @property
     def _stays(self) -> bool:
@@ -258,94 +269,12 @@ class ParamGroup:
 
     def invalidate(self) -> None:
         """Note that an update was submitted: values read before it are old."""
-        self.version += 1
-        self.updated_at = self.version
+        self.writes.note_update()
         self.copies.invalidate_gathered()
 
     def changed(self) -> list[int]:
-        """Return the parameters (by index) that were written to since the last call or
-        `note_versions`, also through `.data`. If a `.data` was set to another tensor, its values
-        are copied into the buffer."""
-        assigned = self.copy_assigned()
-        with torch._C.DisableTorchFunctionSubclass():  # released ones would be asked one by one
-            versions = [param._version for param in self.params]
-        if not assigned and not self._watched and versions == self._written:
-            return []
-        through_data = [
-            index for index, before in self._watched.items() if digest(self.params[index]) != before
-        ]
-        self._watched.clear()
-        pairs = zip(versions, self._written, strict=True)
-        self._written = versions
-        written = [index for index, (now, known) in enumerate(pairs) if now != known]
-        return sorted({*assigned, *through_data, *written})
-
-    def watch(self, index: int) -> None:
-        """Note that the `.data` of a gathered parameter is taken: autograd does not count what is
-        written through it."""
-        if self.is_gathered and index not in self._watched:
-            self._watched[index] = digest(self.params[index])
-
-    def copy_assigned(self) -> list[int]:
-        """Copy what `param.data` was set to while gathered into the buffer; return those parameters
-        (by index).
-
-        Raises UnsupportedError for values of another shape, dtype or device, and if the user still
-        refers to the previous `.data`: that is a view of the buffer, whose values would change.
-        """
-        if not self.is_gathered:
-            return []
-        places = self._find_places()
-        if places == self._shown:
-            return []
-        pairs = zip(places, self._shown, strict=True)
-        assigned = [index for index, (now, then) in enumerate(pairs) if now != then]
-        with torch.inference_mode(False):
-            self._copy_values(assigned)
-        return assigned
-
-    def _copy_values(self, assigned: Sequence[int]) -> None:
-        flat = self.flat()
-        self._refuse_kept(flat, assigned)
-        values = {index: local_of(self.params[index]).detach() for index in assigned}
-        for index, given in values.items():
-            spec = self.layout.params[index]
-            check_format(spec.name, given, spec.shape, self.dtype, flat.device)
-        for index, given in values.items():
-            own = self.layout.params[index].of(flat)
-            if covers(own, given):
-                values[index] = given.clone()  # `w.data.t()`
-            else:
-                self.check_assigned(self.params[index], given)
-        for index, given in values.items():
-            view = self.layout.params[index].of(flat)
-            view.copy_(given)
-            hold(self.params[index], view)
-
-    def _refuse_kept(self, flat: torch.Tensor, assigned: Sequence[int]) -> None:
-        memory = flat.untyped_storage()._cdata
-        now = [local_of(self.params[index]).untyped_storage()._cdata for index in assigned]
-        left = sum(each != memory for each in now)
-        if _references(flat) > self._references - left:
-            names = ", ".join(self.layout.params[index].name for index in assigned)
-            raise UnsupportedError(
-                f"{names}: .data was set to another tensor while something else refers to the "
-                "values from before, which are overwritten in the engine's tiers: a tensor of the "
-                "program (backup = p.data), or the graph of a forward whose output is still there; "
-                "keep copies (backup = p.data.clone()), compute that forward within "
-                "torch.no_grad(), or write with p.data.copy_(...)"
-            )
-
-    def _find_places(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the address and the strides of each parameter's values: those of `w.data.t()` are
-        at the same address."""
-        locals_ = [local_of(param) for param in self.params]
-        return [(memory.data_ptr(), memory.stride()) for memory in locals_]
-
-    def note_versions(self) -> None:
-        """Account for all writes up to now."""
-        self._watched.clear()
-        self._written = [param._version for param in self.params]
+        """Return the parameters that were written to, as `WriteTracker.changed` does."""
+        return self.writes.changed(self.flat if self.is_gathered else None)
 
     def adopt(self) -> None:
         """Let `param.data` follow the state, which has the parameters' first values."""

@@ -139,7 +139,7 @@ class WeightStore:
             self._released.classes_of, shape.ep_size,
         )  # fmt: skip
         group.is_lazy = self._straight_from_codes and state.has_codes
-        group.check_assigned = self._released.check_assigned
+        group.writes.check_assigned = self._released.check_assigned
         self.groups.append(group)
         self.fetcher.add(group, shape.table)
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
@@ -289,7 +289,7 @@ class WeightStore:
 
     def versions(self, unit: Unit) -> tuple[int, ...]:
         """Return numbers that change with every update of a unit's parameters."""
-        return tuple(self.groups[index].version for index in unit.groups)
+        return tuple(self.groups[index].writes.version for index in unit.groups)
 
     # ---------------------------------------------------------------- the whole
     def group_of(self, param: torch.Tensor) -> tuple[ParamGroup, int] | None:

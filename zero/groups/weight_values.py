@@ -17,8 +17,9 @@ from offload.swap.threads.shield import defer_signals, ending_with, interrupted_
 from offload.tiers.errors import BudgetError, StateError, TierFullError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.experts.packed_values import PackedValues
-from offload.zero.groups.group import ParamGroup, digest
+from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.store import WeightStore
+from offload.zero.groups.write_tracker import digest
 from offload.zero.tensors.local_tensors import like
 from offload.zero.tensors.state_dict_copies import StateDictCopies
 
@@ -99,8 +100,9 @@ class WeightValues:
             return  # there is nothing to write to any more
         changed: list[int] = []
         for group, before in zip(groups, known, strict=True):
-            group.copy_assigned()
-            group.note_versions()
+            if group.is_gathered:
+                group.writes.copy_assigned(group.flat)
+            group.writes.note_versions()
             pairs = zip(_digests(group), before, strict=True)
             changed += [int(now != digest) for now, digest in pairs]
         rows = self._store.ranks.exchange(changed, "which parameters were written")
@@ -137,8 +139,7 @@ class WeightValues:
             )  # fmt: skip
         for index in indices:
             self._follow(group, index)
-        group.version += 1
-        group.written_at.update(dict.fromkeys(indices, group.version))
+        group.writes.note_writes(indices)
 
     def _wrote(self, param: nn.Parameter) -> None:
         """Treat a parameter of a group as written, with the values that it has."""
@@ -182,9 +183,10 @@ class WeightValues:
         """
         names = ", ".join(group.layout.params[index].name for index in indices)
         self._store.ranks.refuse_forward_write(names)
-        version, written = group.version, dict(group.written_at)
+        writes = group.writes
+        version, written = writes.version, dict(writes.written_at)
         self.accept(group, indices)
-        group.version, group.written_at = version, written
+        writes.version, writes.written_at = version, written
 
     @interrupted_in_waits
     def full(self, param: nn.Parameter) -> torch.Tensor:

@@ -231,13 +231,13 @@ class HandleTable:
         if handle.counter._version != handle.counted:
             _refuse(handle.counter, handle.counted, _name_of(handle))
         trainable = group.dtype is not handle.dtype or handle.offset < group.layout.numel_trainable
-        if group.updated_at > handle.version and trainable:
+        if group.writes.updated_at > handle.version and trainable:
             raise StateError(
                 f"backward needs the parameters of {group.name} as they were in the forward, but "
                 "an optimizer step has changed them since; run backward before optimizer.step() "
                 "(or set optimizer.in_backward: false, if that is on)"
             )
-        if group.version != handle.version and _was_written(handle):
+        if group.writes.version != handle.version and _was_written(handle):
             raise ModifiedError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {_name_of(handle)} was written (or its .data was set) after "
@@ -271,7 +271,7 @@ def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
     forget_values(counter)
     return Handle(
         group,
-        group.version,
+        group.writes.version,
         view.dtype,
         view.shape,
         view.stride(),
@@ -285,7 +285,7 @@ def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
 def _was_written(handle: Handle) -> bool:
     """Return whether a user wrote to the parameter of a handle. If it is unknown which one was
     saved, any parameter of the group counts."""
-    written = handle.group.written_at
+    written = handle.group.writes.written_at
     indices = [index for index, _ in _params_of(handle)] or list(written)
     return any(written.get(index, 0) > handle.version for index in indices)
 

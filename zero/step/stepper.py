@@ -423,7 +423,7 @@ class Stepper:
         for state in states:
             terms = self._terms(state, hyper_of, grad_scale)
             missed = self._missed.take(state, terms.indices)
-            state.group.pending_update.caught_up()
+            state.group.pending_update.catch_up = None
             updates.append(self._group_update(state, terms, missed))
             state.steps[list(terms.indices)] += 1
             state.group.invalidate()
@@ -476,7 +476,7 @@ class Stepper:
         for group in groups:
             state = self._states[group.index]
             missed = self._missed.take(state)
-            group.pending_update.caught_up()
+            group.pending_update.catch_up = None
             segments = merge(_without_gradients(state, missed))
             ready: Transfer[None] = Transfer(f"the steps that {group.name} missed")
             if segments:

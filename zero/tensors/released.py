@@ -170,8 +170,8 @@ class ReleasedParameters:
 
         def data(param: Any) -> torch.Tensor:
             found = self._find(param)
-            if found is not None:
-                found[0].watch(found[1])
+            if found is not None and found[0].is_gathered:
+                found[0].writes.watch(found[1])
             taken: torch.Tensor = _DATA.__get__(param)
             return taken
 
