@@ -417,7 +417,7 @@ class Engine(TieredModel):
         when it is complete. One is under way at a time: the next save, a load, `close` and
         `checkpoint_saved` wait for it, and raise its error (the next save when it is
         complete itself). On several ranks, with
-        states at home on a GPU or weights in codes it waits all the same, and says so once.
+        states at home on a GPU or quantized weights it waits all the same, and says so once.
 
         Raises StateError while gradients wait for a step, or inside `gathered`; PathError for a
         folder that holds anything else or cannot be written; UnsupportedError if parameters are

@@ -138,8 +138,8 @@ class StorageConfig(Section):
 
     weights: WeightFormatName = key(..., example="nf4")
     """Format of frozen weights at home, on any tier: int8, int4 (asymmetric), or nf4 (as QLoRA).
-    They are encoded once, while they are loaded, and decoded into memory of the budget to be
-    computed with: the same values on every tier. Frozen matrices alone: norms, biases and what is
+    They are quantized once, while they are loaded, and dequantized into memory of the budget to
+    compute with: the same values on every tier. Frozen matrices alone: norms, biases and what is
     trained stay as they are."""
     group_size: Literal[32, 64, 128, 256] = key(64, example=128, unit="elements")
     """Consecutive elements that share a scale; they divide the rows of a weight (of nf4 the whole

@@ -87,7 +87,7 @@ class KVPages:
 
     # ---------------------------------------------------------------- fetching
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Begin to bring the pages, in order, as far as there is room; return whether all had room.
+        """Prefetch the pages, in order, as far as there is room; return whether all had room.
         Errors are raised where the page is read."""
         try:
             return all(
@@ -325,7 +325,7 @@ class KVPages:
         for place, (page, rows) in enumerate(self._pages):
             # of a layer that has more pages than there is room for, the next ones take the place of
             # those that were read, and then those of the next layer
-            ahead = self._bring_from(max(ahead, place))
+            ahead = self._prefetch_from(max(ahead, place))
             if ahead == len(self._pages) and place % _PER_LOOK == _PER_LOOK - 1:
                 self._store.fetch_ahead()
             span = slice(skipped, tokens)
@@ -341,8 +341,8 @@ class KVPages:
             span = slice(skipped, self._filled)
             self._format.read(self._open.tensor, span, None, *into)
 
-    def _bring_from(self, place: int) -> int:
-        """Begin to bring pages from `place` on; return the first that found no room."""
+    def _prefetch_from(self, place: int) -> int:
+        """Prefetch pages from `place` on; return the first without room."""
         for page, _ in self._pages[place:]:
             if not page.state.prefetch(next_use=_NOW, priority=Priority.URGENT):
                 break

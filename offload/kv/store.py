@@ -168,7 +168,7 @@ class KVStore:
 
     # ---------------------------------------------------------------- for pages
     def use(self, pages: SeatedPages) -> None:
-        """Note that pages are needed now, and begin to bring them."""
+        """Note that pages are needed now, and prefetch them."""
         self.check_usable()
         self._thread = threading.get_ident()  # threads take turns
         self.reap()
@@ -176,7 +176,7 @@ class KVStore:
             self.fetcher.need(pages)
 
     def fetch_ahead(self) -> None:
-        """Begin to bring the states that are used next."""
+        """Prefetch the states that are used next."""
         with self._session:
             self.fetcher.fetch_ahead()
 

@@ -1,4 +1,4 @@
-"""A weight whose files hold codes."""
+"""A weight that its files hold quantized."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Matrix(ABC):
 
     @abstractmethod
     def fill(self, out: Tensor) -> None:
-        """Decode the whole weight into `out`, a contiguous tensor of its shape and dtype."""
+        """Dequantize the whole weight into `out`, a contiguous tensor of its shape and dtype."""
 
     def read(self, *, rounded: bool = True) -> Tensor:
         """Return the values: those that the format's own library computes, rounded to `dtype`; the
@@ -32,7 +32,7 @@ class Matrix(ABC):
 
 
 def piece_rows(columns: int, multiple: int = 1) -> int:
-    """Return the number of rows to decode at a time: a multiple of `multiple`."""
+    """Return the number of rows to dequantize at a time: a multiple of `multiple`."""
     return max(1, _PIECE_NUMEL // max(1, columns) // multiple) * multiple
 
 

@@ -68,7 +68,7 @@ class Parts:
         unquantized as well."""
         name = f"{module}.weight"
         if name in self.left:
-            raise CheckpointError(f"{module} has a weight and codes of it; {_GET}")
+            raise CheckpointError(f"{module} has a weight and a quantized one; {_GET}")
         return name
 
 

@@ -1,5 +1,5 @@
-"""Weights in the formats of other libraries: codes of `kernels.cpu.quantization`, which `storage`
-keeps at home, in another packing.
+"""Weights in the formats of other libraries: quantized by `kernels.cpu.quantization`, as `storage`
+keeps them at home, in another packing.
 
     int4    compressed-tensors    groups, asymmetric    (code - zero) x scale
     int8    compressed-tensors    groups, symmetric     code x scale

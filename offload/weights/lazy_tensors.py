@@ -1,7 +1,7 @@
 """Tensors whose values stay in a file until they are asked for.
 
     stored      bytes of a safetensors file
-    matrix      codes of several tensors in such files, which are decoded (`offload.quantized`)
+    matrix      several tensors in such files, which are dequantized (`offload.quantized`)
     moved       what an operation makes of them that only moves or casts elements (`torch.stack` of
                 the experts of a checkpoint, `.to(dtype)`): noted, done when values are asked for
     all else    (a norm, a copy into an ordinary tensor) reads the values then and there
@@ -416,11 +416,11 @@ def lazy_tensors(
     files: Iterable[Path], quantization: Mapping[str, Any] | None = None,
     transposed: Collection[str] = (),
 ) -> dict[str, LazyTensor]:  # fmt: skip
-    """Return every tensor of safetensors files. Those that are stored as codes, as `quantization`
+    """Return every tensor of safetensors files. Those that are stored quantized, as `quantization`
     (of config.json) says, have their values, under the names of the weights. The weights in
     `transposed` have the columns first.
 
-    Raises CheckpointError for a name that two files have, and for codes that do not fit together or
+    Raises CheckpointError for a name that two files have, and for parts that do not fit together or
     that `quantization` does not describe; UnsupportedError for a format that is not read.
     """
     stored = stored_tensors(files)

@@ -202,7 +202,7 @@ DAMAGES: list[tuple[str, Change, str]] = [
     ("ct int4", put("weight_shape", lambda t: torch.tensor(HUGE)), "says"),
     ("ct int4", put("weight_shape", lambda t: torch.tensor([ROWS, -8])), "says"),
     ("ct int4", put("weight_shape", lambda t: torch.tensor([ROWS, 63])), "do not divide"),
-    ("ct int4", put("weight", lambda t: torch.ones(ROWS, COLUMNS)), "and codes of it"),
+    ("ct int4", put("weight", lambda t: torch.ones(ROWS, COLUMNS)), "and a quantized one"),
     ("ct int4, asymmetric", without("weight_zero_point"), "weight_zero_point is not there"),
     ("ct int4, asymmetric", put("weight_zero_point", lambda t: t[:1]), "has shape"),
     ("ct int4, groups in any order", put("weight_g_idx", lambda t: t + 1), "names groups"),

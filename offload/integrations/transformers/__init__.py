@@ -4,7 +4,7 @@
 
 trainer        OffloadTrainer, OffloadMixin; its optimizer, arguments and callback
 pretrained     models from a folder that are never whole in RAM; loading into one, saving from one
-hub_format     names and conversions of files on the hub; folders in codes of 8 and 4 bits
+hub_format     names and conversions of files on the hub; folders quantized to 8 and 4 bits
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ def compress(
     `open_pretrained`, dispatched, or an engine's. `out` must not exist, and is complete or absent.
 
     `storage` is "int4", "int8" or "nf4", with `group_size` elements per scale; each weight is
-    rounded to the nearest code. Files of int4 and int8 are those of compressed-tensors, files of
-    nf4 those of bitsandbytes. The codes are those of `storage:` in the configuration: a model whose
-    weights are stored so computes with the same values (`quantized.writing` names the exceptions).
+    rounded to the nearest level. Files of int4 and int8 are those of compressed-tensors, files of
+    nf4 those of bitsandbytes. Values are those of `storage:` in the configuration: a model whose
+    weights are stored so computes with the same ones (`quantized.writing` names the exceptions).
     The weights of linear layers are quantized, and those of experts if files store each separately
     (not in bitsandbytes), except those that `skip` names (modules, or ends of their names; by
     default `lm_head`).

@@ -123,8 +123,8 @@ def open_pretrained(
     `key_mapping`, `ignore_mismatched_sizes`, ...).
 
     Weights that the files lack are initialised by transformers, in RAM, and reported by it. Weights
-    that the files have in codes of 4 or 8 bits (`offload.quantized`) are decoded when they are
-    read, and the model is one with ordinary weights.
+    that the files have quantized to 4 or 8 bits (`offload.quantized`) are dequantized when they
+    are read, and the model is one with ordinary weights.
 
     Raise ConfigError if `folder` is no such folder (pickles and names of a hub are not read),
     UnsupportedError for other quantized weights, CheckpointError if weights do not fit the model or
