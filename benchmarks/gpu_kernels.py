@@ -108,8 +108,8 @@ def _step(
     """One step of a rule; `second` is the array beside the weight: low, master or none."""
     grad, value = _normal(numel, weight, device), _normal(numel, weight, device)
     kept = [torch.zeros(numel, dtype=dtype, device=device) for dtype in states]
-    coded = [state for state in kept if state.dtype == torch.uint8]
-    scales = [torch.zeros(-(-numel // BLOCK), device=device) for _ in coded]
+    quantized = [state for state in kept if state.dtype == torch.uint8]
+    scales = [torch.zeros(-(-numel // BLOCK), device=device) for _ in quantized]
     low = torch.zeros(numel, dtype=torch.int16, device=device) if second == "low" else None
     master = value.float() if second == "master" else None
     run = partial(

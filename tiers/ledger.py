@@ -93,7 +93,7 @@ def _balance(tier: Tier, account: TierAccount, arenas: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OldBytes:
-    """Bytes of versions from before an update on trial, where they are kept."""
+    """Bytes of versions from before a speculative update, where they are kept."""
 
     files: int = 0
     memory: int = 0  # of the host

@@ -179,7 +179,7 @@ def compress(
     storage: Annotated[
         str,
         typer.Option(
-            metavar="CODES", help="Weights of linear layers and experts in int4, int8 or nf4."
+            metavar="FORMAT", help="Weights of linear layers and experts in int4, int8 or nf4."
         ),
     ],
     group_size: Annotated[int, typer.Option(metavar="N", help="Elements that share a scale.")] = 64,

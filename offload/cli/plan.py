@@ -118,11 +118,11 @@ def describe(planned: Planned) -> RenderableType:
 
 
 def _storage(plan: Plan, storage: StorageConfig) -> str:
-    coded = [group for group in plan.groups if group.decoded]
-    codes, values = (sum(getattr(g, name) for g in coded) for name in ("parameters", "decoded"))
+    stored = [group for group in plan.groups if group.dequantized]
+    quantized, values = sum(g.parameters for g in stored), sum(g.dequantized for g in stored)
     return (
-        f"{storage.weights}, {storage.group_size} elements per scale: {format_bytes(codes)} for "
-        f"weights of {format_bytes(values)}"
+        f"{storage.weights}, {storage.group_size} elements per scale: {format_bytes(quantized)} "
+        f"for weights of {format_bytes(values)}"
     )
 
 

@@ -81,7 +81,7 @@ class TierManager:
         self.spare = OldBytes()  # of the budgets, and of what is free on the disks
         self._staging: list[Lease] = []
         self._update_buffers: list[Lease] = []
-        # as many threads as PyTorch computes with; they start when there is much to decode
+        # as many threads as PyTorch computes with; they start when there is much to dequantize
         self._run = ParallelRunner(torch.get_num_threads(), min_share=1)
         with ExitStack() as opened:
             opened.callback(self._close_memory)
@@ -152,12 +152,12 @@ class TierManager:
         self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
         stride: int | None = None,
     ) -> State:  # fmt: skip
-        tier = self.plan.parameters[index]
+        tier, group = self.plan.parameters[index], self.plan.groups[index]
         size, piece = numel * self._itemsize, self.plan.chunk_numel * self._itemsize
         cut = edge * self._itemsize, None if stride is None else stride * self._itemsize
         label, kind = f"{name} parameters", StateClass.PARAMETERS
-        if self.plan.groups[index].decoded:
-            return self._coded(tier, label, size, piece, self.plan.groups[index].layout, next_use)
+        if group.dequantized:
+            return self._quantized(tier, label, size, piece, group.layout, next_use)
         return self._computed_with(tier, label, size, piece, kind, next_use, *cut)
 
     def kv_page(self, tier: Tier, name: str, nbytes: int, next_use: NextUse) -> State:
@@ -177,10 +177,10 @@ class TierManager:
         device = self._device
         return MirroredState(home, device.pool, device.links, device.reads, next_use)
 
-    def _coded(
+    def _quantized(
         self, tier: Tier, label: str, nbytes: int, piece: int, layout: Layout, next_use: NextUse
     ) -> State:
-        """Return a state for weights whose home holds codes, which cross every link as they are."""
+        """Return a state for weights whose home is quantized, as they cross every link."""
 
         def home(stored: int) -> State:
             return self._computed_with(tier, label, stored, piece, StateClass.PARAMETERS, next_use)

@@ -183,8 +183,8 @@ def test_it_trains_under_a_budget_smaller_than_the_weights(tmp_path: Path) -> No
         losses_of(engine, batches(2))
         host = engine.report().tiers["host"]
         assert host.peak_nbytes <= host.budget_nbytes < values
-        groups = [g for g in engine.plan.groups if g.decoded and g.name != "embed"]
-        assert all(0.25 < group.parameters / group.decoded < 0.55 for group in groups)  # pages
+        groups = [g for g in engine.plan.groups if g.dequantized and g.name != "embed"]
+        assert all(0.25 < group.parameters / group.dequantized < 0.55 for group in groups)  # pages
 
 
 @pytest.mark.sample(4)

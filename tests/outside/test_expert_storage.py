@@ -51,7 +51,7 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["grouped_mm", "eager"], ids=["one by one", "with their block"])
-def test_dispatched_experts_compute_with_decoded_values(kind: str, tmp_path: Path) -> None:
+def test_dispatched_experts_compute_with_dequantized_values(kind: str, tmp_path: Path) -> None:
     model = mixtral().requires_grad_(False).eval()
     model.set_experts_implementation(kind)
     plain = rounded(copy.deepcopy(model))
@@ -61,8 +61,8 @@ def test_dispatched_experts_compute_with_decoded_values(kind: str, tmp_path: Pat
         expected = plain(tokens(), use_cache=False).logits
         assert bits(found) == bits(expected)
         assert bits(model.state_dict()[EXPERTS]) == bits(plain.state_dict()[EXPERTS])
-        coded = [group for group in owner.plan.groups if group.decoded]
-        assert len([g for g in coded if g.table]) == (0 if kind == "eager" else 16)
+        quantized = [group for group in owner.plan.groups if group.dequantized]
+        assert len([g for g in quantized if g.table]) == (0 if kind == "eager" else 16)
 
 
 @pytest.mark.sample("nvme")

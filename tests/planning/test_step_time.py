@@ -195,7 +195,7 @@ def test_a_step_moves_the_predicted_bytes(seed: int, monkeypatch: pytest.MonkeyP
     """From the first step on, until they repeat."""
     config, clips = drawn(seed)
     if clips:
-        monkeypatch.setattr(planned_run, "tried_groups", lambda plan, config: {})
+        monkeypatch.setattr(planned_run, "speculative_groups", lambda plan, config: {})
     in_turn = OneAfterTheOther(monkeypatch)
     with offload.initialize(build_meta_model(config), config) as engine:
         experts = representatives(engine.plan, shape_of(config), WORK)

@@ -275,7 +275,7 @@ class _LeftTensor:
     offset_bytes: int  # of the first storage
 
     def tensor(self) -> Tensor:
-        storage = self.owner.bring_back(self.record)
+        storage = self.owner.restore(self.record)
         offset = (self.offset_bytes - self.record.there_start_bytes) // self.dtype.itemsize
         with no_dispatch():  # a mode without values refuses storages
             empty = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -318,7 +318,7 @@ class SavedElsewhere:
             record = self._left[storage._cdata] = _LeftStorage(storage, version, span)
         return record
 
-    def bring_back(self, record: _LeftStorage) -> torch.UntypedStorage:
+    def restore(self, record: _LeftStorage) -> torch.UntypedStorage:
         """Return the record's bytes where the model computes."""
         storage = record.there()
         if storage is None:

@@ -77,12 +77,12 @@ def _raised(
 
     def lacks(percent: int) -> int:
         """Bytes that the tier, or additionally tiers above, lack: pieces are dealt out anew."""
-        tried = moved(percent)
+        raised = moved(percent)
         more = sum(
-            max(0, lacking(tried, each) - nbytes)
+            max(0, lacking(raised, each) - nbytes)
             for each, nbytes in zip(above, before, strict=True)
         )
-        own = lacking(tried, tier)
+        own = lacking(raised, tier)
         return max(own, more) if more else own
 
     max_percent = round(100 * share_of(here, source))

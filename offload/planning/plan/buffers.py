@@ -48,7 +48,7 @@ def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
     counts: Counter[object] = Counter()
     for group in groups:
         layout = group.layout
-        stored = bool(group.decoded)
+        stored = bool(group.dequantized)
         key = layout.shard_numel, layout.shard_trainable, group.trained_numels, stored
         firsts.setdefault(key, group)
         counts[key] += 1
@@ -147,9 +147,9 @@ def _check_unneeded(
                 f"placement.{name}: device needs kernels on the GPU, and {kernels_missing}; or "
                 f"set placement.{name}: host"
             )
-    if any(group.decoded for group in groups):
+    if any(group.dequantized for group in groups):
         raise UnsupportedError(
-            f"storage.weights: codes are decoded by kernels on the GPU, and {kernels_missing}; or "
+            f"storage.weights: kernels on the GPU dequantize weights, and {kernels_missing}; or "
             "remove storage"
         )
 

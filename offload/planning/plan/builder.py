@@ -79,7 +79,7 @@ class PlanBuilder:
         # the window holds copies of states on nvme: a unit's parameters, and one gradient or record
         other = max((max(g.gradients, *g.records, 0) for g in self.groups), default=0)
         self.window_nbytes = gathered_unit(model, self.groups, other)
-        self.decoded_window_nbytes = largest_unit(model, [g.decoded for g in self.groups])
+        self.dequantized_nbytes = largest_unit(model, [g.dequantized for g in self.groups])
         self.unit_nbytes = gathered_unit(model, self.groups)
         self.shared = {  # by whether some parameters are not at home where the model computes
             moves: plan_shared(sharding, model, self.groups, self.config, moves=moves)
@@ -110,7 +110,7 @@ class PlanBuilder:
             prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             window_nbytes=self.window_nbytes,
-            decoded_window_nbytes=self.decoded_window_nbytes, expected={},
+            dequantized_nbytes=self.dequantized_nbytes, expected={},
             device=plan_device(
                 placements, self._kinds, self.sizes, self.budgets[Tier.DEVICE],
                 self.hardware.kernels_missing,

@@ -97,7 +97,7 @@ class Plan:
     gpu: bool  # the device tier is GPU memory: parameters are copied there
     unit_nbytes: int  # largest parameters that are gathered at the same time
     window_nbytes: int  # least memory for copies of what lives on nvme
-    decoded_window_nbytes: int  # least memory for values of what is stored in codes; 0: nothing is
+    dequantized_nbytes: int  # least memory for dequantized values; 0: nothing is quantized
     expected: Mapping[Tier, Mapping[StateClass, int]]  # at home, staging included
     activations: ActivationPlan | None = None  # None: they stay on the device
     device: DevicePlan | None = None  # None: no offload kernel runs on a device
@@ -127,8 +127,8 @@ class Plan:
     @property
     def copies_on_host(self) -> bool:
         """Whether host memory holds copies beside the states at home there: of states on nvme and,
-        if the model computes on the CPU, of weights in codes."""
-        return self.uses_nvme or (self.decoded_window_nbytes > 0 and not self.gpu)
+        if the model computes on the CPU, of quantized weights."""
+        return self.uses_nvme or (self.dequantized_nbytes > 0 and not self.gpu)
 
     @property
     def opens_files(self) -> bool:
@@ -171,15 +171,15 @@ def _needs(plan: Plan, tier: Tier) -> Iterator[tuple[str, int]]:
 
 def gathered_nbytes(plan: Plan) -> int:
     """GPU memory for the parameters of a running unit that live elsewhere."""
-    elsewhere = plan.gpu and (set(plan.parameters) != {Tier.DEVICE} or plan.decoded_window_nbytes)
+    elsewhere = plan.gpu and (set(plan.parameters) != {Tier.DEVICE} or plan.dequantized_nbytes)
     return plan.unit_nbytes if elsewhere else 0
 
 
 def mirrors_nbytes(plan: Plan) -> int:
-    """GPU memory for copies of all parameters that live elsewhere, and values of those in codes."""
+    """GPU memory for copies of all parameters that live elsewhere, and values of quantized ones."""
     pairs = zip(plan.groups, plan.parameters, strict=True)
     elsewhere = sum(group.parameters for group, home in pairs if home is not Tier.DEVICE)
-    return elsewhere + sum(group.decoded for group in plan.groups)
+    return elsewhere + sum(group.dequantized for group in plan.groups)
 
 
 def device_upper_bound(plan: Plan) -> int:
@@ -198,13 +198,13 @@ def device_upper_bound(plan: Plan) -> int:
 
 
 def host_window(plan: Plan) -> int:
-    """The least memory for copies of states on nvme or stored in codes."""
+    """The least memory for copies of states on nvme or stored quantized."""
     on_nvme = {c for c in CLASSES if Tier.NVME in tiers_of(plan.placements, c)}
     if StateClass.PARAMETERS in on_nvme or StateClass.GRADIENTS in on_nvme:
         return plan.window_nbytes
     records = StateClass.OPTIMIZER in on_nvme
     record = max((max(g.records, default=0) for g in plan.groups), default=0) if records else 0
-    return record + (0 if plan.gpu else plan.decoded_window_nbytes)
+    return record + (0 if plan.gpu else plan.dequantized_nbytes)
 
 
 def ahead_nbytes(plan: Plan, tier: Tier) -> int:
@@ -227,36 +227,36 @@ def spare_host_nbytes(plan: Plan) -> int:
 
 
 def spare_nbytes(plan: Plan) -> OldBytes:
-    """The budgets that are left for old versions of groups that are updated on trial."""
+    """The budgets that are left for old versions of groups that are updated speculatively."""
     saved = 0 if plan.activations is None else plan.activations.disk_nbytes
     left = plan.budgets[Tier.NVME] - needed_nbytes(plan, Tier.NVME) - saved
     memory = plan.budgets[Tier.HOST] - needed_nbytes(plan, Tier.HOST)
     return OldBytes(max(0, int(left * _SPARE_SHARE)), max(0, memory))
 
 
-def tried_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldBytes]:
+def speculative_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldBytes]:
     """The groups that a step without clipping and skipping updates during its backward
     (zero/step/speculative_updates.py), and the bytes of their old versions."""
     if config.optimizer.in_backward is True:
         return {}
     on_all_ranks = plan.sharding.world_size > 1 and not plan.sharding.parameters
-    tried, left = {}, spare_nbytes(plan)
+    speculative, left = {}, spare_nbytes(plan)
     for index in range(len(plan.groups) - 1, -1, -1):  # as backward comes to them
         group, home = plan.groups[index], plan.parameters[index]
         from_nvme = {*plan.records[index]} == {Tier.NVME} or (
             home is Tier.NVME and not group.records
         )
         on_host = home.medium is Medium.HOST and not on_all_ranks
-        if not from_nvme or not (home is Tier.NVME or on_host) or group.decoded:
+        if not from_nvme or not (home is Tier.NVME or on_host) or group.dequantized:
             continue
         padding = 2 * PAGE_NBYTES * len(group.records)
         old = OldBytes(sum(group.records) + padding, group.parameters)
         if home is Tier.NVME:
             old = OldBytes(old.files + group.parameters + PAGE_NBYTES)
         if group.layout.numel_trainable and left.holds(old):
-            tried[index] = old
+            speculative[index] = old
             left = left - old
-    return tried
+    return speculative
 
 
 def nvme_slack(plan: Plan) -> int:

@@ -43,13 +43,13 @@ class GroupBytes:
 
     name: str
     layout: Layout
-    parameters: int  # at home; in codes where they are stored so
+    parameters: int  # at home; quantized if they are stored so
     gradients: int
     records: tuple[int, ...]
     summed: bool = False  # gradients are fp32 sums of 16-bit ones: never on nvme
     home_numel: int = 0  # elements of the parameters that are at home on this rank
     table: str = ""  # the module of experts that it is one of
-    decoded: int = 0  # what is computed with, where the home has codes
+    dequantized: int = 0  # what is computed with, if the home is quantized
 
     @property
     def updated_numel(self) -> int:
@@ -129,12 +129,12 @@ def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBy
         summed=itemsize > sizes.itemsize,
         home_numel=here,
         table=group.table,
-        decoded=values if layout.is_stored else 0,
+        dequantized=values if layout.is_stored else 0,
     )
 
 
 def stored_nbytes(group: GroupShape, itemsize: int) -> int:
-    """The bytes of a group's parameters at home as stored: codes, or values without padding."""
+    """The bytes of a group's parameters at home as stored: quantized, or values without padding."""
     layout = group.layout
     if layout.is_stored:
         return lay_out_codes(layout, itemsize).stored_nbytes
@@ -173,19 +173,19 @@ def record_kinds(
 
 def gathered_unit(model: ModelShape, groups: Sequence[GroupBytes], other_nbytes: int = 0) -> int:
     """The memory for the largest unit's parameters, none of which have their home there."""
-    values = [group.decoded or group.parameters for group in groups]
-    codes = [group.parameters if group.decoded else 0 for group in groups]
-    return largest_unit(model, values, other_nbytes, codes)
+    values = [group.dequantized or group.parameters for group in groups]
+    quantized = [group.parameters if group.dequantized else 0 for group in groups]
+    return largest_unit(model, values, other_nbytes, quantized)
 
 
 def largest_unit(
     model: ModelShape, parameters: Sequence[int], other_nbytes: int = 0,
-    codes: Sequence[int] = (),
+    quantized: Sequence[int] = (),
 ) -> int:  # fmt: skip
     """The memory for parameters that are gathered at the same time, a unit's and an enclosing
     root's (an expert's and its block's), beside one other copy. `parameters` are bytes by group;
-    `codes` are those that some are decoded from, one at a time, when the place for the values is
-    taken.
+    `quantized` are those that some are dequantized from, one at a time, when the place for the
+    values is taken.
 
     They lie where earlier copies left room: with `n` copies in use, the space between them may be
     in `n + 1` pieces, each just too small for the next copy. That much more is always enough.
@@ -203,7 +203,7 @@ def largest_unit(
         used += root if unit.name else ()
         copies = [parameters[index] for index in used if parameters[index]]
         copies += [other_nbytes] if other_nbytes else []
-        stored = max((codes[index] for index in used), default=0) if codes else 0
+        stored = max((quantized[index] for index in used), default=0) if quantized else 0
         holes = max(max(0, len(copies) - 1) * max(copies, default=0), (len(copies) + 1) * stored)
         largest = max(largest, sum(copies) + holes)
     return largest

@@ -33,7 +33,7 @@ from offload.planning.plan.plan import (
     mirrors_nbytes,
     needed_nbytes,
     spare_nbytes,
-    tried_groups,
+    speculative_groups,
 )
 from offload.planning.plan.sizes import CLASSES, ITEMSIZE
 from offload.planning.step.planned_run import PlannedRun
@@ -63,7 +63,7 @@ _SHOWN_AS = {
 
 @dataclass(frozen=True)
 class PeakCopies:
-    """The host tier's copies of states on nvme or in codes, at their peak."""
+    """The host tier's copies of states on nvme or quantized, at their peak."""
 
     nbytes: int
     gradients_nbytes: int  # most of them
@@ -267,7 +267,7 @@ class PlannedMemory:
         """The most that the nvme ledger has of each class, however slow writes are.
 
         A piece has one valid version there, and at most one more: a new one while it is written, or
-        an old one that is still read, or kept until an update on trial is accepted; a save beside
+        an old one that is still read, or kept until a speculative update is accepted; a save beside
         training keeps another one. No more is on its way than host memory has room for, beside the
         homes there. Gradients have one version: an old sum is freed before the next one is written;
         those that stay in memory never come. Moves without room wait.
@@ -276,10 +276,10 @@ class PlannedMemory:
         left = max(0, plan.budgets[Tier.NVME] - sum(by_class.values()))
         replaced = by_class[MemoryClass.PARAMETERS] + by_class[MemoryClass.OPTIMIZER]
         versions = int(plan.trains) * (2 if self._saves_beside else 1)
-        if self._saves_beside:  # old versions of saves and of updates on trial share the spare room
+        if self._saves_beside:  # old versions of saves and of speculative updates share the room
             kept = spare_nbytes(plan).files
         else:
-            kept = sum(old.files for old in tried_groups(plan, self._config).values())
+            kept = sum(old.files for old in speculative_groups(plan, self._config).values())
         moving = min(versions * replaced, self._movable_nbytes + kept, left)
         by_class[MemoryClass.STAGING] += moving
         by_class[MemoryClass.ACTIVATIONS] = min(self._activations_on_disk, left - moving)

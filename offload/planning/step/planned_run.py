@@ -23,7 +23,7 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from offload.planning.plan.plan import Plan, spare_host_nbytes, tried_groups
+from offload.planning.plan.plan import Plan, spare_host_nbytes, speculative_groups
 from offload.planning.plan.sizes import ITEMSIZE, RecordKind, pages
 from offload.planning.step.planned_states import PlannedGroup, PlannedState, pool_of
 from offload.planning.step.program import (
@@ -64,7 +64,7 @@ class PlannedRun(PendingUpdates):
         """Prepare the run. If nvme has more than `max_chunks` records, several are simulated as
         one."""
         self._plan, self.experts = plan, experts
-        self._tried = tried_groups(plan, config)
+        self._speculative = speculative_groups(plan, config)
         self._itemsize = ITEMSIZE[config.precision]
         self._keep_records = plan.uses_nvme and spare_host_nbytes(plan) > 0
         blocks = {g for unit in experts.model.units if unit.repeated for g in unit.groups}
@@ -96,10 +96,10 @@ class PlannedRun(PendingUpdates):
         self._pass = -1
         self._load()
         program = partial(write_program, config, experts.model, min(passes, MAX_PASSES))
-        if self._tried:  # a first step tries none
+        if self._speculative:  # a first step tries none
             self._run(program())
-            self._run(program(self._tried, begins=True))
-        self.moves = self._settled(program(self._tried))
+            self._run(program(self._speculative, begins=True))
+        self.moves = self._settled(program(self._speculative))
 
     def _all_groups(self, experts: Representatives, max_chunks: int) -> dict[int, PlannedGroup]:
         plan, groups = self._plan, {}
@@ -111,7 +111,7 @@ class PlannedRun(PendingUpdates):
             groups[index] = group = PlannedGroup(
                 plan, experts, index, self._fetcher, self._host, device, together
             )
-            group.bring_at = partial(self._bring, group)
+            group.on_prefetch = partial(self._prefetch, group)
             group.weights.filled = partial(self._read_weights, group)
             group.gradients.sent = partial(self._write_gradients, group)
             self._fetcher.add(group, group.shape.table)
@@ -144,8 +144,8 @@ class PlannedRun(PendingUpdates):
             self._lock(group.weights)
             if group.home is Tier.NVME:
                 group.weights.take(None)
-            if group.decoded is not None and not self._plan.gpu:
-                group.decoded.take(None)
+            if group.dequantized is not None and not self._plan.gpu:
+                group.dequantized.take(None)
             for record in group.records:
                 record.take(None)
 
@@ -209,17 +209,17 @@ class PlannedRun(PendingUpdates):
         self._lock(group.weights, group.mirror)
         self._fetcher.need(group, backward=not forward)
         self._fetcher.fetch_ahead()
-        self._bring(group, None)
-        if group.decoded is not None:
-            if not group.decoded.is_held:
-                group.decoded.take(None)
-                self._moved.decoded += group.used * group.sizes.decoded
-            self._lock(group.decoded)  # its codes have been read
+        self._prefetch(group, None)
+        if group.dequantized is not None:
+            if not group.dequantized.is_held:
+                group.dequantized.take(None)
+                self._moved.dequantized += group.used * group.sizes.dequantized
+            self._lock(group.dequantized)  # it has been read
 
-    def _bring(self, group: PlannedGroup, next_use: float | None) -> bool:
-        """Bring a group to where the model computes, as `State.prefetch` does."""
-        mirror = group.mirror
-        if group.home is Tier.DEVICE or (group.decoded is not None and group.decoded.is_held):
+    def _prefetch(self, group: PlannedGroup, next_use: float | None) -> bool:
+        """Prefetch a group to where the model computes, as `State.prefetch` does."""
+        mirror, dequantized = group.mirror, group.dequantized
+        if group.home is Tier.DEVICE or (dequantized is not None and dequantized.is_held):
             return True
         if mirror is not None and mirror.is_held and group.is_mirrored:
             return True
@@ -239,7 +239,7 @@ class PlannedRun(PendingUpdates):
             return False
         group.is_mirrored = True
         numel = sizes.updated_numel if was_there else sizes.home_numel
-        nbytes = sizes.parameters if sizes.decoded else numel * self._itemsize
+        nbytes = sizes.parameters if sizes.dequantized else numel * self._itemsize
         self._moved.to_device += group.used * nbytes
         return True
 
@@ -267,7 +267,7 @@ class PlannedRun(PendingUpdates):
         if len(group.shape.params) > REPEATS and group.group not in self._recomputed:
             # operations follow in the unit; those of a bundle are used one after the other
             if were_held and group.group == self._working and group.alike == 1:
-                self._bring(group, None)
+                self._prefetch(group, None)
             self._fetcher.fetch_ahead()
         if gradients.is_held:
             gradients.write()
@@ -291,9 +291,9 @@ class PlannedRun(PendingUpdates):
         if not group.has_gradients:
             return  # behind the step before the first one
         gradients, weights = group.gradients, group.weights
-        is_tried = group.group in self._tried and group.group not in self._pending
+        is_speculative = group.group in self._speculative and group.group not in self._pending
         self._lock()
-        if is_tried and not self._keep_old(self._tried[group.group].memory):
+        if is_speculative and not self._keep_old(self._speculative[group.group].memory):
             self._deferred.add(group.group)
             return
         if group.home is Tier.NVME:
@@ -304,7 +304,7 @@ class PlannedRun(PendingUpdates):
         for kind in group.kinds:  # records displace no states that are locked
             self._update_kind(group, kind)
         self._lock(weights)
-        if is_tried:  # gradients stay for a step that has to be redone
+        if is_speculative:  # gradients stay for a step that has to be redone
             group.is_used_up = True
         else:
             self._drop_gradients(group)

@@ -170,7 +170,7 @@ class PlannedGroup:
         )
         self.home, self.gradient_home = plan.parameters[group], plan.gradients[group]
         self.in_place = self.home.in_place(gpu=plan.gpu)
-        self.bring_at: Callable[[float | None], bool] = lambda next_use: True
+        self.on_prefetch: Callable[[float | None], bool] = lambda next_use: True
         self.has_gradients = False  # since the first step
         self.is_used_up = False  # its gradients are read only if the step is redone
         self.is_written = False  # its gradients are on nvme, whether or not a copy is in memory
@@ -179,12 +179,12 @@ class PlannedGroup:
         # uses until one of those that it stands for is used again
         self._passes = 1.0 if plan.trains else self.alike / max(1, self.used)
         self._name = "" if self.sizes.name == "(root)" else self.sizes.name
-        parameters, decoded = self.sizes.parameters, self.sizes.decoded
+        parameters, dequantized = self.sizes.parameters, self.sizes.dequantized
         self.weights = self._parameters(parameters, host, self._next_use)
         self.mirror = self._parameters(parameters, device, self._next_use) if plan.gpu else None
-        self.decoded = self._parameters(
-            decoded, device if plan.gpu else host, lambda: self._next_use() + MADE_HERE
-        ) if decoded else None  # fmt: skip
+        self.dequantized = self._parameters(
+            dequantized, device if plan.gpu else host, lambda: self._next_use() + MADE_HERE
+        ) if dequantized else None  # fmt: skip
         self.gradients = PlannedState(
             f"{self._name} gradients", self.updated * self.sizes.gradients, StateClass.GRADIENTS,
             host, lambda: math.inf if self.is_used_up else self._next_update(),
@@ -220,7 +220,7 @@ class PlannedGroup:
         return self
 
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        return self.bring_at(next_use)
+        return self.on_prefetch(next_use)
 
     def note_use(self) -> None:
         """Do nothing: no device reads behind the host."""

@@ -39,20 +39,20 @@ class Action:
 
 @dataclass(slots=True)
 class Bytes:
-    """The bytes over each link, and those decoded for computing."""
+    """The bytes over each link, and those dequantized for computing."""
 
     read: int = 0
     written: int = 0
     to_device: int = 0
     to_host: int = 0
-    decoded: int = 0
+    dequantized: int = 0
 
     def add(self, other: Bytes) -> None:
         self.read += other.read
         self.written += other.written
         self.to_device += other.to_device
         self.to_host += other.to_host
-        self.decoded += other.decoded
+        self.dequantized += other.dequantized
 
     def part(self, index: int, count: int) -> Bytes:
         """Part `index` of `count` whole parts that add up."""
@@ -85,12 +85,12 @@ def total_of(moves: Iterable[Move]) -> Bytes:
 
 
 def write_program(
-    config: OffloadConfig, model: ModelShape, passes: int, tried: Collection[int] = (), *,
+    config: OffloadConfig, model: ModelShape, passes: int, speculative: Collection[int] = (), *,
     begins: bool = False,
 ) -> list[Action]:  # fmt: skip
-    """Write the program of a step of `passes` backward passes. Groups in `tried` are updated during
-    backward if their gradients are complete there; with `begins` none were in the step before, so
-    that its updates are made in this one's forward.
+    """Write the program of a step of `passes` backward passes. Groups in `speculative` are updated
+    during backward if their gradients are complete there; with `begins` none were in the step
+    before, so that its updates are made in this one's forward.
 
     Updates during the next forward are made just before their group is needed, as happens when they
     take longer than the forward.
@@ -102,7 +102,7 @@ def write_program(
     backward = _backward_uses(model) if model.numel_trainable else {}
     trained = {group: None for group in first if model.groups[group].layout.numel_trainable}
     always = config.optimizer.in_backward is True
-    ahead = {group for group in trained if always or group in tried}
+    ahead = {group for group in trained if always or group in speculative}
     behind = [group for group in trained if begins or group not in ahead]
     actions: list[Action] = []
     for number in range(passes):
@@ -122,7 +122,7 @@ def write_program(
                 actions += [Action(Verb.GRADIENT, group, number), *waiting]
                 is_complete = group in ahead and number == passes - 1
                 waiting = [Action(Verb.UPDATE, group, number)] if is_complete else []
-                if group in tried:
+                if group in speculative:
                     actions += waiting
                     waiting = []
         actions += waiting

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
 from offload.planning.plan.estimate import LinkTime, StepEstimate
-from offload.planning.plan.plan import Plan, tried_groups
+from offload.planning.plan.plan import Plan, speculative_groups
 from offload.planning.plan.sizes import ITEMSIZE, record_kinds
 from offload.planning.step.planned_run import MAX_PASSES, PlannedRun
 from offload.planning.step.program import Bytes, Move, Verb, working_groups
@@ -110,7 +110,7 @@ class _Pipeline:
         self._plan, self._config, self._speeds = plan, config, speeds
         self._experts = experts = run.experts
         self._moves, self._total, self._workload = run.moves, run.total, workload
-        self._tried = tried_groups(plan, config)
+        self._speculative = speculative_groups(plan, config)
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
         # parameters of a group: updated, where it computes, with the other ranks' shards
         self._ready: dict[int, float] = defaultdict(float)
@@ -212,7 +212,7 @@ class _Pipeline:
         saved_s = self._carry(READ, before_s, moved.read - fetched_read)
         saved_s = self._carry(TO_DEVICE, saved_s, moved.to_device - fetched_sent)
         seconds = self._cost[move.action.verb, group] + self._lost_s(move)
-        seconds += moved.decoded / self._speeds.compute_bytes_per_s
+        seconds += moved.dequantized / self._speeds.compute_bytes_per_s
         end_s = self._clocks[COMPUTE].take(max(self._ready[group], saved_s), seconds)
         self._carry(WRITE, self._carry(TO_HOST, end_s, moved.to_host), moved.written)
 
@@ -234,7 +234,7 @@ class _Pipeline:
     def _update(self, move: Move) -> None:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         asked_s = max(self._begun_s, self._gradient_home[group])
-        if self._config.optimizer.in_backward is True or group in self._tried:
+        if self._config.optimizer.in_backward is True or group in self._speculative:
             asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
         ready_s = self._carry(READ, asked_s, moved.read)
         ready_s = self._carry(TO_DEVICE, ready_s, moved.to_device)

@@ -84,11 +84,11 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
     def after(change: Change) -> Estimate | None:
         """Return the estimate of the changed case; None if the configuration refuses the change, or
         the case cannot fit."""
-        tried = _changed(case, change)
+        changed = _changed(case, change)
         try:
-            if tried is None or cannot_fit(tried, estimator.facts(tried, tried.config)):
+            if changed is None or cannot_fit(changed, estimator.facts(changed, changed.config)):
                 return None
-            return estimator(tried)
+            return estimator(changed)
         except (ConfigError, UnsupportedError):  # small chunks of an enormous model
             return None
 

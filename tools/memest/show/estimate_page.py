@@ -39,8 +39,8 @@ def _formats(estimate: Estimate) -> str:
     config = estimate.config
     if estimate.inference is not None:
         stored = config.storage
-        coded = f", stored in {stored.weights} by groups of {stored.group_size}" if stored else ""
-        return f"{config.precision}{coded}, nothing is trained"
+        storage = f", stored in {stored.weights} by groups of {stored.group_size}" if stored else ""
+        return f"{config.precision}{storage}, nothing is trained"
     master = "" if config.master == "none" else f", {config.master} master"
     recompute = config.placement.activations.checkpoint
     words = {True: ", checkpointing", "selective": ", selective checkpointing"}
