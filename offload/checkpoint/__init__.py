@@ -131,5 +131,5 @@ def _steps(folder: Path, before: int | None = None) -> list[Path]:
     """The checkpoints by step, ascending, below `before`."""
     with storage_errors("looking at", folder):
         paths = [folder / each.name for each in entries(folder)]
-    found = [(step, path) for path in paths if (step := step_of(path)) is not None]
-    return [path for step, path in sorted(found) if before is None or step < before]
+    steps = [(step, path) for path in paths if (step := step_of(path)) is not None]
+    return [path for step, path in sorted(steps) if before is None or step < before]

@@ -337,7 +337,7 @@ def test_where_it_cannot_go_on_beside_training_it_waits_and_says_so_once(
                 assert (tmp_path / name).is_dir()
     said = [r.getMessage() for r in caplog.records if "wait=False" in r.getMessage()]
     assert len(said) == 1
-    assert "parameters is at home in the device's memory, or in codes" in said[0]
+    assert "parameters is at home in the device's memory, or quantized" in said[0]
 
 
 # ------------------------------------------------------------------------- what goes wrong

@@ -68,7 +68,7 @@ def _why_not(engine: Trained) -> str:
         return "several ranks write it together"
     for state in saved_states(engine):
         if not state.can_snapshot:
-            return f"{state.name} is at home in the device's memory, or in codes"
+            return f"{state.name} is at home in the device's memory, or quantized"
     return ""
 
 
@@ -112,7 +112,7 @@ class BackgroundSave:
             gate, lent = held.enter_context(engine.steps.beside_save())
         room = min(lent, _room_on_disk(engine, folder.path, saver.nbytes()))
         gate.close(_held(engine, saver, snapshots, fixed), room)
-        saver.came = self._check
+        saver.on_bytes = self._check
         return saver, folder, gate
 
     @property
@@ -208,12 +208,12 @@ class BackgroundSaves:
 
 def _snapshots(engine: Trained, held: ExitStack) -> Snapshots:
     """The snapshots of all states, valid until `held` is closed."""
-    found: dict[State, Snapshot] = {}
-    held.callback(_let_go_all, found)
+    snapshots: dict[State, Snapshot] = {}
+    held.callback(_let_go_all, snapshots)
     for state in saved_states(engine):
         with defer_signals:
-            found[state] = state.snapshot()
-    return found
+            snapshots[state] = state.snapshot()
+    return snapshots
 
 
 def _let_go_all(snapshots: Snapshots) -> None:

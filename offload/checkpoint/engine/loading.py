@@ -69,8 +69,8 @@ def load_engine(engine: Trained, path: Path) -> dict[str, Any]:
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
         )
-        with on_all(ranks, failed), progress(f"loading {path.name}", loader.nbytes) as came:
-            loader.apply(came)
+        with on_all(ranks, failed), progress(f"loading {path.name}", loader.nbytes) as on_bytes:
+            loader.apply(on_bytes)
         engine.store.unusable = None  # modules may look at their parameters
         try:
             with on_all(ranks, failed):
@@ -118,10 +118,10 @@ class _Loader:
         rows = ranks.exchange(mine, "which checkpoint is loaded").tolist()
         if all(row == rows[0] for row in rows):
             return
-        found = ", ".join(f"{row[2]} on rank {rank}" for rank, row in enumerate(rows))
+        taken = ", ".join(f"{row[2]} on rank {rank}" for rank, row in enumerate(rows))
         raise CheckpointError(
             f"{self._reader.path} was not loaded: ranks have opened different checkpoints (steps "
-            f"taken: {found}); name the same one on all of them, a copy of it where they do not "
+            f"taken: {taken}); name the same one on all of them, a copy of it where they do not "
             "share a disk"
         )
 
@@ -131,9 +131,9 @@ class _Loader:
         """The number of bytes of all states that are loaded here."""
         return sum(state.nbytes for state in self._states)
 
-    def apply(self, came: Callable[[int], None]) -> None:
-        """Load everything, group by group; returns when every byte is home. `came` is called with
-        the number of bytes that have arrived."""
+    def apply(self, on_bytes: Callable[[int], None]) -> None:
+        """Load everything, group by group; returns when every byte is home. `on_bytes` is called
+        with the number of bytes that have arrived."""
         self._engine.steps.forget()
         for state in self._states:
             self._read_parameters(state)
@@ -143,7 +143,7 @@ class _Loader:
             state.group.state.settle()
             for record in state.records:
                 record.settle()
-            came(state.nbytes)
+            on_bytes(state.nbytes)
         self._read_numbers()
         self._tell_of_rounding()
 
@@ -278,7 +278,7 @@ def _match_parameters(
 ) -> dict[str, ParameterRecord]:
     by_name = {name: record for record in saved for name in record.names}
     known = {name for record in mine for name in record.names}
-    found = {}
+    matched = {}
     for here in mine:
         there = next((by_name[name] for name in here.names if name in by_name), None)
         if there is None:
@@ -286,11 +286,11 @@ def _match_parameters(
         for what, of in _ALIKE.items():
             if of(here) != of(there):
                 _refuse(path, f"{here.names[0]} has {what} {of(there)}, here {of(here)}")
-        found[here.names[0]] = there
+        matched[here.names[0]] = there
     for record in saved:
         if not any(name in known for name in record.names):
             _refuse(path, f"{record.names[0]} is not in the model")
-    return found
+    return matched
 
 
 _ALIKE: dict[str, Callable[[ParameterRecord], object]] = {

@@ -77,15 +77,15 @@ def saved_states(engine: Trained) -> list[State]:
 
 def saved_groups(engine: Trained) -> list[SavedGroup]:
     """The saved groups in the order of groups: the experts of a module are side by side."""
-    found: list[SavedGroup] = []
+    groups: list[SavedGroup] = []
     store = engine.store
     for group in store.groups:
         table = store.table_of(group)
         if table is None:
-            found.append(SavedGroup(group.name, [group]))
+            groups.append(SavedGroup(group.name, [group]))
         elif group is table.groups[0]:
-            found.append(SavedGroup(table.name, table.groups, bool(table.packed)))
-    return found
+            groups.append(SavedGroup(table.name, table.groups, bool(table.packed)))
+    return groups
 
 
 class Entries:
@@ -125,14 +125,14 @@ def parameter_records(engine: Trained, steps_of: StepsOf | None = None) -> list[
     """Every managed parameter of all ranks, in the order of groups and layouts. Without `steps_of`
     (see `steps_everywhere`) all ranks' experts have the numbers of steps of this rank's."""
     dtype = DTYPE_NAMES[engine.store.dtype]
-    found = []
+    records = []
     for number, saved in enumerate(saved_groups(engine)):
         for group, rank in [*saved.of_all_ranks()][: 1 if saved.packed else None]:
             own = engine.optimizer_states[group.index].steps
             steps = own if steps_of is None else steps_of(group, rank)
             for index, param in enumerate(group.params):
                 spec, _ = engine.store.whole_of(param)
-                found.append(
+                records.append(
                     ParameterRecord(
                         names=[engine.spread.name_on(rank, name) for name in spec.names],
                         dtype=dtype, shape=list(spec.shape), trainable=spec.trainable,
@@ -140,7 +140,7 @@ def parameter_records(engine: Trained, steps_of: StepsOf | None = None) -> list[
                         steps=int(steps[index]) if spec.trainable else 0, group=number,
                     )
                 )  # fmt: skip
-    return found
+    return records
 
 
 def steps_everywhere(engine: Trained) -> StepsOf:

@@ -53,9 +53,9 @@ class ModuleState:
         return cls(tensors, values)
 
 
-def _check_tensors(found: dict[str, torch.Tensor]) -> None:
+def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
     """Raise UnsupportedError for a tensor that no safetensors file can have."""
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
             raise UnsupportedError(
                 f"buffer {name} ({tensor.dtype}, {tensor.layout}) cannot be in a safetensors file; "

@@ -58,7 +58,7 @@ _RANDOM, _OBJECTS, _ENTRIES = "random", "objects", "entries"
 _MALFORMED = (
     KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError,
 )  # fmt: skip
-_MOST_NAMES = 8  # in one line
+_MAX_NAMES = 8  # in one line
 
 Archives = dict[str, torch.Tensor]
 
@@ -152,21 +152,21 @@ def _own_archives(
 ) -> Archives:
     """This rank's archives: random numbers and objects without the number of the rank."""
     generators = named_generators(engine.module, engine.device)
-    found = {
+    archives = {
         f"{_OBJECTS}/{name}": packed(_state_of(each), f"{name}.state_dict()")
         for name, each in engine.carried.items()
     }
     for key, value in modules.values.items():
         try:
-            found[f"{_ENTRIES}/{key}"] = packed(value, f"{key} of the state dict")
+            archives[f"{_ENTRIES}/{key}"] = packed(value, f"{key} of the state dict")
         except UnsupportedError as error:
             _log.warning("the checkpoint leaves it out: %s", error)
     if state is not None:
-        found[STATE] = packed(dict(state), STATE)
+        archives[STATE] = packed(dict(state), STATE)
     # last: what the others do for it may draw
     states = {name: _state_of(each) for name, each in generators.items()}
-    found[_RANDOM] = packed(states, "the state of the generators")
-    return found
+    archives[_RANDOM] = packed(states, "the state of the generators")
+    return archives
 
 
 def _check_names(ranks: RankWeights, names: Iterable[str]) -> None:
@@ -186,11 +186,11 @@ def _on_first(ranks: Ranks, own: Archives) -> list[Archives]:
     if ranks.rank:
         ranks.send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 0)
         return []
-    came = [
+    others = [
         ranks.receive(size, torch.uint8, source).numpy().tobytes()
         for source, size in enumerate(sizes[1:], start=1)
     ]
-    return [own, *map(load_bytes, came)]
+    return [own, *map(load_bytes, others)]
 
 
 def _merged(every: Sequence[Archives]) -> Archives:
@@ -312,8 +312,8 @@ class Restoring:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f", ... ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _try_state(generator: Generator, state: Any) -> None:

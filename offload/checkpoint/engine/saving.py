@@ -120,7 +120,7 @@ class Saver:
         self._access = PieceAccess(model.saved_states(engine), snapshots)
         self._reader = ShardReader(self._access, engine.ranks, engine.store.own.nbytes)
         self._has_parameters: set[int] = set()  # groups whose parameters were written
-        self.came: Callable[[int], None] = lambda nbytes: None  # told of bytes that were written
+        self.on_bytes: Callable[[int], None] = lambda nbytes: None  # called after each write
         # set by `begin`, on the rank that writes
         self._folder: PendingFolder
         self._files: CheckpointWriter
@@ -140,7 +140,7 @@ class Saver:
 
     def _begin_beside(self, path: Path, stack: ExitStack) -> None:
         self._folder = stack.enter_context(PendingFolder(path))
-        self.came = stack.enter_context(progress(f"saving {path.name}", self.nbytes()))
+        self.on_bytes = stack.enter_context(progress(f"saving {path.name}", self.nbytes()))
         self.begin(self._folder.path)
 
     # ---------------------------------------------------------------- step by step
@@ -228,7 +228,7 @@ class Saver:
         for spec, here, _ in self._entries.overlaps(group.layout.params, elements):
             part = raw[here.start * itemsize : here.stop * itemsize]
             self._file.append(self._name_on(rank, spec.name), part.numpy().data)
-        self.came(raw.nbytes)
+        self.on_bytes(raw.nbytes)
 
     def _append_records(
         self, group: ParamGroup, elements: range, arrays: Mapping[str, Array], rank: int
@@ -238,4 +238,4 @@ class Saver:
             for field, span in self._saved_format.field_spans(here).items():
                 part = arrays[field][span].view(np.uint8)
                 self._file.append(f"{self._name_on(rank, spec.name)}.{field}", part.data)
-                self.came(part.nbytes)
+                self.on_bytes(part.nbytes)

@@ -96,7 +96,7 @@ class PieceAccess:
     """Reads and overwrites whole pieces of settled states, one at a time in host memory.
 
     Works through the update side of `State`, so no copy is fetched, evicted or reordered: a save
-    leaves every residency as it was, except that weights stored in codes are decoded group by
+    leaves every residency as it was, except that quantized weights are dequantized group by
     group. It takes memory beyond the engine's budgets: a buffer for the largest piece.
     """
 
@@ -114,15 +114,15 @@ class PieceAccess:
     @contextmanager
     def reading(self, state: State, piece: int) -> Iterator[torch.Tensor]:
         """The piece's bytes (1D uint8, host memory), valid and unchanged within the block."""
-        if isinstance(state, CodedState):  # decoded into memory of its own budget
+        if isinstance(state, CodedState):  # dequantized into memory of its own budget
             yield state.host_tensor()[state.span(piece)]
             return
         snapshot = self._snapshots.get(state)
         source = state if snapshot is None else snapshot
-        found = source.host_piece(piece)
-        if found is not None:
-            yield found.wait()
-            found = None  # a view of a slot would keep it
+        in_memory = source.host_piece(piece)
+        if in_memory is not None:
+            yield in_memory.wait()
+            in_memory = None  # a view of a slot would keep it
         else:
             span = state.span(piece)
             source.read_piece(piece, _pages(self._buffer, span)).wait()
@@ -140,9 +140,9 @@ class PieceAccess:
             yield values[span]
             state.mark_host_dirty()
             return
-        found = state.host_piece(piece)
-        if found is not None:
-            yield found.wait()
+        in_memory = state.host_piece(piece)
+        if in_memory is not None:
+            yield in_memory.wait()
             state.mark_piece_dirty(piece)
             return
         yield self._buffer[: span.stop - span.start]

@@ -244,13 +244,13 @@ def write_shards(
 
 def _by_storage(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     """The tensors of each storage by the first of them: huggingface_hub keeps them in one file."""
-    found: dict[int, list[str]] = {}
+    by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        found.setdefault(tensor.untyped_storage()._cdata, []).append(name)
-    return {names[0]: names for names in found.values()}
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    return {names[0]: names for names in by_storage.values()}
 
 
-def cut(sizes: Mapping[str, int], most_nbytes: int, name: str = SINGLE) -> dict[str, list[str]]:
+def cut(sizes: Mapping[str, int], max_nbytes: int, name: str = SINGLE) -> dict[str, list[str]]:
     """File name -> tensors, of `sizes` (name -> bytes): in their order, and cut like
     huggingface_hub does. A tensor that is larger than a shard has a shard of its own. `name`: that
     of a file without others."""
@@ -258,10 +258,10 @@ def cut(sizes: Mapping[str, int], most_nbytes: int, name: str = SINGLE) -> dict[
     held: list[str] = []
     held_nbytes = 0
     for tensor, nbytes in sizes.items():
-        if nbytes > most_nbytes:
+        if nbytes > max_nbytes:
             shards.append([tensor])
             continue
-        if held_nbytes + nbytes > most_nbytes:
+        if held_nbytes + nbytes > max_nbytes:
             shards.append(held)
             held, held_nbytes = [], 0
         held.append(tensor)

@@ -72,12 +72,12 @@ def read_json(path: Path) -> dict[str, Any]:
     that leads out of the file's folder."""
     try:
         with storage_errors("reading", path):
-            found = bounded_json.read(own_file(path.parent, path.name))
+            content = bounded_json.read(own_file(path.parent, path.name))
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}; get the folder again") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it holds no object; get the folder again")
-    return found
+    return content
 
 
 def max_tensors(files: Iterable[Path]) -> int:
@@ -92,7 +92,7 @@ def max_tensors(files: Iterable[Path]) -> int:
 def check_counts(config: Any, tensors: int, where: str | Path) -> None:
     """Raise ConfigError for a configuration with many more layers or experts than there are
     `tensors`: each would be made, and take memory, before it is seen to be missing."""
-    most = _ANY_COUNT + tensors
+    limit = _ANY_COUNT + tensors
     left: list[tuple[str, Any]] = [("", config)]
     while left:
         key, value = left.pop()
@@ -100,9 +100,9 @@ def check_counts(config: Any, tensors: int, where: str | Path) -> None:
             left += value.items()
         elif isinstance(value, list):
             left += ((key, each) for each in value)
-        elif isinstance(value, int) and value > most and _COUNT.search(key):
+        elif isinstance(value, int) and value > limit and _COUNT.search(key):
             raise ConfigError(
-                f"{where}: {key[:80]} is {value!s:.20}, and the files have tensors for {most} at "
+                f"{where}: {key[:80]} is {value!s:.20}, and the files have tensors for {limit} at "
                 "most; get the folder from where you trust it"
             )
 
@@ -110,8 +110,8 @@ def check_counts(config: Any, tensors: int, where: str | Path) -> None:
 def carry(folder: Path, into: Path) -> list[str]:
     """Copy the files of a model's folder for its tokenizer or processor; return their names.
     CheckpointError for a link that leads elsewhere: what is exported may be published."""
-    found = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
-    names = sorted(each.name for each in found if each.suffix not in (".safetensors", ".bin"))
+    files = {path for pattern in _CARRIED for path in folder.glob(pattern) if path.is_file()}
+    names = sorted(each.name for each in files if each.suffix not in (".safetensors", ".bin"))
     for path in [own_file(folder, name) for name in names]:
         with storage_errors("copying", path):
             shutil.copyfile(path, into / path.name)  # of a link, what it leads to

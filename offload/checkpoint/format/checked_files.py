@@ -31,7 +31,7 @@ REMEDY = "load another checkpoint, or restore this one from a copy"
 BLOCK_NBYTES = 2 << 20  # hashes take 16 digits of each: 64 MB for 8 TB
 DIGITS = 16  # of a hash
 _AHEAD_NBYTES = 16 << 20
-_MOST_OPEN = 4
+_MAX_OPEN = 4
 
 
 def seed_of(bound_to: str, offset_bytes: int) -> int:
@@ -108,11 +108,11 @@ class _File:
         """Read a whole block. Returns what is wrong with it, or None."""
         self.file.read_ahead(block.start + _AHEAD_NBYTES, block.nbytes)
         self.file.read_all(into, block.start)
-        found = block_hash(into, self._bound_to, block.start)
-        if found == block.xxh3:
+        digest = block_hash(into, self._bound_to, block.start)
+        if digest == block.xxh3:
             return None
         where = f"{block.section} ({format_bytes(block.nbytes)} at byte {block.start})"
-        return f"{self.file.path} is damaged: {where} has XXH3 {found} instead of {block.xxh3}"
+        return f"{self.file.path} is damaged: {where} has XXH3 {digest} instead of {block.xxh3}"
 
     def read(self, offset_bytes: int, into: memoryview) -> int:
         """Fill the front of `into` with bytes of one block; returns their number."""
@@ -130,14 +130,14 @@ class _File:
 
     def _whole(self, block: _Block) -> memoryview:
         """The whole block, for a read of a part of it."""
-        start, found = self._kept.get(block.section, (-1, memoryview(b"")))
+        start, content = self._kept.get(block.section, (-1, memoryview(b"")))
         if start != block.start:
-            if found.nbytes != block.nbytes:  # else its memory is used again
-                found = memoryview(bytearray(block.nbytes))
+            if content.nbytes != block.nbytes:  # else its memory is used again
+                content = memoryview(bytearray(block.nbytes))
             self._kept.pop(block.section, None)
-            self._fill_whole(found, block)
-            self._kept[block.section] = block.start, found
-        return found
+            self._fill_whole(content, block)
+            self._kept[block.section] = block.start, content
+        return content
 
     def _fill_whole(self, into: memoryview, block: _Block) -> None:
         problem = self.fill(into, block)
@@ -170,17 +170,17 @@ class CheckedFiles:
             done += file.read(offset_bytes + done, buffer[done:])
 
     def _file(self, name: str) -> _File:
-        found = self._open.get(name)
-        if found is None:
+        file = self._open.get(name)
+        if file is None:
             sections, bound_to = self._manifest.files[name].sections, self._manifest.bound_to(name)
-            found = self._open[name] = _File(self._open_file(name), bound_to, sections)
-            if len(self._open) > _MOST_OPEN:
+            file = self._open[name] = _File(self._open_file(name), bound_to, sections)
+            if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)[1].file.close()
         self._open.move_to_end(name)
-        return found
+        return file
 
     # ---------------------------------------------------------------- checks
-    def problems(self, name: str, came: Callable[[int], None]) -> Iterator[str]:
+    def problems(self, name: str, on_bytes: Callable[[int], None]) -> Iterator[str]:
         """The first damaged block of each section of a file, as a message."""
         try:
             file = self._file(name)
@@ -189,9 +189,9 @@ class CheckedFiles:
             return
         buffer = memoryview(bytearray(BLOCK_NBYTES))
         for section in file.sections():
-            found = None
+            problem = None
             for block in section:
-                found = found or file.fill(buffer[: block.nbytes], block)
-                came(block.nbytes)
-            if found is not None:
-                yield found
+                problem = problem or file.fill(buffer[: block.nbytes], block)
+                on_bytes(block.nbytes)
+            if problem is not None:
+                yield problem

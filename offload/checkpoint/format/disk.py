@@ -311,10 +311,10 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
     """The entries of a folder."""
 
     def look() -> list[os.DirEntry[str]]:
-        found = list(os.scandir(folder))
-        for entry in found:
+        listed = list(os.scandir(folder))
+        for entry in listed:
             entry.is_symlink()  # where the folder does not say of what kind it is, it asks now
-        return found
+        return listed
 
     return make_call("scandir", folder, look)
 

@@ -200,7 +200,7 @@ def recover(parent: Path) -> None:
 
 def _leftovers(parent: Path) -> list[tuple[Path, Path]]:
     """The pending folders in `parent`, each with the name that it was to have; newest first."""
-    found = []
+    leftovers = []
     for entry in entries(parent):
         match = _PENDING.fullmatch(entry.name)
         if match is None or not entry.is_dir(follow_symlinks=False):
@@ -208,8 +208,8 @@ def _leftovers(parent: Path) -> list[tuple[Path, Path]]:
         with suppress(FileNotFoundError):  # just removed by the process that replaced it
             path = parent / entry.name
             status = make_call("stat", path, os.lstat, path)
-            found.append((status.st_mtime_ns, path, parent / match["name"]))
-    return [(path, target) for _, path, target in sorted(found, reverse=True)]
+            leftovers.append((status.st_mtime_ns, path, parent / match["name"]))
+    return [(path, target) for _, path, target in sorted(leftovers, reverse=True)]
 
 
 def _adopt(leftover: Path, target: Path) -> bool:
@@ -265,18 +265,18 @@ def remove(path: Path) -> None:
 def _foreign(folder: Path) -> list[str]:
     """The names in a folder, and in a checkpoint's two subfolders, that no checkpoint has: other
     files, links, pipes and the like."""
-    found = []
+    foreign = []
     for entry in entries(folder):
         inside, names = [entry], [entry.name]
         if entry.name in (PARAMETERS, OPTIMIZER) and entry.is_dir(follow_symlinks=False):
             inside = entries(folder / entry.name)
             names = [f"{entry.name}/{inner.name}" for inner in inside]
-        found += [
+        foreign += [
             name for name, each in zip(names, inside, strict=True)
             if not each.is_file(follow_symlinks=False)
             or not (name == MANIFEST or is_data_file(name))
         ]  # fmt: skip
-    return sorted(found)
+    return sorted(foreign)
 
 
 def check_replaceable(target: Path) -> None:

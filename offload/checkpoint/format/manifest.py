@@ -187,8 +187,8 @@ class Manifest(_Record):
             manifest = cls.model_validate(content)
             _check_references(manifest)
         except ValueError as error:
-            found = _first(error) if isinstance(error, ValidationError) else str(error)
-            raise CheckpointError(f"{what} is malformed: {plain(found, 400)}") from None
+            problem = _first(error) if isinstance(error, ValidationError) else str(error)
+            raise CheckpointError(f"{what} is malformed: {plain(problem, 400)}") from None
         return manifest
 
 
@@ -228,5 +228,5 @@ def _check_references(manifest: Manifest) -> None:
 
 
 def _first(error: ValidationError) -> str:
-    found = error.errors()[0]
-    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

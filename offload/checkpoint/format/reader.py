@@ -161,14 +161,14 @@ class CheckpointReader:
             self.run_tensor(tensor)
 
     def _tensor(self, file: str, expected: TensorInfo) -> StoredTensor:
-        found = self._header(file).get(expected.name)
-        if found is None or found.info != expected:
-            has = "no such tensor" if found is None else f"{found.info.dtype} {found.info.shape}"
+        stored = self._header(file).get(expected.name)
+        if stored is None or stored.info != expected:
+            has = "no such tensor" if stored is None else f"{stored.info.dtype} {stored.info.shape}"
             raise CheckpointError(
                 f"{self.path / file}: {expected.name} should be {expected.dtype} {expected.shape}, "
                 f"the file has {has}; {REMEDY}"
             )
-        return found
+        return stored
 
     def _header(self, file: str) -> dict[str, StoredTensor]:
         if file not in self.manifest.files:
@@ -210,9 +210,9 @@ class CheckpointReader:
         if not contents:
             return
         whole = len(sound) == len(self.manifest.files)
-        with progress(f"checking {self.path.name}", self.manifest.nbytes) as came:
+        with progress(f"checking {self.path.name}", self.manifest.nbytes) as on_bytes:
             for name in sound:
-                for problem in self._files.problems(name, came):
+                for problem in self._files.problems(name, on_bytes):
                     whole = False
                     yield problem
         if whole:

@@ -130,7 +130,7 @@ def state_in(reader: CheckpointReader) -> dict[str, Any]:
     record = next((each for each in run.tensors if each.name == STATE), None) if run else None
     if record is None:
         return {}
-    found = value_of(reader, record)
-    if not isinstance(found, dict):
+    state = value_of(reader, record)
+    if not isinstance(state, dict):
         raise CheckpointError(f"{reader.path}: its state is no dict; load another checkpoint")
-    return found
+    return state
