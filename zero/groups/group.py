@@ -126,7 +126,8 @@ class PendingUpdate:
 
 
 class ParamGroup:
-    """Parameters that move together. `gather` and `release` are for the thread of the model."""
+    """Parameters that move together, and whether they are gathered now, for which users. `gather`
+    and `release` are for the thread of the model."""
 
     __slots__ = (
         "_managed", "_users", "copies", "device", "dtype", "ep_size", "has_masters", "index",
@@ -156,13 +157,13 @@ class ParamGroup:
         self.is_lazy = False
         self.pending_update = PendingUpdate()
         self.writes = WriteTracker(self.params, layout.params)
+        self.is_gathered = False  # True: each `param.data` is a view of the buffer
+        self._users: set[object] = set()  # who has entered and not left
         # each parameter with its spec, its classes and what it holds while released
         self._managed = [
             (param, spec, classes_of(type(param)), placeholder(spec.shape, dtype, device))
             for param, spec in zip(self.params, layout.params, strict=True)
         ]
-        self._users: set[object] = set()
-        self.is_gathered = False  # True: each `param.data` is a view of the buffer
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
         """Return the parameters with their original classes."""
