@@ -12,8 +12,8 @@ import torch
 from offload.kernels.gpu import triton_launch
 from offload.planning.plan.plan import Plan
 from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
+from offload.swap.device.device_slot import DeviceSlot, Links
 from offload.swap.device.fences import Fences, OpenReads
-from offload.swap.device.mirrored_state import Links
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.swap.states.slot_pool import SlotPool
@@ -22,6 +22,7 @@ from offload.swap.threads.lanes import Lane
 from offload.tiers import accelerator
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
+from offload.zero.groups.store import NextUse
 from offload.zero.step.device_update import DeviceWork
 
 _log = logging.getLogger("offload")
@@ -66,6 +67,11 @@ class DeviceHomes:
         return kind(
             name, nbytes, piece_nbytes, lease, self._update_links, edge_nbytes, stride_nbytes
         )
+
+    def slot(self, name: str, nbytes: int, next_use: NextUse) -> DeviceSlot:
+        """Return a slot of device memory, for parameters that are at home elsewhere."""
+        kind = StateClass.PARAMETERS
+        return DeviceSlot(name, nbytes, kind, self.pool, next_use, self.links, self.reads)
 
     # ---------------------------------------------------------------- work
     def work(self) -> DeviceWork:

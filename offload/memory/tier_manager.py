@@ -22,7 +22,8 @@ from offload.process import machine
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
 from offload.swap.device.coded_device_state import DeviceCodedState
-from offload.swap.device.mirrored_state import Links, MirroredState
+from offload.swap.device.device_slot import Links
+from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.device.streams import CopyStream, mark_here
 from offload.swap.io.backends import measured_speed, open_backend
 from offload.swap.io.block_store import BlockStore
@@ -174,8 +175,7 @@ class TierManager:
         home = self._state(tier, name, nbytes, piece_nbytes, state_class, next_use, *cut)
         if tier.on_device or not self.plan.gpu:  # it is there, or comes there by itself
             return home
-        device = self._device
-        return MirroredState(home, device.pool, device.links, device.reads, next_use)
+        return MirroredState(home, self._device.slot(name, nbytes, next_use))
 
     def _quantized(
         self, tier: Tier, label: str, nbytes: int, piece: int, layout: Layout, next_use: NextUse

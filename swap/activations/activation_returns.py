@@ -11,7 +11,7 @@ import torch
 
 from offload.swap.activations.activation_backlog import Backlog
 from offload.swap.activations.activation_record import DeviceCopy, SavedPiece, SavedStorage
-from offload.swap.device.mirrored_state import Links
+from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import StreamEvent, current_stream
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.state import HostPiece

@@ -35,7 +35,7 @@ from offload.swap.activations.activation_record import (
 )
 from offload.swap.activations.activation_returns import ActivationReturns, CopiesInFlight
 from offload.swap.activations.activation_window import ActivationWindow
-from offload.swap.device.mirrored_state import Links
+from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import current_stream
 from offload.swap.io.block_store import BlockStore
 from offload.swap.threads.shield import defer_signals

@@ -11,16 +11,47 @@ in that memory; copies into the memory of a slot that is given up wait for the m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from offload.swap.device.device_slot import Links
 from offload.swap.device.fences import OpenReads
-from offload.swap.device.mirrored_state import DeviceSlotState, Links
+from offload.swap.device.streams import StreamEvent
 from offload.swap.states.quantized_state import CodedState, MakeHome
+from offload.swap.states.slot import CachedState
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import Codec
 from offload.tiers.errors import StateError
+
+
+class DeviceSlotState(CachedState):
+    """A state whose slot is device memory: the model's stream reads it, and whatever else works in
+    that memory is remembered by marks."""
+
+    _links: Links
+    _reads: OpenReads
+    _before_write: tuple[StreamEvent, ...]  # what works in the slot until something else is written
+
+    def still_read(self) -> bool:
+        return self._slot is not None and self._slot.in_use()
+
+    def read_until(self, mark: StreamEvent) -> None:
+        self._before_write = mark.replacing(self._before_write)
+
+    def _marks(self) -> Iterable[StreamEvent]:
+        """The events of the work that still uses the slot."""
+        return self._before_write
+
+    def evict(self) -> None:
+        self._reads.mark_now(self)
+        if self._slot is not None:
+            self._links.fences.retire(self._slot.extent, self._marks())
+        super().evict()
+
+    def note_use(self) -> None:
+        with self._lock:
+            self._reads.mark()
 
 
 class DeviceCodedState(DeviceSlotState, CodedState):
@@ -80,10 +111,10 @@ class DeviceCodedState(DeviceSlotState, CodedState):
 
     def _changing(self) -> torch.Tensor:
         self._is_new = False
-        return self._links.lend(self)
+        return self._links.host_copy.lend(self)
 
     def mark_host_dirty(self) -> None:
-        values = self._links.take_back(self)
+        values = self._links.host_copy.take_back(self)
         if self._is_new:
             stored = self._home.host_blank()
             self._codec.encode(values, stored)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.swap.device.mirrored_state import Links
+from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import StreamEvent, keeping, mark_here
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.state import HostPiece
@@ -32,6 +32,7 @@ class DeviceHomeState(MemoryState):
         super().__init__(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
         self._lease: Lease = lease
         self._links = links
+        self._copy = links.host_copy
         self._whole = lease.tensor[:nbytes]
         self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
 
@@ -56,10 +57,10 @@ class DeviceHomeState(MemoryState):
         return copy
 
     def host_blank(self) -> torch.Tensor:
-        return self._links.lend(self)
+        return self._copy.lend(self)
 
     def mark_host_dirty(self) -> None:
-        values = self._links.take_back(self)
+        values = self._copy.take_back(self)
         self._before_here()
         self._links.to_device.copy(self._lease.tensor[: self.nbytes], values).wait()
 
@@ -110,6 +111,13 @@ class DeviceHomeState(MemoryState):
 class DeviceRecordState(DeviceHomeState):
     """A record on the device that only the update works with. Other readers and writers (loading,
     reading values out) get a copy in host memory, one such copy at a time."""
+
+    def __init__(
+        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links,
+        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, nbytes, piece_nbytes, lease, links, edge_nbytes, stride_nbytes)
+        self._copy = links.record_copy
 
     def tensor(self) -> torch.Tensor:
         return self.host_tensor()

@@ -3,130 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import torch
 
-from offload.swap.device.fences import Fences, OpenReads
-from offload.swap.device.streams import CopyStream, StreamEvent, keeping
+from offload.swap.device.device_slot import DeviceSlot
+from offload.swap.device.streams import StreamEvent
 from offload.swap.io.io_backend import Priority
-from offload.swap.states.slot import CachedState
-from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import HostPiece, Snapshot, State, Undoable
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
-from offload.tiers.ledger import OldBytes, StateClass
+from offload.tiers.ledger import OldBytes
 from offload.tiers.tier import Residency
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The copy streams between host and device, and the reads under way in the device's memory."""
-
-    to_device: CopyStream
-    to_host: CopyStream
-    device: torch.device = field(default=torch.device("cpu"))
-    fences: Fences = field(default_factory=Fences)
-    _on_host: dict[type, tuple[State, torch.Tensor]] = field(init=False, default_factory=dict)
-
-    def lend(self, state: State) -> torch.Tensor:
-        """Pageable host memory for a copy of `state`, outside of any budget: of each kind of state
-        one such copy is kept, the last."""
-        copy = torch.empty(state.nbytes, dtype=torch.uint8)
-        self._on_host[type(state)] = state, copy
-        return copy
-
-    def take_back(self, state: State) -> torch.Tensor:
-        """The memory that was lent for `state`, which the caller changed. StateError if it was lent
-        for none, or for another state since."""
-        owner, copy = self._on_host.get(type(state), (None, None))
-        if owner is not state or copy is None:
-            raise StateError(
-                f"{state.name}: mark_host_dirty without host_tensor or host_blank before"
-            )
-        del self._on_host[type(state)]
-        return copy
-
-    def close(self) -> None:
-        """Wait for every copy."""
-        try:
-            self.to_device.close()
-        finally:
-            self.to_host.close()
-
-
-class DeviceSlotState(CachedState):
-    """A state whose slot is device memory: the model's stream reads it, and whatever else works in
-    that memory is remembered by marks."""
-
-    _links: Links
-    _reads: OpenReads
-    _before_write: tuple[StreamEvent, ...]  # what works in the slot until something else is written
-
-    def still_read(self) -> bool:
-        return self._slot is not None and self._slot.in_use()
-
-    def read_until(self, mark: StreamEvent) -> None:
-        self._before_write = mark.replacing(self._before_write)
-
-    def _marks(self) -> Iterable[StreamEvent]:
-        """The events of the work that still uses the slot."""
-        return self._before_write
-
-    def evict(self) -> None:
-        self._reads.mark_now(self)
-        if self._slot is not None:
-            self._links.fences.retire(self._slot.extent, self._marks())
-        super().evict()
-
-    def note_use(self) -> None:
-        with self._lock:
-            self._reads.mark()
-
-
-class MirroredState(DeviceSlotState):
+class MirroredState(State):
     """A home in host memory or a file, mirrored in a slot of device memory while computed with.
 
     The mirror is valid piece by piece: an update on the device changes both, one on the CPU the
     home alone, and only what the mirror lacks is copied again.
     """
 
-    def __init__(
-        self, home: State, pool: SlotPool, links: Links, reads: OpenReads,
-        next_use: Callable[[], float],
-    ) -> None:  # fmt: skip
-        """`pool` is a pool of device memory; `reads` are the reads of all its slots."""
+    def __init__(self, home: State, slot: DeviceSlot) -> None:
+        """`slot` is as long as `home`, and lent to no other state."""
         super().__init__(
-            home, home.name, home.nbytes, home.piece_nbytes, pool, next_use, home.edge_nbytes,
-            home.stride_nbytes,
-        )  # fmt: skip
-        self._links = links
-        self._reads = reads
+            home.name, home.nbytes, home.piece_nbytes, home.edge_nbytes, home.stride_nbytes
+        )
+        self.slot = slot
+        slot.user = self
+        self._home = home
+        self._lock = slot.lock
         self._lacking: set[int] = set(range(self.pieces))  # pieces that the slot has not got
-        self._arrival = StreamEvent()  # after the last copy of a piece into the slot
-        self._before_write: tuple[StreamEvent, ...] = ()
         self._updated: set[int] = set()  # changed in the slot, on their way home
         self._home_read: Transfer[None] = Transfer.completed(None)  # by the last copy into the slot
 
     # ---------------------------------------------------------------- what the pool asks
-    def can_evict(self) -> bool:
-        return self._slot is not None and self._arrival.done() and not self._slot.in_use()
+    def may_evict(self) -> bool:
+        return True
 
-    def _marks(self) -> Iterable[StreamEvent]:
-        return *self._before_write, self._arrival
-
-    def _forget_arrival(self) -> None:
+    def evicted(self) -> None:
         self._lacking = set(range(self.pieces))
-        self._arrival = StreamEvent()
-        self._before_write = ()
         self._updated.clear()
 
+    def write_back(self) -> None:
+        """Do nothing: what is written to the slot goes home at once."""
+
     def transit(self) -> Callable[[], None] | None:
-        return None if self._arrival.done() else self._arrival.wait
+        return None if self.slot.arrival.done() else self.slot.arrival.wait
 
     # ---------------------------------------------------------------- compute side
     def _is_whole(self) -> bool:
-        return self._slot is not None and not self._lacking
+        return self.slot.lease is not None and not self._lacking
 
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         if self._is_whole():  # without the lock: no less true than just after it
@@ -141,34 +67,23 @@ class MirroredState(DeviceSlotState):
 
     def _take_slot(self, next_use: float | None) -> bool:
         with self._lock:
-            if self._slot is not None:
+            if self.slot.lease is not None:
                 return True
-        lease = self._lease_slot(next_use, StateClass.PARAMETERS)
+        lease = self.slot.request(next_use)
         if lease is None:
             return False
         with self._lock:
-            self._slot = lease
-            self._before_write = self._links.fences.claim(lease.extent)
-            self._pool.register(self)
+            self.slot.hold(lease)
         return True
 
     def _fill(self) -> None:
-        """Start copying what the slot lacks. No thread waits for fresh memory: a copy waits
-        for the last reader of what the memory held before."""
+        """Start copying what the slot lacks."""
         source = self._home.tensor()
         with self._lock:
-            if self._slot is None or not self._lacking:
-                return
-            self._reads.mark_now(self)
-            before, self._before_write = self._before_write, ()
-            for span in self._spans(self._lacking):
-                target = self._slot.tensor[span]
-                self._arrival = self._links.to_device.copy(target, source[span], after=before)
-            self._lacking = set()
-            # The home must keep the bytes in host memory, as they are, until they have left.
-            self._home_read = self._links.to_device.transfer(
-                self._arrival, f"{self.name} on its way to the device", keeping(source)
-            )
+            if self.slot.lease is not None and self._lacking:
+                # The home must keep the bytes in host memory, as they are, until they have left.
+                self._home_read = self.slot.fill(source, self._spans(self._lacking))
+                self._lacking = set()
 
     def _spans(self, pieces: Iterable[int]) -> list[slice]:
         """The bytes of some pieces, neighbours together."""
@@ -184,10 +99,11 @@ class MirroredState(DeviceSlotState):
     def tensor(self) -> torch.Tensor:
         while True:
             with self._lock:
-                if self._slot is not None and not self._lacking:
-                    self._arrival.before_compute()
-                    self._reads.note(self)
-                    return self._slot.tensor[: self.nbytes]
+                lease = self.slot.lease
+                if lease is not None and not self._lacking:
+                    self.slot.arrival.before_compute()
+                    self.slot.note_read()
+                    return lease.tensor[: self.nbytes]
             self.prefetch(next_use=None, priority=Priority.URGENT)
 
     def blank(self) -> torch.Tensor:
@@ -195,22 +111,25 @@ class MirroredState(DeviceSlotState):
 
     def mark_dirty(self, *, to_edge: bool = False) -> None:
         with self._lock:
-            if self._slot is None or self._lacking:
+            if self.slot.lease is None or self._lacking:
                 raise StateError(f"{self.name} holds no device memory that could have been written")
             keeps_rest = to_edge and self.edge_nbytes < self.nbytes
             changed = slice(self.edge_nbytes if keeps_rest else self.nbytes)
-            source = self._slot.tensor[changed]
+            source = self.slot.lease.tensor[changed]
         if keeps_rest:
             self._home.settle()  # nothing of it may be on its way while it changes
         home = self._home.tensor() if keeps_rest else self._home.blank()
-        self._links.to_host.copy(home[changed], source).wait()
+        self.slot.links.to_host.copy(home[changed], source).wait()
         self._home.mark_dirty(to_edge=to_edge)
 
     def residency(self) -> Residency:
         with self._lock:
             if not self._is_whole():
                 return Residency.ABSENT
-            return Residency.CLEAN if self._arrival.done() else Residency.ARRIVING
+            return Residency.CLEAN if self.slot.has_arrived() else Residency.ARRIVING
+
+    def note_use(self) -> None:
+        self.slot.mark_reads()
 
     # ---------------------------------------------------------------- host side
     def host_tensor(self) -> torch.Tensor:
@@ -276,7 +195,7 @@ class MirroredState(DeviceSlotState):
 
     def has_views(self) -> bool:
         with self._lock:
-            here = self._slot is not None and self._slot.in_use()
+            here = self.slot.in_use()
         return here or self._undoable_home.has_views()
 
     def keep_old(self) -> bool:
@@ -296,10 +215,10 @@ class MirroredState(DeviceSlotState):
     # ---------------------------------------------------------------- update on the device
     def device_piece(self, piece: int) -> torch.Tensor | None:
         with self._lock:
-            if self._slot is None or piece in self._lacking:
+            if self.slot.lease is None or piece in self._lacking:
                 return None
-            self._arrival.before_compute()
-            return self._slot.tensor[self.span(piece)]
+            self.slot.arrival.before_compute()
+            return self.slot.lease.tensor[self.span(piece)]
 
     def used_device_piece(self, piece: int, until: StreamEvent) -> None:
         with self._lock:
@@ -307,5 +226,13 @@ class MirroredState(DeviceSlotState):
 
     # ---------------------------------------------------------------- both
     def settle(self) -> None:
-        self._arrival.wait()
+        self.slot.arrival.wait()
         self._home.settle()
+
+    def discard(self) -> None:
+        self.slot.give_back()
+        self._home.discard()
+
+    def close(self) -> None:
+        self.discard()
+        self._home.close()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.swap.device.mirrored_state import Links
+from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import StreamEvent, current_stream, mark_of
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.accelerator import Stream

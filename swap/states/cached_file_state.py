@@ -140,11 +140,10 @@ class CachedFileState(State):
         while True:
             self.prefetch(next_use=None, priority=Priority.URGENT)
             with self._lock:
-                slot, arrivals = self.slot, list(self.slot.arrivals.values())
-                is_held = slot.lease is not None
-                if is_held and all(a.done() and a.failure is None for a in arrivals):
-                    slot.arrivals.clear()
-                    return slot.view()
+                lease, arrivals = self.slot.lease, list(self.slot.arrivals.values())
+                if lease is not None and all(a.done() and a.failure is None for a in arrivals):
+                    self.slot.arrivals.clear()
+                    return lease.tensor[: self.nbytes]
             all_of(arrivals).wait()
             # it may be dropped between its arrival and a view of it: bring it again
 

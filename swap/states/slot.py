@@ -1,4 +1,5 @@
-"""Memory for a copy of a state whose home is elsewhere: a slot, lent by a `SlotPool`."""
+"""Memory for copies of states whose home is elsewhere: a `Slot` is lent by a pool, a `HostCopy` is
+outside of any budget."""
 
 from __future__ import annotations
 
@@ -90,6 +91,12 @@ class Slot:
     def _forget_moves(self) -> None:
         self.arrivals.clear()
 
+    def give_back(self) -> None:
+        """Evict the slot, whatever it holds, if it has any memory."""
+        with self.lock:
+            if self.lease is not None:
+                self.evict()
+
     # ---------------------------------------------------------------- what the state asks
     def request(self, next_use: float | None) -> Lease | None:
         """Lease memory for the slot, without the lock. With a `next_use` (see `State.prefetch`),
@@ -120,7 +127,45 @@ class Slot:
 
     def has_arrived(self) -> bool:
         """Whether every transfer into the slot is done."""
-        return all(arrival.done() for arrival in self.arrivals.values())
+        return not self.arrivals or all(arrival.done() for arrival in self.arrivals.values())
+
+    # ---------------------------------------------------------------- where the host runs ahead
+    host_copy: HostCopy | None = None  # where the host works on it; None: on the slot itself
+
+    def note_read(self) -> None:
+        """A view is given out, to whatever the model computes with (under the lock)."""
+
+    def mark_reads(self) -> None:
+        """Look for reads of slots that have ended: the model uses something now."""
+
+    def begin_write(self) -> None:
+        """Order the model's writing to the slot from here on after what works there (under the
+        lock)."""
+
+
+class HostCopy:
+    """Pageable host memory for a copy of one state at a time, outside of any budget: whoever loads
+    states or reads them out works there, where they are at home or computed with on a device."""
+
+    def __init__(self) -> None:
+        self._lent: tuple[State, torch.Tensor] | None = None
+
+    def lend(self, state: State) -> torch.Tensor:
+        """Memory for a copy of `state`. The last one is kept."""
+        copy = torch.empty(state.nbytes, dtype=torch.uint8)
+        self._lent = state, copy
+        return copy
+
+    def take_back(self, state: State) -> torch.Tensor:
+        """The memory that was lent for `state`, which the caller changed. StateError if it was lent
+        for none, or for another state since."""
+        owner, copy = self._lent or (None, None)
+        if owner is not state or copy is None:
+            raise StateError(
+                f"{state.name}: mark_host_dirty without host_tensor or host_blank before"
+            )
+        self._lent = None
+        return copy
 
 
 class SlotState(State):

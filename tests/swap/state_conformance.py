@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from offload.swap.device.device_slot import DeviceSlot, Links
 from offload.swap.device.fences import OpenReads
-from offload.swap.device.mirrored_state import Links
 from offload.swap.device.streams import CopyStream
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
-from offload.swap.states.slot import Slot, SlotState
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
 from offload.swap.threads.transfer import Transfer
@@ -65,6 +65,12 @@ class Places:
         lease = self.homes.lease(nbytes, owner=name, state_class=StateClass.PARAMETERS)
         spare = None if stride else SlotPool(self.homes, self.host.lock)
         return MemoryState(name, nbytes, PIECE_NBYTES, lease, edge, stride, spare)
+
+    def device_slot(self, name: str, nbytes: int = NBYTES) -> DeviceSlot:
+        return DeviceSlot(
+            name, nbytes, StateClass.PARAMETERS, self.device, self.use_of(name), self.links,
+            self.reads,
+        )  # fmt: skip
 
     def in_file(
         self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
@@ -113,7 +119,7 @@ def content(seed: int, nbytes: int) -> torch.Tensor:
 
 def slot_of(state: State) -> Any:
     """The slot that a state borrows; None if it borrows none."""
-    return state if isinstance(state, SlotState) else getattr(state, "slot", None)
+    return getattr(state, "slot", None)
 
 
 def fill(state: State, values: torch.Tensor) -> None:

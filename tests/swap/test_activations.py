@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier, Parked
-from offload.swap.device.mirrored_state import Links
+from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import CopyStream
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from offload.swap.device.device_home import DeviceHomeState
+from offload.swap.device.device_slot import DeviceSlot, Links
 from offload.swap.device.fences import Fences, OpenReads
-from offload.swap.device.mirrored_state import Links, MirroredState
+from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.device.streams import CopyStream
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.slot_pool import SlotPool
@@ -43,7 +44,12 @@ class Bench:
         lease = self.host_lease(pages)
         lease.tensor.fill_(fill)
         home = MemoryState(name, pages * PAGE_NBYTES, PAGE_NBYTES, lease)
-        return MirroredState(home, self.pool, self.links, self.reads, lambda: next_use)
+        return MirroredState(home, self.slot(name, pages * PAGE_NBYTES, next_use))
+
+    def slot(self, name: str, nbytes: int, next_use: float = 1.0) -> DeviceSlot:
+        return DeviceSlot(
+            name, nbytes, StateClass.PARAMETERS, self.pool, lambda: next_use, self.links, self.reads
+        )
 
     def at_home(self, pages: int, kind: type[DeviceHomeState] = DeviceHomeState) -> DeviceHomeState:
         lease = self.pool.demand(pages * PAGE_NBYTES, "home", StateClass.PARAMETERS)

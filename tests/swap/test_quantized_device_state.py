@@ -61,7 +61,7 @@ def make(bench: Bench) -> Make:
         def home(stored: int) -> State:
             lease = bench.host_lease(stored // PAGE_NBYTES)
             kept = MemoryState(name, stored, PAGE_NBYTES, lease)
-            return MirroredState(kept, bench.pool, bench.links, bench.reads, lambda: 1.0)
+            return MirroredState(kept, bench.slot(name, stored))
 
         nbytes = pages * PAGE_NBYTES
         state = DeviceCodedState(

@@ -101,8 +101,7 @@ class TestMirrorOfMemory(BorrowingConformance, OnADevice):
         return places.device
 
     def make(self, places: Places, name: str) -> State:
-        home = self.home(places, name)
-        return MirroredState(home, places.device, places.links, places.reads, places.use_of(name))
+        return MirroredState(self.home(places, name), places.device_slot(name))
 
 
 class TestMirrorOfAFile(TestMirrorOfMemory, FileHomeConformance):
@@ -160,9 +159,7 @@ def test_what_lies_behind_the_edge_is_written_only_with_all_of_it(
     for places in make_places(tmp_path):
         state: State = places.in_file("adapted", edge=edge)
         if mirrored:
-            state = MirroredState(
-                state, places.device, places.links, places.reads, places.use_of("adapted")
-            )
+            state = MirroredState(state, places.device_slot("adapted"))
 
         def written() -> int:
             state.settle()  # noqa: B023 - called before the next one

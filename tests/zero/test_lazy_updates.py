@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offload.kernels.floats import Float, serial
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
-from offload.swap.device.mirrored_state import Links
+from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import CopyStream, WorkStream
 from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState

@@ -19,7 +19,7 @@ import torch
 
 from offload.kernels.floats import Float
 from offload.kernels.gpu import triton_optimizer
-from offload.swap.device.mirrored_state import Links
+from offload.swap.device.device_slot import Links
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.device.streams import StreamEvent, WorkStream, mark_here
 from offload.swap.threads.lanes import profiled
