@@ -46,7 +46,7 @@ class DeviceHomes:
         )
         self._stream = WorkStream(device)
         self.pool = SlotPool(tier, lock)
-        self.reads = OpenReads(device)  # of slots of `pool`
+        self._reads = OpenReads(device)  # of slots of `pool`
         self._leases: list[Lease] = []
         mark_here(device).wait()  # what PyTorch has freed may still be read, by streams of its own
         trains = any(group.layout.numel_trainable for group in plan.groups)
@@ -71,7 +71,7 @@ class DeviceHomes:
     def slot(self, name: str, nbytes: int, next_use: NextUse) -> DeviceSlot:
         """Return a slot of device memory, for parameters that are at home elsewhere."""
         kind = StateClass.PARAMETERS
-        return DeviceSlot(name, nbytes, kind, self.pool, next_use, self.links, self.reads)
+        return DeviceSlot(name, nbytes, kind, self.pool, next_use, self.links, self._reads)
 
     # ---------------------------------------------------------------- work
     def work(self) -> DeviceWork:

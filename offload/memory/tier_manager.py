@@ -21,7 +21,6 @@ from offload.planning.plan.plan import Hardware, Plan, needed_nbytes, spare_nbyt
 from offload.process import machine
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
-from offload.swap.device.coded_device_state import DeviceCodedState
 from offload.swap.device.device_slot import Links
 from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.device.streams import CopyStream, mark_here
@@ -32,7 +31,7 @@ from offload.swap.io.swap_file import SwapFile, check_directory, free_space
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
-from offload.swap.states.quantized_state import CodedState
+from offload.swap.states.quantized_state import QuantizedState
 from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
@@ -181,17 +180,13 @@ class TierManager:
         self, tier: Tier, label: str, nbytes: int, piece: int, layout: Layout, next_use: NextUse
     ) -> State:
         """Return a state for weights whose home is quantized, as they cross every link."""
-
-        def home(stored: int) -> State:
-            return self._computed_with(tier, label, stored, piece, StateClass.PARAMETERS, next_use)
-
-        kind = FLOAT_OF[self._dtype]
+        kind, state_class = FLOAT_OF[self._dtype], StateClass.PARAMETERS
         codec = WeightCodes(lay_out_codes(layout, self._itemsize), kind, self._run)
+        stored = codec.stored_nbytes(nbytes)
+        home = self._computed_with(tier, label, stored, piece, state_class, next_use)
         if self.plan.gpu:
-            device = self._device
-            slots = device.pool, device.links, device.reads
-            return DeviceCodedState(nbytes, codec, home, *slots, next_use)
-        return CodedState(nbytes, codec, home, self.pool, next_use)
+            return QuantizedState(home, codec, self._device.slot(label, nbytes, next_use))
+        return QuantizedState(home, codec, Slot(label, nbytes, state_class, self.pool, next_use))
 
     def kv_memory(self, name: str, nbytes: int) -> Lease:
         """Return memory where the model computes. Its previous contents may still be read: work

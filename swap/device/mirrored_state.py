@@ -99,10 +99,10 @@ class MirroredState(State):
     def tensor(self) -> torch.Tensor:
         while True:
             with self._lock:
-                lease = self.slot.lease
+                slot, lease = self.slot, self.slot.lease
                 if lease is not None and not self._lacking:
-                    self.slot.arrival.before_compute()
-                    self.slot.note_read()
+                    slot.arrival.before_compute()
+                    slot.reads.note(slot)
                     return lease.tensor[: self.nbytes]
             self.prefetch(next_use=None, priority=Priority.URGENT)
 

@@ -1,19 +1,22 @@
-"""State whose home stores codes: decoded into a slot of memory while it is computed with.
+"""State whose home stores it quantized: dequantized into a slot while it is computed with.
 
-    home    ├ codes ┤        any State: in memory, in a file
+    home    ├ codes ┤        any State: in memory, in a file, mirrored on a device
                │ decode    ▲ encode
                ▼           │
-    slot    ├───── values ─────┤
+    slot    ├───── values ─────┤        host memory, or device memory: codes cross the link then
 
 The slot always holds the decoded codes of the home: writes are rounded at once, so results do not
 depend on when a slot was evicted. Elements that are written with the values that they had keep
-their codes. It is one piece, and has no update side: what is stored in codes is frozen.
+their codes. It is one piece, and has no update side: what is quantized is frozen.
 
 Nothing is decoded ahead of its use: decoding and computing share the same processors, and reads of
 the next codes go on meanwhile. A slot is evicted before any codes are: decoding takes a fraction of
 the time of a read, and a slot a multiple of the memory. If the last use decoded its values, the
 slot is leased as soon as the buffer is needed, before prefetched codes fill its place: they would
 have to be evicted, and read again.
+
+A device decodes on the model's stream, which then reads the slot. Before it writes there it waits
+for whatever else works in that memory.
 """
 
 from __future__ import annotations
@@ -25,31 +28,31 @@ from typing import Any, NoReturn
 import torch
 
 from offload.swap.io.io_backend import Priority
-from offload.swap.states.slot import CachedState
-from offload.swap.states.slot_pool import MADE_HERE, SlotPool
+from offload.swap.states.slot import HostCopy, Slot
+from offload.swap.states.slot_pool import MADE_HERE
 from offload.swap.states.state import Codec, State
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError
-from offload.tiers.ledger import StateClass
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
-MakeHome = Callable[[int], State]  # makes the home of so many bytes
 
+class QuantizedState(State):
+    """The values of `slot`, which has room for all of them, as a codec stores them in `home`."""
 
-class CodedState(CachedState):
-    """`nbytes` in a slot of `pool` while computed with, as a codec stores them at home."""
-
-    has_codes = True
-
-    def __init__(
-        self, nbytes: int, codec: Codec, make_home: MakeHome, pool: SlotPool,
-        next_use: Callable[[], float],
-    ) -> None:  # fmt: skip
-        """Raises ValueError if the codec cannot store so many bytes."""
-        home = make_home(codec.stored_nbytes(nbytes))
-        super().__init__(home, home.name, nbytes, nbytes, pool, next_use)
-        self._codec = codec
+    def __init__(self, home: State, codec: Codec, slot: Slot) -> None:
+        """`slot` says how long the values are, and is lent to no other state."""
+        super().__init__(home.name, slot.nbytes, slot.nbytes)
+        self.slot = slot
+        slot.user = self
+        slot.next_use = _after_reads(slot.next_use)
+        self.home = home
+        self.codec = codec
+        self._pool = slot.pool
+        self._lock = slot.lock
+        copy = slot.host_copy
+        self.has_codes = copy is None  # else a device decodes them
+        self._host = _InSlot(self) if copy is None else _InCopy(self, copy)
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
         self._is_reserved = False  # the slot is empty, and taken for values that are needed now
         self._was_decoded: bool | None = None  # at its last use
@@ -57,17 +60,14 @@ class CodedState(CachedState):
         self._decoding = threading.Lock()  # one thread fills the slot, others wait for it
 
     # ---------------------------------------------------------------- what the pool asks
-    def next_use(self) -> float:
-        use = super().next_use()
-        return use + MADE_HERE if use >= 0 else use
+    def may_evict(self) -> bool:
+        return not self._is_blank and not self._pool.is_kept(self.slot)
 
-    def can_evict(self) -> bool:
-        if self._slot is None or self._is_blank or self._pool.is_kept(self):
-            return False
-        return not self._slot.in_use()
-
-    def _forget_arrival(self) -> None:
+    def evicted(self) -> None:
         self._is_blank = self._is_reserved = False
+
+    def write_back(self) -> None:
+        """Do nothing: what is written to the slot is stored at once."""
 
     def transit(self) -> Callable[[], object] | None:
         return None
@@ -81,45 +81,54 @@ class CodedState(CachedState):
             if next_use is not None and next_use < 0:  # it is used now
                 if self._was_decoded is False:
                     self._pool.keep_no_values(round_up(self.nbytes, PAGE_NBYTES))
-                elif self._slot is None and (self._was_decoded or self._pool.makes_values):
+                elif self.slot.lease is None and (self._was_decoded or self._pool.makes_values):
                     self._reserve()
                 self._was_decoded = False
-        return self._home.prefetch(next_use=next_use, priority=priority)
+        return self.home.prefetch(next_use=next_use, priority=priority)
+
+    def held_values(self) -> torch.Tensor | None:
+        """A view of the values in the slot; None if it holds none."""
+        with self._lock:
+            return self.slot.view() if self._has_values else None
 
     @property
     def _has_values(self) -> bool:
         """Whether a slot is held that is not merely reserved for values."""
-        return self._slot is not None and not self._is_reserved
+        return self.slot.lease is not None and not self._is_reserved
 
     def _reserve(self) -> None:
         size = round_up(self.nbytes, PAGE_NBYTES)
-        lease = self._pool.offer_for_values(size, self.name, StateClass.PARAMETERS)
+        lease = self._pool.offer_for_values(size, self.name, self.slot.state_class)
         if lease is not None:
-            self._slot, self._is_reserved = lease, True
-            self._pool.register(self)
-            self._pool.keep_for_values(self)
+            self._is_reserved = True
+            self.slot.hold(lease)
+            self._pool.keep_for_values(self.slot)
 
     @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
         with self._decoding:
             with self._lock:
-                if self._slot is not None and self._has_values:
-                    return self._slot.tensor[: self.nbytes]
+                if self._has_values:
+                    self.slot.note_read()
+                    return self.slot.view()
             # before its codes are held: these fit into smaller holes
             view = self._take_slot()
             try:
-                self._codec.decode(self._home.tensor(), view)
+                self.codec.decode(self.home.tensor(), view)
             except BaseException:
                 with self._lock:
-                    self.evict()  # the next caller must not take what is half there for values
+                    self.slot.evict()  # the next caller must not take what is half there for values
                 raise
             self._is_blank, self._was_decoded = False, True
             with self._lock:
-                self._pool.keep_for_values(self)
+                self._pool.keep_for_values(self.slot)
+                self.slot.note_read()
             return view
 
     def codes(self) -> tuple[Codec, torch.Tensor]:
-        return self._codec, self._home.tensor()
+        if not self.has_codes:
+            return super().codes()
+        return self.codec, self.home.tensor()
 
     def blank(self) -> torch.Tensor:
         return self._take_slot()
@@ -130,49 +139,53 @@ class CodedState(CachedState):
             view = self._blank_slot()
         if view is not None:
             return view
-        lease = self._lease_slot(None, StateClass.PARAMETERS)
+        lease = self.slot.request(None)
         assert lease is not None, "demanded"
         with self._lock:
             view = self._blank_slot()
             if view is not None:  # another thread has taken or reserved one meanwhile
                 lease.free()
                 return view
-            self._slot, self._is_blank = lease, True
-            self._pool.register(self)
-            return lease.tensor[: self.nbytes]
+            self._is_blank = True
+            self.slot.hold(lease)
+            self.slot.begin_write()
+            return self.slot.view()
 
     def _blank_slot(self) -> torch.Tensor | None:
         """The slot's memory, marked as blank; None if no slot is held."""
-        if self._slot is None:
+        if self.slot.lease is None:
             return None
         self._is_blank, self._is_reserved = True, False
-        return self._slot.tensor[: self.nbytes]
+        self.slot.begin_write()
+        return self.slot.view()
 
     def mark_dirty(self, *, to_edge: bool = False) -> None:
         """Store what was written at once, and round the slot to what is stored."""
-        with self._lock:
-            if self._slot is None or not self._has_values:
-                raise StateError(f"{self.name} holds no memory that could have been written")
-            view = self._slot.tensor[: self.nbytes]
-        self._home.settle()  # what goes home must not be half of what is written now
-        is_new = self._is_blank or not self._is_stored
-        stored = self._home.blank() if is_new else self._home.tensor()
-        store = self._codec.encode if is_new else self._codec.update
-        try:
-            store(view, stored)
-        except BaseException:
-            if not is_new:
-                self._codec.decode(stored, view)  # what was refused is not there
-            raise
-        self._codec.decode(stored, view)
-        self._home.mark_dirty()
+        view = self.held_values()
+        if view is None:
+            raise StateError(f"{self.name} holds no memory that could have been written")
+        self._host.store(view, is_new=self._is_blank or not self._is_stored)
         self._is_blank, self._is_stored = False, True
+
+    def note_use(self) -> None:
+        self.slot.mark_reads()
 
     def residency(self) -> Residency:
         with self._lock:
             if self._has_values:
                 return Residency.DIRTY if self._is_blank else Residency.CLEAN
-        return self._home.residency()
+        return self.home.residency()
+
+    # ---------------------------------------------------------------- host side
+    def host_tensor(self) -> torch.Tensor:
+        return self._host.tensor()
+
+    def host_blank(self) -> torch.Tensor:
+        return self._host.blank()
+
+    def mark_host_dirty(self) -> None:
+        self._host.mark_dirty()
+        self._is_stored = True
 
     # ---------------------------------------------------------------- update side
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -182,4 +195,103 @@ class CodedState(CachedState):
 
     # ---------------------------------------------------------------- both
     def settle(self) -> None:
-        self._home.settle()
+        self.home.settle()
+
+    def discard(self) -> None:
+        self.slot.give_back()
+        self.home.discard()
+
+    def close(self) -> None:
+        self.discard()
+        self.home.close()
+
+
+def _after_reads(next_use: Callable[[], float]) -> Callable[[], float]:
+    """`next_use` of a slot whose values are evicted before anything that would have to be read."""
+
+    def later() -> float:
+        use = next_use()
+        return use + MADE_HERE if use >= 0 else use
+
+    return later
+
+
+class _InSlot:
+    """The host works on the values in the slot, which is host memory."""
+
+    def __init__(self, state: QuantizedState) -> None:
+        self._state = state
+
+    def tensor(self) -> torch.Tensor:
+        return self._state.tensor()
+
+    def blank(self) -> torch.Tensor:
+        return self._state.blank()
+
+    def mark_dirty(self) -> None:
+        self._state.mark_dirty()
+
+    def store(self, view: torch.Tensor, *, is_new: bool) -> None:
+        """Store the slot's `view`, and round it. `is_new`: it is no change of what was stored."""
+        home, codec = self._state.home, self._state.codec
+        home.settle()  # what goes home must not be half of what is written now
+        stored = home.blank() if is_new else home.tensor()
+        store = codec.encode if is_new else codec.update
+        try:
+            store(view, stored)
+        except BaseException:
+            if not is_new:
+                codec.decode(stored, view)  # what was refused is not there
+            raise
+        codec.decode(stored, view)
+        home.mark_dirty()
+
+
+class _InCopy:
+    """The host works on a copy of the values, for the slot is a device's: one state at a time."""
+
+    def __init__(self, state: QuantizedState, copy: HostCopy) -> None:
+        self._state = state
+        self._copy = copy
+        self._is_new = False  # what is there is no change of what is stored
+
+    def tensor(self) -> torch.Tensor:
+        values = self._lend(is_new=False)
+        self._state.codec.decode(self._state.home.host_tensor(), values)
+        return values
+
+    def blank(self) -> torch.Tensor:
+        return self._lend(is_new=True)
+
+    def _lend(self, *, is_new: bool) -> torch.Tensor:
+        self._is_new = is_new
+        return self._copy.lend(self._state)
+
+    def mark_dirty(self) -> None:
+        home, codec = self._state.home, self._state.codec
+        values = self._copy.take_back(self._state)
+        if self._is_new:
+            stored = home.host_blank()
+            codec.encode(values, stored)
+        else:
+            stored = home.host_tensor()
+            try:
+                codec.update(values, stored)
+            except BaseException:
+                del stored
+                self._refresh()  # what was refused is not there
+                raise
+        home.mark_host_dirty()
+        del stored
+        self._refresh()
+
+    def store(self, view: torch.Tensor, *, is_new: bool) -> None:
+        """Store the slot's `view`, encoded on the CPU: users write to it outside of passes."""
+        self._lend(is_new=is_new).copy_(view)
+        self.mark_dirty()
+
+    def _refresh(self) -> None:
+        """Decode the home's codes into the slot, if it holds values."""
+        view = self._state.held_values()
+        if view is not None:
+            self._state.codec.decode(self._state.home.tensor(), view)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from offload.errors import StateError
-from offload.swap.device.coded_device_state import DeviceCodedState
 from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.states.memory_state import MemoryState
+from offload.swap.states.quantized_state import QuantizedState
 from offload.swap.states.state import State
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from tests.swap.stream_simulation import weak
@@ -50,23 +50,22 @@ class Halved:
             work()
 
 
-Make = Callable[[str, int, int], DeviceCodedState]
+Make = Callable[[str, int, int], QuantizedState]
 
 
 @pytest.fixture
 def make(bench: Bench) -> Make:
     """A state with values of so many pages, filled with a number."""
 
-    def one(name: str, pages: int, fill: int) -> DeviceCodedState:
+    def one(name: str, pages: int, fill: int) -> QuantizedState:
         def home(stored: int) -> State:
             lease = bench.host_lease(stored // PAGE_NBYTES)
             kept = MemoryState(name, stored, PAGE_NBYTES, lease)
             return MirroredState(kept, bench.slot(name, stored))
 
         nbytes = pages * PAGE_NBYTES
-        state = DeviceCodedState(
-            nbytes, Halved(bench), home, bench.pool, bench.links, bench.reads, lambda: 1.0
-        )
+        codec = Halved(bench)
+        state = QuantizedState(home(codec.stored_nbytes(nbytes)), codec, bench.slot(name, nbytes))
         state.host_blank().fill_(fill)
         state.mark_host_dirty()
         return state
@@ -86,7 +85,7 @@ def test_a_slot_that_is_given_up_is_decoded_into_after_its_last_reader(
     first, second = make("first", 4, 1), make("second", 4, 2)
     seen = [bench.reads_on_model_stream(first.tensor())]
     seen.append(bench.reads_on_model_stream(second.tensor()))  # there is room for one
-    assert first.residency() is not Residency.CLEAN or first._slot is None
+    assert first.residency() is not Residency.CLEAN or first.slot.lease is None
     seen.append(bench.reads_on_model_stream(first.tensor()))
     bench.world.model.synchronize()
     assert [int(each[0]) for each in seen] == [1, 2, 1]

@@ -17,7 +17,7 @@ from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
-from offload.swap.states.quantized_state import CodedState
+from offload.swap.states.quantized_state import QuantizedState
 from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import Codec, State
@@ -79,7 +79,7 @@ class Nibbles(Updating):
         values.view(torch.float32).view(-1, 64).copy_(numbers * step + least)
 
 
-Make = Callable[..., CodedState]
+Make = Callable[..., QuantizedState]
 CODECS = {"halves": Halves(), "int4": Nibbles()}
 
 
@@ -112,8 +112,9 @@ def make(home_kind: str, codec: Codec, tmp_path: Path) -> Iterator[Make]:
         slot = Slot("coded", nbytes, StateClass.PARAMETERS, pool, lambda: 1.0)
         return CachedFileState(files, slot, PAGE_NBYTES)
 
-    def one() -> CodedState:
-        made.append(CodedState(NBYTES, codec, home, pool, lambda: 1.0))
+    def one() -> QuantizedState:
+        slot = Slot("coded", NBYTES, StateClass.PARAMETERS, pool, lambda: 1.0)
+        made.append(QuantizedState(home(codec.stored_nbytes(NBYTES)), codec, slot))
         return made[-1]
 
     yield one
@@ -139,7 +140,7 @@ def rounded(codec: Codec, exact: Tensor) -> Tensor:
     return found
 
 
-def filled(make: Make, seed: int = 0) -> CodedState:
+def filled(make: Make, seed: int = 0) -> QuantizedState:
     state = make()
     state.blank().copy_(values(seed).view(torch.uint8))
     state.mark_dirty()
@@ -147,30 +148,30 @@ def filled(make: Make, seed: int = 0) -> CodedState:
     return state
 
 
-def held(state: CodedState) -> Tensor:
+def held(state: QuantizedState) -> Tensor:
     return state.tensor().view(torch.float32)
 
 
 def test_what_is_computed_with_is_what_is_stored_from_the_start(make: Make, codec: Codec) -> None:
     state = filled(make)
     assert torch.equal(held(state), rounded(codec, values()))
-    state.evict()
+    state.slot.evict()
     assert torch.equal(held(state), rounded(codec, values()))
 
 
 def test_a_slot_that_is_looked_at_is_not_given_up_and_one_that_is_not_may_be(make: Make) -> None:
     state = filled(make)
     view = state.tensor()
-    assert not state.can_evict()
+    assert not state.slot.can_evict()
     del view
-    assert state.can_evict()
+    assert state.slot.can_evict()
 
 
 def test_a_slot_that_could_not_be_filled_is_not_taken_for_values(
     make: Make, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = filled(make)
-    state.evict()
+    state.slot.evict()
 
     def cut_short(stored: Tensor, values: Tensor) -> None:
         values.fill_(1)
@@ -187,7 +188,7 @@ def test_threads_that_want_values_at_once_decode_them_once(
     make: Make, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = filled(make)
-    state.evict()
+    state.slot.evict()
     decode, decoded, begun = type(codec).decode, list[int](), threading.Event()
 
     def slow(self: Codec, stored: Tensor, values: Tensor) -> None:
@@ -214,8 +215,8 @@ def test_a_slot_reserved_while_another_thread_waits_for_one_is_not_lost(
 ) -> None:
     state = filled(make)
     expected = held(state).clone()
-    state.evict()
-    pool = state._pool
+    state.slot.evict()
+    pool = state.slot.pool
     used, demand = pool.tier.account.used_nbytes, pool.demand
     waits, goes_on = threading.Event(), threading.Event()
 
@@ -235,17 +236,17 @@ def test_a_slot_reserved_while_another_thread_waits_for_one_is_not_lost(
     goes_on.set()
     other.join()
     assert torch.equal(found[0], expected)
-    state.evict()
+    state.slot.evict()
     assert pool.tier.account.used_nbytes == used
 
 
 def test_a_reserved_slot_is_never_taken_for_values(make: Make, codec: Codec) -> None:
     state = filled(make)
-    state.evict()
-    state._pool.makes_values = True
+    state.slot.evict()
+    state.slot.pool.makes_values = True
     state.prefetch(next_use=-1.0)  # another state's last use decoded
-    assert state.held_nbytes
-    assert state.residency() is state._home.residency()
+    assert state.slot.held_nbytes
+    assert state.residency() is state.home.residency()
     with pytest.raises(StateError, match="no memory that could have been written"):
         state.mark_dirty()
     assert torch.equal(held(state), rounded(codec, values()))

@@ -20,7 +20,7 @@ from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
-from offload.swap.states.quantized_state import CodedState
+from offload.swap.states.quantized_state import QuantizedState
 from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import Codec, State
@@ -71,7 +71,8 @@ class Homes:
         if self.codec is None:
             made = home(nbytes)
         else:
-            made = CodedState(nbytes, self.codec, home, self.pool, next_use)
+            slot = Slot(name, nbytes, StateClass.PARAMETERS, self.pool, next_use)
+            made = QuantizedState(home(self.codec.stored_nbytes(nbytes)), self.codec, slot)
         self.states.append(made)
         return made
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from offload.kernels.floats import Array
-from offload.swap.states.quantized_state import CodedState
+from offload.swap.states.quantized_state import QuantizedState
 from offload.swap.states.state import Snapshot, State
 from offload.tiers.errors import CheckpointError, OffloadError
 from offload.tiers.host_region import HostRegion
@@ -105,7 +105,7 @@ class PieceAccess:
     ) -> None:  # fmt: skip
         """States with a snapshot are read from it, and each piece is let go afterwards."""
         self._snapshots = snapshots or {}
-        plain = [state for state in states if not isinstance(state, CodedState)]
+        plain = [state for state in states if not isinstance(state, QuantizedState)]
         largest = max((min(state.piece_nbytes, state.nbytes) for state in plain), default=0)
         # page-aligned, as direct I/O wants it, and returned to the system with this object
         size = round_up(max(1, largest), PAGE_NBYTES)
@@ -114,7 +114,7 @@ class PieceAccess:
     @contextmanager
     def reading(self, state: State, piece: int) -> Iterator[torch.Tensor]:
         """The piece's bytes (1D uint8, host memory), valid and unchanged within the block."""
-        if isinstance(state, CodedState):  # dequantized into memory of its own budget
+        if isinstance(state, QuantizedState):  # dequantized into memory of its own budget
             yield state.host_tensor()[state.span(piece)]
             return
         snapshot = self._snapshots.get(state)
@@ -135,7 +135,7 @@ class PieceAccess:
         """Yield memory for all of the piece's bytes, its content undefined; they are written to the
         home after the block, unless it raises."""
         span = state.span(piece)
-        if isinstance(state, CodedState):
+        if isinstance(state, QuantizedState):
             values = state.host_tensor()
             yield values[span]
             state.mark_host_dirty()
