@@ -11,7 +11,7 @@ import torch
 
 from offload.kernels.gpu import triton_launch
 from offload.planning.plan.plan import Plan
-from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
+from offload.swap.device.device_home import DeviceHomeState
 from offload.swap.device.device_slot import DeviceSlot, Links
 from offload.swap.device.fences import Fences, OpenReads
 from offload.swap.device.staging_ring import StagingRing
@@ -62,11 +62,11 @@ class DeviceHomes:
         edge_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
         """Return a state at home on the device."""
-        kind = DeviceRecordState if state_class is StateClass.OPTIMIZER else DeviceHomeState
         lease = self.pool.demand(nbytes, name, state_class)
-        return kind(
-            name, nbytes, piece_nbytes, lease, self._update_links, edge_nbytes, stride_nbytes
-        )
+        return DeviceHomeState(
+            name, nbytes, piece_nbytes, lease, self._update_links, edge_nbytes, stride_nbytes,
+            is_record=state_class is StateClass.OPTIMIZER,
+        )  # fmt: skip
 
     def slot(self, name: str, nbytes: int, next_use: NextUse) -> DeviceSlot:
         """Return a slot of device memory, for parameters that are at home elsewhere."""

@@ -1,7 +1,7 @@
 """States at home in device memory.
 
 The device's update works on them in place; for the CPU's they are staged through host memory piece
-by piece. `DeviceRecordState` is such a home that the update alone works on.
+by piece.
 """
 
 from __future__ import annotations
@@ -10,29 +10,34 @@ import torch
 
 from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import StreamEvent, keeping, mark_here
-from offload.swap.states.memory_state import MemoryState
-from offload.swap.states.state import HostPiece
+from offload.swap.io.io_backend import Priority
+from offload.swap.states.state import HostPiece, State
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.memory_tier import Lease
+from offload.tiers.tier import Residency
 
 
-class DeviceHomeState(MemoryState):
-    """Device memory is the home. What other streams do in it is remembered by marks: the
-    stream that works in it next waits for them."""
+class DeviceHomeState(State):
+    """Device memory is the home. What other streams do in it is remembered by marks: the stream
+    that works in it next waits for them. It has no snapshots: the device's work is queued, and
+    overwrites it at any time."""
 
+    in_place = True
     at_home_on_device = True
-
-    can_snapshot = False  # the device's work is queued, and overwrites it at any time
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links,
-        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+        edge_nbytes: int | None = None, stride_nbytes: int | None = None, *,
+        is_record: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(name, nbytes, piece_nbytes, lease, edge_nbytes, stride_nbytes)
-        self._lease: Lease = lease
+        """`is_record`: the update alone works with it. Other readers and writers (loading, reading
+        values out) get a copy in host memory, one such copy at a time."""
+        super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
+        self._lease = lease
         self._links = links
-        self._copy = links.host_copy
+        self._is_record = is_record
+        self._copy = links.record_copy if is_record else links.host_copy
         self._whole = lease.tensor[:nbytes]
         self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
 
@@ -45,9 +50,25 @@ class DeviceHomeState(MemoryState):
         self._busy = mark.replacing(self._busy)
 
     # ---------------------------------------------------------------- compute side
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
+        return True
+
     def tensor(self) -> torch.Tensor:
+        if self._is_record:
+            return self.host_tensor()
         self._before_here()
         return self._whole
+
+    def blank(self) -> torch.Tensor:
+        return self.host_blank() if self._is_record else self.tensor()
+
+    def mark_dirty(self, *, to_edge: bool = False) -> None:
+        """Take home the copy of a record; anything else was changed where it is at home."""
+        if self._is_record:
+            self.mark_host_dirty()
+
+    def residency(self) -> Residency:
+        return Residency.CLEAN
 
     # ---------------------------------------------------------------- host side
     def host_tensor(self) -> torch.Tensor:
@@ -96,6 +117,9 @@ class DeviceHomeState(MemoryState):
         self._worked(until)
 
     # ---------------------------------------------------------------- both
+    def discard(self) -> None:
+        """Keep the memory, which is a permanent home; its content no longer counts."""
+
     def settle(self) -> None:
         for mark in self._busy:
             if not mark.done():  # they are kept when they are: to ask is less than to wait
@@ -105,25 +129,4 @@ class DeviceHomeState(MemoryState):
         marks = (*self._busy, mark_here(self._links.device))
         self._links.fences.retire(self._lease.extent, marks)
         self._whole = torch.empty(0, dtype=torch.uint8)
-        super().close()
-
-
-class DeviceRecordState(DeviceHomeState):
-    """A record on the device that only the update works with. Other readers and writers (loading,
-    reading values out) get a copy in host memory, one such copy at a time."""
-
-    def __init__(
-        self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links,
-        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(name, nbytes, piece_nbytes, lease, links, edge_nbytes, stride_nbytes)
-        self._copy = links.record_copy
-
-    def tensor(self) -> torch.Tensor:
-        return self.host_tensor()
-
-    def blank(self) -> torch.Tensor:
-        return self.host_blank()
-
-    def mark_dirty(self, *, to_edge: bool = False) -> None:
-        self.mark_host_dirty()
+        self._lease.free()

@@ -146,7 +146,7 @@ class QuantizedState(State):
             if view is not None:  # another thread has taken or reserved one meanwhile
                 lease.free()
                 return view
-            self._is_blank = True
+            self._is_blank, self._is_reserved = True, False
             self.slot.hold(lease)
             self.slot.begin_write()
             return self.slot.view()

@@ -17,7 +17,6 @@ import torch
 from offload.kernels.floats import Float, serial
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
-from offload.swap.device.device_home import DeviceRecordState
 from offload.swap.device.device_slot import Links
 from offload.swap.device.fences import Fences, OpenReads
 from offload.swap.device.staging_ring import StagingRing, runs_of
@@ -261,7 +260,7 @@ def a_piece_is_stepped_then_loaded(bench: CheckedBench, folder: Path) -> None:
 
 @program
 def a_record_is_stepped_then_looked_at(bench: CheckedBench, folder: Path) -> None:
-    state, work = bench.at_home(2, DeviceRecordState), bench.work()
+    state, work = bench.at_home(2, is_record=True), bench.work()
     with work.entered():
         bench.write(state.device_piece(0))
         state.used_device_piece(0, mark_here(CUDA))

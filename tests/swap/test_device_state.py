@@ -51,9 +51,10 @@ class Bench:
             name, nbytes, StateClass.PARAMETERS, self.pool, lambda: next_use, self.links, self.reads
         )
 
-    def at_home(self, pages: int, kind: type[DeviceHomeState] = DeviceHomeState) -> DeviceHomeState:
-        lease = self.pool.demand(pages * PAGE_NBYTES, "home", StateClass.PARAMETERS)
-        return kind("home", pages * PAGE_NBYTES, PAGE_NBYTES, lease, self.links)
+    def at_home(self, pages: int, *, is_record: bool = False) -> DeviceHomeState:
+        nbytes = pages * PAGE_NBYTES
+        lease = self.pool.demand(nbytes, "home", StateClass.PARAMETERS)
+        return DeviceHomeState("home", nbytes, PAGE_NBYTES, lease, self.links, is_record=is_record)
 
     def reads_on_model_stream(self, view: torch.Tensor) -> torch.Tensor:
         """Queue a kernel of the model that reads `view`; what it will have read."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.swap.device.device_home import DeviceHomeState, DeviceRecordState
+from offload.swap.device.device_home import DeviceHomeState
 from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.device.streams import StreamEvent
 from offload.swap.io.requests_and_retries import Operation
@@ -115,10 +115,10 @@ class TestDeviceHomeState(InPlaceConformance, OnADevice):
         return DeviceHomeState(name, NBYTES, PIECE_NBYTES, lease, places.links)
 
 
-class TestDeviceRecordState(OnADevice):
+class TestDeviceRecord(OnADevice):
     def make(self, places: Places, name: str) -> State:
         lease = places.homes.lease(NBYTES, owner=name, state_class=StateClass.OPTIMIZER)
-        return DeviceRecordState(name, NBYTES, PIECE_NBYTES, lease, places.links)
+        return DeviceHomeState(name, NBYTES, PIECE_NBYTES, lease, places.links, is_record=True)
 
 
 class OnALaggingDevice(StateConformance):
@@ -147,7 +147,7 @@ class TestLaggingDeviceHomeState(OnALaggingDevice, TestDeviceHomeState):
     pass
 
 
-class TestLaggingDeviceRecordState(OnALaggingDevice, TestDeviceRecordState):
+class TestLaggingDeviceRecord(OnALaggingDevice, TestDeviceRecord):
     pass
 
 
