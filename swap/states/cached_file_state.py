@@ -74,7 +74,7 @@ class CachedFileState(State):
             try:
                 while self._dirty:
                     piece = min(self._dirty)
-                    self._file.write(piece, self._slot_pages(piece))
+                    self._file.write(piece, self.slot.pages(self.span(piece)))
                     self._dirty.discard(piece)  # not before: a dirty copy is not dropped
             finally:
                 self._being_sent = False
@@ -197,7 +197,7 @@ class CachedFileState(State):
     @defer_signals
     def mark_piece_dirty(self, piece: int) -> None:
         with self._lock:
-            self._file.write(piece, self._slot_pages(piece))
+            self._file.write(piece, self.slot.pages(self.span(piece)))
 
     @interrupted_in_waits
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
@@ -207,8 +207,6 @@ class CachedFileState(State):
         if before is not None:
             before.wait()
         with self._lock:
-            if not self._file.has(piece):
-                raise StateError(f"{self.name}: piece {piece} is read before it was ever written")
             pages = self._staged_pages(piece, destination)
             return self._file.read(piece, pages, Priority.NORMAL)
 
@@ -258,10 +256,7 @@ class CachedFileState(State):
         self.write_back()
         self.settle()
         with self._lock:
-            found = self._file.snapshot()
-        if found is None:
-            raise StateError(f"{self.name} is saved before it was ever written")
-        return found
+            return self._file.snapshot()
 
     # ---------------------------------------------------------------- both
     @defer_signals
@@ -295,9 +290,6 @@ class CachedFileState(State):
         self.discard()
 
     # ---------------------------------------------------------------- moves
-    def _slot_pages(self, piece: int) -> memoryview:
-        return self.slot.pages(self.span(piece))
-
     def _staged_pages(self, piece: int, staged: torch.Tensor) -> memoryview:
         span = self.span(piece)
         nbytes = round_up(span.stop - span.start, PAGE_NBYTES)
@@ -306,5 +298,5 @@ class CachedFileState(State):
         return staged.numpy().data[:nbytes]
 
     def _read_into_slot(self, piece: int, priority: Priority) -> None:
-        pages = self._slot_pages(piece)
+        pages = self.slot.pages(self.span(piece))
         self.slot.arrivals[piece] = self._file.read(piece, pages, priority)

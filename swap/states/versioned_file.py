@@ -11,7 +11,7 @@ from offload.swap.io.block_store import BlockStore, StoredBlock
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.state import HostPiece
 from offload.swap.threads.transfer import Failure, Transfer
-from offload.tiers.errors import TierFullError
+from offload.tiers.errors import StateError, TierFullError
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
@@ -43,18 +43,15 @@ class VersionedFile:
         return self._store.await_room()
 
     # ---------------------------------------------------------------- moves
-    def has(self, piece: int) -> bool:
-        """Whether the piece was written."""
-        return self._blocks[piece] is not None
-
     def is_whole(self) -> bool:
         """Whether every piece was written. Does not need the lock."""
         return None not in self._blocks
 
     def read(self, piece: int, pages: memoryview, priority: Priority) -> Transfer[None]:
-        """Start to fill `pages`, the whole pages of a piece that was written."""
+        """Start to fill `pages`, the whole pages of a piece. StateError if it was never written."""
         block = self._blocks[piece]
-        assert block is not None, "checked by the caller"
+        if block is None:
+            raise StateError(f"{self.name}: piece {piece} is read before it was ever written")
         return self._store.read(block, pages, priority=priority)
 
     def write(self, piece: int, pages: memoryview) -> Transfer[None]:
@@ -124,10 +121,12 @@ class VersionedFile:
             self._store.free(written)
         return list(old)
 
-    def snapshot(self) -> FileSnapshot | None:
-        """A snapshot of the pieces as they are; None if some piece was never written."""
+    def snapshot(self) -> FileSnapshot:
+        """A snapshot of the pieces as they are. StateError if one was never written."""
         blocks = [block for block in self._blocks if block is not None]
-        return FileSnapshot(self._store, blocks) if len(blocks) == len(self._blocks) else None
+        if len(blocks) < len(self._blocks):
+            raise StateError(f"{self.name} is saved before it was ever written")
+        return FileSnapshot(self._store, blocks)
 
     def free(self) -> None:
         """Forget all pieces, and give back their extents."""
