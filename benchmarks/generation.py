@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="dense")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt", type=int, default=4)
-    parser.add_argument("--passes", type=int, default=3, help="of a turn, after the prompt's")
+    parser.add_argument("--passes", type=int, default=3, help="passes per turn, after the prompt's")
     parser.add_argument("--budget", default="1536MiB")
     parser.add_argument("--storage", default=None)
     parser.add_argument("--rounds", type=int, default=3)

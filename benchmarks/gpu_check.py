@@ -280,10 +280,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--parts", type=_parts, default=PARTS, metavar="NAMES",
-        help=f"of {', '.join(PARTS)}, separated by commas (default: all)",
+        help=f"some of {', '.join(PARTS)}, separated by commas (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="for swap files (default: the temporary folder)"
+        "--folder", type=Path, metavar="DIR", help="of swap files (default: the temporary folder)"
     )
     return parser
 

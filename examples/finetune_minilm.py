@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--storage", choices=["int8", "int4", "nf4"])
     parser.add_argument("--losses", type=Path)
-    parser.add_argument("--texts", type=int, default=MOST_TEXTS, help="of a collection, at most")
+    parser.add_argument("--texts", type=int, default=MOST_TEXTS, help="most texts of a collection")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--fortunes", type=Path, default=FORTUNES)
     parser.add_argument("--way", choices=["offload", "plain", "both"], default="both")

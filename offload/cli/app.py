@@ -59,7 +59,7 @@ def train(
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --run-dir.")
+        bool, typer.Option("--resume", help="Resume from the last checkpoint in --run-dir.")
     ] = False,
 ) -> None:
     """Train the built-in language model as FILE says."""
@@ -85,8 +85,7 @@ def plan(
         int, typer.Option(metavar="M", min=1, max=_MAX_RANKS, help="Machines like this one.")
     ] = 1,
 ) -> None:
-    """Print the placement of the built-in model's states, and the bytes it takes, without
-    training."""
+    """Print the placement of the built-in model's states, and their bytes, without training."""
     from offload.cli.plan import print_plan
 
     print_plan(file, option or [], ranks, nodes)
@@ -97,7 +96,7 @@ def generate(
     folder: Annotated[
         Path, typer.Argument(metavar="MODEL_FOLDER", help="A model in transformers' format.")
     ],
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to go on from.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue.")],
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="The YAML configuration.")
     ] = None,
@@ -105,11 +104,11 @@ def generate(
     max_new_tokens: Annotated[
         int,
         typer.Option(
-            metavar="N", min=1, help="Tokens to generate, at most; less at the context's end."
+            metavar="N", min=1, help="Most tokens to generate; fewer at the context's end."
         ),
     ] = 128,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="Take the likeliest token each time.")
+        bool, typer.Option("--greedy", help="Choose the most likely token each time.")
     ] = False,
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="Random seed. Short for -o seed=.")
@@ -128,7 +127,7 @@ def generate(
 def doctor(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH", help="Folders for swap files to look at."),
+        typer.Argument(metavar="PATH", help="Folders for swap files to check."),
     ] = None,
 ) -> None:
     """Report what this machine offers, what is missing, and how to fix it. The exit code is 1 if
@@ -163,7 +162,7 @@ def migrate(
         int | None,
         typer.Option(metavar="N", help="Processes that train together: divides train_batch_size."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE if it exists.")] = False,
 ) -> None:
     """Convert a configuration of DeepSpeed to one of offload, and say what became of its keys."""
     migrate_file(file, out, ranks, replace=force)
@@ -185,9 +184,7 @@ def compress(
     group_size: Annotated[int, typer.Option(metavar="N", help="Elements that share a scale.")] = 64,
     skip: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Modules that stay as they are. Repeatable; default: lm_head."
-        ),
+        typer.Option(metavar="NAME", help="Modules not to quantize. Repeatable; default: lm_head."),
     ] = None,
 ) -> None:
     """Write FOLDER's model to OUT with quantized weights, in files that from_pretrained opens.

@@ -47,7 +47,7 @@ Folder = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="Train as FILE says. Default: a 151 M Llama."),
+    typer.Option("--config", metavar="FILE", help="The training's YAML. Default: a 151 M Llama."),
 ]
 Size = Annotated[
     str | None,
@@ -55,7 +55,7 @@ Size = Annotated[
 ]
 Systems = Annotated[
     str,
-    typer.Option("--systems", metavar="NAMES", help="Names with commas. Default: all."),
+    typer.Option("--systems", metavar="NAMES", help="Names, separated by commas. Default: all."),
 ]
 
 

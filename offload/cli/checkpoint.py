@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offload.checkpoint.format.manifest import Manifest, ParameterRecord, RunRecord
 
 checkpoint_app = typer.Typer(
-    cls=GuardedGroup, help="Look into, check and export checkpoints.", no_args_is_help=True
+    cls=GuardedGroup, help="Inspect, verify and export checkpoints.", no_args_is_help=True
 )
 
 Folder = Annotated[
@@ -66,13 +66,13 @@ def export(
     ],
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option(help="fp32: master weights. Default: as the model computed with them."),
+        typer.Option(help="Format of the weights. fp32: masters. Default: the model's."),
     ] = None,
     source: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="With the tokenizer's files. Default: the folder that the model came from.",
+            help="Folder with the tokenizer's files. Default: the model's source.",
         ),
     ] = None,
 ) -> None:
@@ -106,11 +106,11 @@ def import_deepspeed(
     ] = False,
     optimizer: Annotated[
         str | None,
-        typer.Option(metavar="TYPE", help="Offload's name of it, where PATH does not say it."),
+        typer.Option(metavar="TYPE", help="Optimizer type, for a PATH without its name."),
     ] = None,
     tied: Annotated[
         list[str] | None,
-        typer.Option(metavar="ALIAS=NAME", help="A tied parameter that PATH does not note."),
+        typer.Option(metavar="ALIAS=NAME", help="A tied parameter that PATH does not record."),
     ] = None,
 ) -> None:
     """Convert a ZeRO checkpoint of DeepSpeed (stages 1 to 3) to offload's format, to train on."""

@@ -60,13 +60,13 @@ class BudgetConfig(Section):
     __pydantic_extra__: dict[FurtherTier, Budget]
 
     device: Budget = key(None, example="16GiB", unit="bytes")
-    """Memory of the GPU for states, their copies and buffers; what a pass computes with comes on
-    top. A percentage is of what is free there. auto: what the plan can use, at most 80%. Without a
-    GPU: the part of RAM that the model computes with."""
+    """GPU memory for states, their copies and buffers; the tensors of a pass come on top. A
+    percentage is of the free GPU memory. auto: what the plan can use, at most 80%. Without a GPU:
+    the part of RAM that the model computes with."""
     host: Budget = key(None, example="6GiB", unit="bytes")
     """RAM for states, their copies and buffers, of each rank; activations come on top without a
-    GPU. A percentage is of all RAM, or of the cgroup's limit. auto: what is free less a twentieth
-    (at least 1 GiB), and less what activations take: 30% of it where the batch is not known."""
+    GPU. A percentage is of all RAM, or of the cgroup's limit. auto: the free RAM less a twentieth
+    (at least 1 GiB), and less activations: 30% of it where the batch is not known."""
     nvme: Budget = key(None, example="100GiB", unit="bytes")
     """Swap files. A percentage is of the free space in nvme.paths. auto: 90%."""
 
@@ -92,8 +92,8 @@ class NvmeConfig(Section):
     """I/O threads per path; with libaio, also requests in the kernel."""
     timeout_s: float = key(30.0, example=120.0, gt=0, le=1e6, unit="seconds")
     """The time in which a disk has to end one of its reads and writes, or another call (to make or
-    to reserve a file); after it a StuckError names what is stuck. A disk that is only slow ends
-    something in time. Calls on checkpoints are waited for, and named after 30 s."""
+    to reserve a file); after it a StuckError names the call. A disk that is only slow ends one in
+    time. Calls on checkpoints have no limit; a warning names them after 30 s."""
 
 
 class ActivationConfig(Section):
@@ -103,8 +103,8 @@ class ActivationConfig(Section):
     """The tier in which saved activations wait for backward. host: of use with a GPU only."""
     checkpoint: Recompute = key(False, example="selective")
     """Recompute each repeated block's activations in backward, with the same bits. selective: keep
-    those of matrix products and attention. auto: as a step is fastest and fits, where the batch is
-    known beforehand (`offload train`, memest); otherwise false."""
+    those of matrix products and attention. auto: the fastest that fits, where the batch is known
+    beforehand (`offload train`, memest); otherwise false."""
 
 
 class PlacementConfig(Section):
@@ -139,18 +139,18 @@ class StorageConfig(Section):
     weights: WeightFormatName = key(..., example="nf4")
     """Format of frozen weights at home, on any tier: int8, int4 (asymmetric), or nf4 (as QLoRA).
     They are quantized once, while they are loaded, and dequantized into memory of the budget to
-    compute with: the same values on every tier. Frozen matrices alone: norms, biases and what is
-    trained stay as they are."""
+    compute with: the same values on every tier. Frozen matrices alone: norms, biases and trained
+    parameters are not quantized."""
     group_size: Literal[32, 64, 128, 256] = key(64, example=128, unit="elements")
-    """Consecutive elements that share a scale; they divide the rows of a weight (of nf4 the whole
-    of it). Fewer are more exact, and take more bytes."""
+    """Consecutive elements that share a scale; the number divides the rows of a weight (for nf4 the
+    whole weight). Smaller groups are more exact, and take more bytes."""
     skip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | None, Field(strict=False)] = (
         key(
             None, example=["lm_head", "embed_tokens", "layers.0"], absent="lm_head, if there is one"
         )
     )
-    """Modules or parameters that stay as they are: names or the ends of names, with * and ?. A tied
-    weight stays if one of its names does. Empty: none."""
+    """Modules or parameters that are not quantized: names or the ends of names, with * and ?. A
+    tied weight is not if one of its names is listed. Empty: none."""
 
 
 class KVConfig(Section):
@@ -208,14 +208,14 @@ class ZeroConfig(Section):
     """Sharding over ranks."""
 
     stage: int = key(3, example=2, ge=0, le=3)
-    """What is sharded: 0 nothing, 1 optimizer states, 2 gradients as well, 3 parameters as well. Of
-    no effect on one rank."""
+    """The sharded states: 0 none, 1 optimizer states, 2 gradients as well, 3 parameters as well. No
+    effect on one rank."""
     shard_group: int | None = key(None, example=8, ge=1, unit="ranks", absent="all ranks share one")
     """Neighbouring ranks that share one copy of the states; the others have copies of their own (as
     HSDP, hpZ, MiCS)."""
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = key("fp32")
-    """Format that gradients are rounded to before they are summed over ranks. fp32: none is; sums
-    are in fp32 in any case."""
+    """Format to which gradients are rounded before they are summed over ranks. fp32: no rounding;
+    sums are in fp32 in any case."""
     timeout_s: float = key(600.0, example=60.0, gt=0, le=1e6, per_rank=True, unit="seconds")
     """Longest wait for other ranks; then a RankError names those that are missing."""
 
@@ -269,10 +269,10 @@ class OffloadConfig(Section):
     """Everything a run needs to know; every key is optional."""
 
     device: DeviceName = key("auto", example="cuda", per_rank=True)
-    """Where the model computes. auto: on the GPU if PyTorch sees one. cuda is ROCm's name, too."""
+    """The device that computes. auto: the GPU if PyTorch sees one. cuda is ROCm's name, too."""
     precision: Literal["fp32", "bf16", "fp16"] = key("fp32")
-    """Format that parameters and gradients have and the model computes in. 16 bits keep master
-    weights beside it (optimizer.master); fp16 scales the loss, and its loop calls
+    """Format of parameters, gradients and computation. 16-bit formats keep master weights beside
+    the parameters (optimizer.master); fp16 scales the loss, and its loop calls
     engine.backward(loss). Slow on CPUs without 16-bit products (`offload doctor`)."""
     seed: int = key(0, example=42, ge=0, lt=1 << 63)
     """Seed of the first values of a model on the meta device, of stochastic rounding, and of data
@@ -294,13 +294,13 @@ class OffloadConfig(Section):
     """Skip steps with infinite or NaN gradients: nothing is updated, and
     engine.optimizer.step_was_skipped is true. auto: true for fp16."""
     max_skipped_steps: int = key(50, example=20, ge=1, le=1 << 40, unit="steps")
-    """So many steps skipped in a row are an error, which names the parameters. The first steps of
-    fp16 may be: the loss scale is halved until gradients fit."""
+    """Skipped steps in a row that are an error, which names the parameters. The first steps of fp16
+    may be skipped: the loss scale is halved until gradients fit."""
     loss_scale: LossScaleConfig | None = key(None, absent="its defaults, for fp16")
     """Dynamic loss scaling of precision: fp16."""
     gradient_accumulation_steps: int = key(1, example=4, ge=1, le=1 << 16, unit="passes")
-    """Backward passes whose gradients add up to one step. Says what the loop does: no step is
-    skipped, and no loss is divided."""
+    """Backward passes whose gradients add up to one step. The key describes the loop: it skips no
+    step and divides no loss."""
     prefetch: AutoDepth = key("auto", example=4, per_rank=True, unit="groups")
     """Groups fetched ahead of their use; 0: none. auto: so many that some 48 MiB move."""
     groups: GroupsConfig = section(GroupsConfig, per_rank=True)
@@ -308,9 +308,9 @@ class OffloadConfig(Section):
     storage: StorageConfig | None = key(None, absent="as the model computes with them")
     """Frozen weights in fewer bits (QLoRA, inference)."""
     zero: ZeroConfig = section(ZeroConfig)
-    """What is sharded over ranks."""
+    """Sharding of states over ranks."""
     train: TrainConfig = section(TrainConfig, per_rank=True)
-    """What `offload train` does; a loop of your own ignores it."""
+    """Settings of `offload train`; a loop of your own ignores them."""
     written_for: WrittenFor | None = key(None, per_rank=True, absent="any model")
     """The model that this file was written for, which `memest --write` notes."""
 

@@ -137,7 +137,7 @@ def _asking(name: str, *, hidden: bool = False) -> Callable[[Callable[..., int]]
 
 @_asking(DEFAULT, hidden=True)
 def estimate(asked: EstimateOptions) -> int:
-    """Estimate what training MODEL takes: memory by place, seconds per step, and what to change."""
+    """Estimate training of MODEL: memory by place, seconds per step, and changes that would fit."""
     from offload.tools.memest.commands.run_estimate import run_estimate
 
     return run_estimate(asked)
@@ -153,7 +153,7 @@ def compare(asked: EstimateOptions) -> int:
 
 @app.command("check")
 def check(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Of `offload train`.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of `offload train`.")],
 ) -> None:
     """Compare the predicted and measured bytes per tier, and time, of a run."""
     from offload.tools.memest.commands.run_check import print_check
@@ -165,7 +165,7 @@ def check(
 def calibrate(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH", help="Folders for swap files. Default: a temporary."),
+        typer.Argument(metavar="PATH", help="Folders for swap files. Default: a temporary folder."),
     ] = None,
 ) -> None:
     """Measure this machine's speeds again, and store them."""

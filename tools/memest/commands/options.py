@@ -39,9 +39,9 @@ class EstimateOptions:
 
     source: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", show_default=False, help="Where the model is described."),
+        typer.Argument(metavar="MODEL", show_default=False, help="Folder, file or function."),
     ] = None
-    params: Annotated[str | None, _given(_MODEL, "Like 7e9 or 7B.", metavar="NUMBER")] = None
+    params: Annotated[str | None, _given(_MODEL, "Parameters: 7e9, 7B.", metavar="NUMBER")] = None
     layers: Annotated[int | None, _number(_MODEL, "Blocks.")] = None
     hidden: Annotated[int | None, _number(_MODEL, "Width.")] = None
     vocab: Annotated[int | None, _number(_MODEL, "Vocabulary.")] = None
@@ -58,10 +58,10 @@ class EstimateOptions:
         ),
     ] = None
     batch: Annotated[int | None, _number(_WORK, "Sequences per pass.")] = None
-    sequence: Annotated[int | None, _number(_WORK, "Tokens of each, in training.")] = None
-    inference: Annotated[bool, _given(_WORK, "Generating, not training.", "--inference")] = False
+    sequence: Annotated[int | None, _number(_WORK, "Tokens per sequence, in training.")] = None
+    inference: Annotated[bool, _given(_WORK, "Generation, not training.", "--inference")] = False
     prompt: Annotated[int | None, _number(_WORK, "Tokens of each prompt.")] = None
-    new_tokens: Annotated[int | None, _number(_WORK, "Tokens to generate for each.")] = None
+    new_tokens: Annotated[int | None, _number(_WORK, "Tokens to generate per prompt.")] = None
 
     gpu: Annotated[
         str | None, _given(_MACHINE, "24GiB, 'RTX 4090', or none.", metavar="SIZE|NAME")
@@ -75,17 +75,15 @@ class EstimateOptions:
     nodes: Annotated[int | None, _number(_MACHINE, "Nodes.")] = None
 
     format: Annotated[
-        Format | None, _given(_ANSWER, "Default: what --out's name says, else table.")
+        Format | None, _given(_ANSWER, "Default: by the suffix of --out, else table.")
     ] = None
-    out: Annotated[Path | None, _given(_ANSWER, "Instead of standard output.", metavar="FILE")] = (
-        None
-    )
+    out: Annotated[Path | None, _given(_ANSWER, "Write the answer to FILE.", metavar="FILE")] = None
     write: Annotated[
         Path | None, _given(_ANSWER, "Write a configuration to train with.", metavar="FILE")
     ] = None
-    force: Annotated[bool, _given(_ANSWER, "Replace the file of --write.", "--force")] = False
+    force: Annotated[bool, _given(_ANSWER, "Overwrite the file of --write.", "--force")] = False
     no_measure: Annotated[
-        bool, _given(_ANSWER, "No times, rather than measuring this machine once.", "--no-measure")
+        bool, _given(_ANSWER, "Leave out times instead of measuring speeds.", "--no-measure")
     ] = False
 
     @property
