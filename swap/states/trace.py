@@ -15,66 +15,88 @@ expected until the next backward pass, and does not change the cycle of the step
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from offload.swap.states.choices import Table
+from offload.swap.states.schedule import Cursor, Place, Schedule
 
 # A cycle this long is over: parts of a model may be called for ever, with no forward of the whole.
 LONGEST_CYCLE = 1 << 14
 
 
-_Place = tuple[int, Table, bool]  # before which use a table stands; in a backward pass or not
-
-
-def _first_from(positions: Sequence[int], start: int) -> float:
-    """The first of sorted `positions` at or after `start`, or infinity."""
-    index = bisect.bisect_left(positions, start)
-    return positions[index] if index < len(positions) else math.inf
-
-
+@dataclass(slots=True)
 class _Cycle:
-    """Groups in the order of their use, with the places where forwards of the whole model began and
-    the places of the tables."""
+    """What the cycle under way has used so far."""
 
-    def __init__(self, uses: list[int], forwards: list[int], places: Iterable[_Place]) -> None:
-        self.uses = uses
-        self._forwards = forwards
-        self._positions: dict[int, list[int]] = {}
-        for position, group in enumerate(uses):
-            self._positions.setdefault(group, []).append(position)
-        self._in_forward: dict[Table, list[int]] = {}
-        self._in_backward: dict[Table, list[int]] = {}
-        # by position, the tables that a backward pass came to before the use there
-        self.backward_at: dict[int, list[Table]] = {}
-        self.places = list(dict.fromkeys(places))
-        for position, table, backward in self.places:
-            way = self._in_backward if backward else self._in_forward
-            way.setdefault(table, []).append(position)
-            if backward:
-                self.backward_at.setdefault(position, []).append(table)
+    uses: list[int] = field(default_factory=list)  # of items in no table
+    last: int | None = None  # the use that a repeat in a row would repeat
+    forwards: list[int] = field(default_factory=list)  # positions where forwards began
+    places: list[Place] = field(default_factory=list)
+    choices: dict[int, int] = field(default_factory=dict)  # items of tables: where each came first
 
-    def next_position(self, group: int, start: int) -> int | None:
-        """The next position of `group` at or after `start`; None if there is none."""
-        positions = self._positions.get(group, [])
-        index = bisect.bisect_left(positions, start)
-        return positions[index] if index < len(positions) else None
+    def use(self, item: int) -> None:
+        self.last = item
+        self.uses.append(item)
 
-    def next_forward_place(self, table: Table, start: int) -> float:
-        """The first place of the table in a forward pass at or after `start`; infinity if none."""
-        return _first_from(self._in_forward.get(table, ()), start)
+    def choose(self, item: int, table: Table, *, backward: bool) -> None:
+        place = (len(self.uses), table, backward)
+        if not self.places or self.places[-1] != place:
+            self.places.append(place)
+        self.choices.setdefault(item, len(self.uses))
 
-    def next_backward_place(self, table: Table, start: int, stop: float) -> float:
-        """The first place of the table in a backward pass in `[start, stop]`; infinity if none."""
-        place = _first_from(self._in_backward.get(table, ()), start)
-        return place if place <= stop else math.inf
+    def take_out(self, taken: _Pass) -> Schedule:
+        """Take out the last pass, and return it as a schedule of its own."""
+        start, places = taken.start, self.places[taken.places_before :]
+        shifted = [(position - start, table, backward) for position, table, backward in places]
+        schedule = Schedule(self.uses[start:], places=shifted)
+        del self.uses[start:], self.places[taken.places_before :]
+        while len(self.choices) > taken.choices_before:
+            self.choices.popitem()  # the last one that was put in
+        self.last = None
+        self.forwards = [begun for begun in self.forwards if begun < start]
+        return schedule
 
-    def end_of_pass(self, start: int) -> int:
-        """The position at which the next forward pass begins, at or after `start`."""
-        index = bisect.bisect_left(self._forwards, start)
-        return self._forwards[index] if index < len(self._forwards) else len(self.uses)
+    def end(self, before: Schedule) -> Schedule:
+        """The schedule of this cycle. A table without a choice in it keeps its places of the cycle
+        `before`, if the uses are the same."""
+        places = self.places
+        if tuple(self.uses) == before.uses:
+            seen = {(table, backward) for _, table, backward in places}
+            places = [*places, *(place for place in before.places if place[1:] not in seen)]
+        return Schedule(self.uses, self.forwards, places)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The pass of the whole model under way: a forward, and its backward once that has begun."""
+
+    start: int = 0  # where it begins in the cycle
+    places_before: int = 0  # in the cycle
+    choices_before: int = 0
+    last_choice: int | None = None  # in its forward, or in its backward
+    in_backward: bool = False
+    backward_start: int = 0
+    turning: bool = False  # the backward has used nothing yet that is in no table
+    turn: int | None = None  # used last in the forward and first in the backward
+
+    def begin(self, cycle: _Cycle) -> None:
+        self.start, self.last_choice = len(cycle.uses), None
+        self.places_before, self.choices_before = len(cycle.places), len(cycle.choices)
+        self.in_backward = self.turning = False
+
+    def begin_backward(self, cycle: _Cycle) -> None:
+        self.in_backward = self.turning = True
+        self.turn = self.last_choice = None
+        self.backward_start = len(cycle.uses)
+
+    def is_as_often_in_backward(self, item: int, uses: Sequence[int]) -> bool:
+        """Whether the backward has used `item` as often as the forward did, by the cycle's uses."""
+        forward = uses[self.start : self.backward_start]
+        done = uses[self.backward_start :].count(item) + (item == self.turn)
+        return done >= forward.count(item)
 
 
 class Trace:
@@ -82,35 +104,15 @@ class Trace:
     thread-safe, but for `next_use` and `next_cycle_use`."""
 
     def __init__(self) -> None:
-        self._steps = _Cycle([], [], [])  # the last complete cycle that ended with a step
-        self._expected = self._steps  # that, or the last forward without a backward pass
-        self._recorded: list[int] = []  # this cycle so far
-        self._forwards: list[int] = []  # where in it forwards began
-        self._forward_start = 0  # where the last forward begins in `_recorded`
-        self._backward_start = 0
-        self._turn: int | None = None  # used last in that forward and first in its backward
-        self._in_backward = False  # a backward pass has come since
-        self._turning = False  # ... and has used nothing yet that is in no table
-        self._last: int | None = None  # in no table
+        self._steps = Schedule()  # the last complete cycle that ended with a step
+        # in that, or in the last forward without a backward pass: another schedule is expected with
+        # a new cursor, since other threads read it
+        self._cursor = Cursor(self._steps)
+        self._cycle = _Cycle()
+        self._pass = _Pass()
         self._tables: dict[str, Table] = {}
         self._table_of: dict[int, Table] = {}
-        self._last_choice: int | None = None
-        self._choices: dict[int, int] = {}  # this cycle's, and where each was used first
-        self._places: list[_Place] = []  # the tables' places in this cycle so far
-        self._forward_choices = self._forward_places = 0  # how many were before the last forward
         self._recomputes = False  # backward uses what was chosen in the order of its forward
-        self._cursor = 0  # next expected position
-        self._on_trace = True
-
-    @property
-    def learnt(self) -> bool:
-        return bool(self._expected.uses)
-
-    @property
-    def uses_left(self) -> float:
-        """Uses until the end of this cycle, as far as that is expected."""
-        uses = len(self._expected.uses)
-        return uses - self._cursor if uses else math.inf
 
     def put_in_table(self, item: int, table: str) -> None:
         """Put `item` in a table: a pass uses it only if it chooses it among the table's items."""
@@ -119,50 +121,47 @@ class Trace:
     def assume(self, uses: Sequence[int]) -> None:
         """Expect the first pass to use these groups in this order. A different order is handled
         like any later change of order."""
-        self._expect(_Cycle([group for group, _ in itertools.groupby(uses)], [], []))
+        self._cursor = Cursor(Schedule(group for group, _ in itertools.groupby(uses)))
 
     def announce(self, chosen: Iterable[int]) -> None:
         """Record that the model chose these items, and no others of their tables, for use now."""
-        if not self._in_backward:
+        if not self._pass.in_backward:
             for table in {self._table_of[item] for item in chosen if item in self._table_of}:
-                table.settled_at = self._cursor
+                table.settled_at = self._cursor.position
 
     def use(self, group: int, *, backward: bool = False) -> bool:
         """Record that `group` is used now, in a backward pass or not. False for a repeat in a row,
         which counts once."""
-        if backward and not self._in_backward:
+        if backward and not self._pass.in_backward:
             self._begin_backward()
         table = self._table_of.get(group)
         if table is not None:
             return self._choose(group, table, backward=backward)
-        if self._turning:
-            self._turning = False
-            self._turn = group if self._last == group else None
-        if self._last == group:
+        last = self._cycle.last
+        if self._pass.turning:
+            self._pass.turning = False
+            self._pass.turn = group if last == group else None
+        if last == group:
             return False
-        if len(self._recorded) >= LONGEST_CYCLE:
+        if len(self._cycle.uses) >= LONGEST_CYCLE:
             self.end_cycle()
-        self._last = group
-        self._recorded.append(group)
-        if self.learnt:
-            self._follow(group)
+        self._cycle.use(group)
+        self._cursor.follow(group)
         return True
 
     def repeats(self, group: int, *, backward: bool) -> bool:
         """Whether `use` would count nothing: the group was used last, in this pass."""
+        now = self._pass
         if group in self._table_of:
-            return self._last_choice == group and (self._in_backward or not backward)
-        begun = self._in_backward and not self._turning
-        return self._last == group and (begun or not backward)
+            return now.last_choice == group and (now.in_backward or not backward)
+        same = self._cycle.last == group
+        return same and (not backward or (now.in_backward and not now.turning))
 
     def _choose(self, item: int, table: Table, *, backward: bool) -> bool:
-        if self._last_choice == item:
+        if self._pass.last_choice == item:
             return False
-        self._last_choice = item
-        place = (len(self._recorded), table, backward)
-        if self._places[-1:] != [place]:
-            self._places.append(place)
-        self._choices.setdefault(item, len(self._recorded))
+        self._pass.last_choice = item
+        self._cycle.choose(item, table, backward=backward)
         if not backward:
             table.use(item)
         elif item in table.chosen:
@@ -171,93 +170,59 @@ class Trace:
             del table.chosen[item]
         return True
 
-    def _follow(self, group: int) -> None:
-        position = self._expected.next_position(group, self._cursor)
-        self._on_trace = position is not None
-        if position is not None:
-            self._cursor = position + 1
-
     # ---------------------------------------------------------------- cycles
     def begin_forward(self) -> None:
         """Begin a forward pass of the whole model. If no backward pass followed the last one, none
         is expected now."""
-        if len(self._recorded) > self._forward_start and not self._in_backward:
-            self._take_out_forward()
-        self._forward_start = len(self._recorded)
-        self._forwards.append(self._forward_start)
+        if len(self._cycle.uses) > self._pass.start and not self._pass.in_backward:
+            self._cursor = Cursor(self._cycle.take_out(self._pass))
+        self._cycle.forwards.append(len(self._cycle.uses))
         self._begin_pass()
 
-    def _take_out_forward(self) -> None:
-        """Take out the last forward pass, which had no backward pass: it is expected again."""
-        start = self._forward_start
-        places = self._places[self._forward_places :]
-        shifted = [(position - start, table, backward) for position, table, backward in places]
-        self._expect(_Cycle(self._recorded[start:], [], shifted))
-        del self._recorded[start:], self._places[self._forward_places :]
-        while len(self._choices) > self._forward_choices:
-            self._choices.popitem()  # the last one that was put in
-        self._last = None
-        self._forwards = [begun for begun in self._forwards if begun < start]
-
     def _begin_pass(self) -> None:
-        self._in_backward = self._turning = False
-        self._last_choice = None
-        self._forward_choices, self._forward_places = len(self._choices), len(self._places)
+        self._pass.begin(self._cycle)
         for table in self._tables.values():
             table.begin_pass()
 
     def _begin_backward(self) -> None:
         """Begin a backward pass: expect the rest of a cycle that ends with a step."""
-        self._in_backward = self._turning = True
-        self._turn = self._last_choice = None
-        self._backward_start = len(self._recorded)
-        if self._expected is self._steps:
-            return
-        self._expect(self._steps)
-        for group in self._recorded:
-            position = self._steps.next_position(group, self._cursor)
-            self._cursor = self._cursor if position is None else position + 1
+        self._pass.begin_backward(self._cycle)
+        if self._cursor.schedule is not self._steps:
+            self._cursor = Cursor(self._steps, after=self._cycle.uses)
 
     def end_cycle(self) -> None:
         """End the cycle with a step: what was recorded is expected in the next cycle."""
-        if not self._recorded:
+        if not self._cycle.uses:
             return
-        self._steps = _Cycle(self._recorded, self._forwards, self._known_places())
-        self._recorded, self._forwards, self._places, self._choices = [], [], [], {}
-        self._forward_start = 0
-        self._last = None
+        self._steps = self._cycle.end(self._steps)
+        self._cycle = _Cycle()
         self._begin_pass()
-        self._expect(self._steps)
-
-    def _known_places(self) -> list[_Place]:
-        """The places of tables in this cycle. A table without a choice in it keeps its places of
-        the cycle before, if the uses are the same."""
-        if self._recorded != self._steps.uses:
-            return self._places
-        seen = {(table, backward) for _, table, backward in self._places}
-        return [*self._places, *(place for place in self._steps.places if place[1:] not in seen)]
-
-    def _expect(self, cycle: _Cycle) -> None:
-        """Begin `cycle`, whose uses are expected from here on."""
-        self._expected = cycle
-        self._cursor = 0
-        self._on_trace = True
+        self._cursor = Cursor(self._steps)
 
     # ---------------------------------------------------------------- predictions
+    @property
+    def uses_left(self) -> float:
+        """Uses until the end of this cycle, as far as that is expected."""
+        return self._cursor.uses_left
+
     def upcoming(self) -> Iterator[int]:
         """Groups in the order of their expected use, at most one cycle long. None of a table."""
-        uses, start = self._expected.uses, self._cursor
-        for distance in range(len(uses)):
-            yield uses[(start + distance) % len(uses)]
+        return self._cursor.upcoming()
+
+    def rest(self) -> Iterator[int]:
+        """Groups like those of `upcoming`, but none after this pass of the model: a step may have
+        changed the uses there."""
+        return self._cursor.rest()
 
     def ahead(self, count: int) -> list[tuple[int, float]]:
         """The `count` items that are needed next, each with its `next_use`: groups as in
         `upcoming`, and between them the items that the backward pass needs of the tables there."""
-        uses, start = self._expected.uses, self._cursor
+        schedule, start = self._cursor.schedule, self._cursor.position
+        uses = schedule.uses
         distances: dict[int, float] = {}
         for distance in range(min(count, len(uses))):
             position = start + distance
-            for table in self._expected.backward_at.get(position, ()):
+            for table in schedule.backward_at.get(position, ()):
                 for item in self._coming_back(table, count):
                     distances.setdefault(item, self.next_use(item))
             if len(distances) >= count:
@@ -270,73 +235,46 @@ class Trace:
         order = table.chosen if self._recomputes else reversed(table.chosen)
         return itertools.islice(order, count)
 
-    def rest(self) -> Iterator[int]:
-        """Groups like those of `upcoming`, but after this pass of the model: a step may have
-        changed the uses there."""
-        cycle, cursor = self._expected, self._cursor
-        yield from cycle.uses[cursor : cycle.end_of_pass(cursor)]
-
     def is_over(self, group: int) -> bool:
         """Whether this pass, which is in its backward, is expected not to use the group again: as
         the last step did, or as often as its forward did."""
-        table = self._table_of.get(group)
+        table, is_known = self._table_of.get(group), self._cursor.is_on_schedule
         if table is not None:
-            known = self.learnt and self._on_trace
-            return group not in table.chosen or (
-                known and math.isinf(self._backward_use(group, table))
-            )
-        if self.learnt and self._on_trace:
-            position = self._expected.next_position(group, self._cursor)
-            return position is None or position >= self._expected.end_of_pass(self._cursor)
-        forward = self._recorded[self._forward_start : self._backward_start]
-        done = self._recorded[self._backward_start :].count(group) + (group == self._turn)
-        return done >= forward.count(group)
+            order = table.order_of(group)
+            return order is None or (is_known and math.isinf(self._backward_use(table, order)))
+        if is_known:
+            return self._cursor.is_over(group)
+        return self._pass.is_as_often_in_backward(group, self._cycle.uses)
 
     def next_use(self, group: int) -> float:
         """Uses until `group` is expected again; infinity if it never was. What is chosen comes
         before the use that its table stands before."""
         table = self._table_of.get(group)
-        if table is not None:
-            return min(self._backward_use(group, table), self._forward_use(group, table))
-        position = self._expected.next_position(group, self._cursor)
-        if position is not None:
-            return position - self._cursor
-        return self.next_cycle_use(group)
+        if table is None:
+            return self._cursor.next_use(group)
+        order = table.order_of(group)
+        until = self._cursor.until_forward(table, done=order is not None)
+        forward = (until + 0.5) / table.share_of(group)
+        return forward if order is None else min(self._backward_use(table, order), forward)
 
     def next_cycle_use(self, group: int) -> float:
         """Uses until `group` is expected for the first time in the next cycle. What this cycle has
         chosen counts as chosen in the next one, too: its update, at the latest, needs it there."""
-        cycle, cursor = self._expected, self._cursor
         table = self._table_of.get(group)
         if table is None:
-            position = cycle.next_position(group, 0)
-            return math.inf if position is None else len(cycle.uses) - cursor + position
-        share = 1.0 if group in self._choices else table.share_of(group)
-        return (len(cycle.uses) - cursor + cycle.next_forward_place(table, 0)) / share
+            return self._cursor.next_cycle_use(group)
+        share = 1.0 if group in self._cycle.choices else table.share_of(group)
+        return self._cursor.until_next_cycle(table) / share
 
-    def _backward_use(self, item: int, table: Table) -> float:
-        """Uses until the backward of this pass needs what the forward has chosen; infinity if it
-        does not."""
-        order = table.order_of(item)
-        if order is None:
-            return math.inf
-        cycle, cursor = self._expected, self._cursor
-        stop = cycle.end_of_pass(cursor if self._in_backward else cursor + 1)
-        place = cycle.next_backward_place(table, cursor, stop)
-        return place - cursor - (1 - order if self._recomputes else order)
-
-    def _forward_use(self, item: int, table: Table) -> float:
-        """Uses until a forward comes to the item's table, over the share that chooses it."""
-        cycle, cursor = self._expected, self._cursor
-        done = table.settled_at == cursor or table.order_of(item) is not None  # where it is now
-        place = cycle.next_forward_place(table, cursor + done)
-        if math.isinf(place):
-            place = len(cycle.uses) + cycle.next_forward_place(table, 0)
-        return (place - cursor + 0.5) / table.share_of(item)
+    def _backward_use(self, table: Table, order: float) -> float:
+        """Uses until the backward of this pass needs the item that the forward chose at `order`;
+        infinity if it does not."""
+        until = self._cursor.until_backward(table, in_backward=self._pass.in_backward)
+        return until - (1 - order if self._recomputes else order)
 
     def first_uses(self) -> list[int]:
         """Groups in the order of their first use in the cycle being recorded."""
-        firsts: dict[int, float] = {item: place - 0.5 for item, place in self._choices.items()}
-        for position, group in enumerate(self._recorded):
+        firsts: dict[int, float] = {item: at - 0.5 for item, at in self._cycle.choices.items()}
+        for position, group in enumerate(self._cycle.uses):
             firsts.setdefault(group, position)
         return sorted(firsts, key=lambda group: firsts[group])

@@ -95,7 +95,7 @@ def test_a_cycle_without_end_is_ended(monkeypatch):
     for _ in range(100):
         trace.use(0)
         trace.use(1)
-        assert len(trace._recorded) <= 10
+        assert len(trace._cycle.uses) <= 10
     assert list(islice(trace.upcoming(), 3)) == [0, 1, 0]
 
 
@@ -107,7 +107,7 @@ def test_an_engine_tells_forwards_alone_from_those_of_a_step(tmp_path: Path) -> 
             with torch.no_grad():
                 for tokens in batches(4):
                     engine.module.loss(tokens)
-            assert len(trace._recorded) == len(set(trace._recorded)) + 1  # the head is tied
+            assert len(trace._cycle.uses) == len(set(trace._cycle.uses)) + 1  # the head is tied
             losses_of(engine, batches(1))
             step = list(trace.upcoming())
         losses_of(engine, batches(1))
@@ -116,3 +116,43 @@ def test_an_engine_tells_forwards_alone_from_those_of_a_step(tmp_path: Path) -> 
 
 
 # ---------------------------------------------------------------- what a pass chooses
+def chosen(trace: Trace, choices: list[int]) -> None:
+    """A forward over 0, a table of 10 to 13 and 1."""
+    forward(trace, 0)
+    trace.announce(choices)
+    for use in (*choices, 1):
+        trace.use(use)
+
+
+def with_table() -> Trace:
+    """After a step that chose 10 and 11."""
+    trace = Trace()
+    for item in range(10, 14):
+        trace.put_in_table(item, "experts")
+    chosen(trace, [10, 11])
+    backward(trace, 1, 11, 10, 0)
+    trace.end_cycle()
+    return trace
+
+
+def test_what_the_forward_chose_is_needed_by_its_backward_before_the_use_behind_its_table() -> None:
+    trace = with_table()
+    chosen(trace, [12, 13])
+    assert list(trace.upcoming()) == [0, 0, 1]
+    assert [item for item, _ in trace.ahead(3)] == [13, 12, 0]
+    trace.use(13, backward=True)
+    assert [item for item, _ in trace.ahead(3)] == [12, 0, 1]
+    assert trace.is_over(13)
+    assert not trace.is_over(12)
+    assert 12 in trace.first_uses()
+    assert trace.next_use(12) < 0 < trace.next_use(13)
+
+
+def test_a_table_is_expected_where_the_last_cycle_had_it_and_items_by_how_often_they_are_chosen():
+    trace = with_table()
+    forward(trace, 0)
+    assert trace.next_use(10) == trace.next_use(11) == 0.5
+    assert trace.next_use(12) > 1000
+    trace.announce([12])
+    assert trace.next_use(10) > 3  # in the next cycle
+    assert trace.next_cycle_use(10) == trace.uses_left + 1
