@@ -1,4 +1,4 @@
-"""What the site has beyond docs/*.md (`make docs`, mkdocs.yml), and what it must not have.
+"""What the site adds to docs/*.md (`make docs`, mkdocs.yml), and checks of what it must not have.
 
 README.md, and files of the repository that pages link to, are pages, too. The
 reference of the configuration is made of its models, that of errors of their classes. Pages are

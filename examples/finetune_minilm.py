@@ -71,7 +71,7 @@ def texts(
 
 
 def batches(rows: list[tuple[str, int]], tokenizer: Any) -> list[dict[str, torch.Tensor]]:
-    """Of texts that are about as long as each other: half of all tokens would be padding."""
+    """Batches of texts of similar length; otherwise half of all tokens would be padding."""
     cut = [(tokenizer(text, truncation=True, max_length=LENGTH), label) for text, label in rows]
     cut.sort(key=lambda row: len(row[0]["input_ids"]))
     found = []

@@ -163,7 +163,7 @@ class SampleConfig(Section):
 
 
 class TrainConfig(Section):
-    """What `offload train` trains, on what, and for how long."""
+    """The model, data and length of a run of `offload train`."""
 
     model: ModelConfig = section(ModelConfig)
     """The built-in model."""

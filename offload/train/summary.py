@@ -1,4 +1,4 @@
-"""What `offload train` shows at the end of a run: a table and lines."""
+"""The summary that `offload train` shows at the end of a run: a table and lines."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class ModelTensors:
 
 
 def _stream_dispatched(owner: TieredModel, take: Take) -> None:
-    """As `stream_weights`, of a dispatched model: one group at a time."""
+    """Do the same as `stream_weights` for a dispatched model: one group at a time."""
     store = owner.store
     with progress("saving weights", sum(group.state.nbytes for group in store.groups)) as on_bytes:
         for group in store.groups:
