@@ -65,7 +65,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """In their order. BlockError for one that does not end, or names no language."""
+    """The blocks in their order. BlockError for one that does not end, or names no language."""
     lines = page.read_text().split("\n")
     number, said = 0, Said()
     while number < len(lines):

@@ -19,7 +19,7 @@ _SETTING = re.compile(r"[A-Z][A-Z0-9_]*=.*")  # of the environment
 
 
 class CommandError(Exception):
-    """What of a line is not there."""
+    """A command, option or file of a line that does not exist."""
 
 
 def lines_of(text: str) -> Iterator[tuple[int, list[str]]]:
@@ -72,7 +72,7 @@ def _command(app: typer.Typer) -> Any:
 
 
 def _parse(app: typer.Typer, name: str, words: list[str]) -> None:
-    """As the program would, up to the call of the command's function."""
+    """Parse as the program would, up to the call of the command's function."""
     command: Any = _command(app)
     context, path = None, name
     try:
@@ -115,7 +115,7 @@ def _make(words: list[str]) -> None:
 
 
 def _source(words: list[str]) -> None:
-    """What `make venv` makes."""
+    """Check that the line activates the environment of `make venv`."""
     if words != [".venv/bin/activate"]:
         raise CommandError(f"source: there is no {' '.join(words)}")
 

@@ -36,7 +36,7 @@ def _slug(heading: str) -> str:
 
 
 def made_on_the_site(page: Path, anchor: str) -> bool:
-    """Of a key or an error, which are on the site's page alone."""
+    """Whether an anchor is a key's or an error's, which are on the site's page alone."""
     from offload.config.reference import reference
 
     if page.name == "configuration.md":

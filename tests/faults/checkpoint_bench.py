@@ -79,12 +79,12 @@ class Met:
 
     @property
     def error(self) -> OffloadError | None:
-        """Of the rank with the fault."""
+        """The error of the rank with the fault."""
         return self.errors[self.case.rank]
 
 
 def everyone(value: Any) -> list[Any]:
-    """That of each rank, once all have come."""
+    """The values of all ranks."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -122,7 +122,7 @@ class Bench:
         return self.engine.report().steps
 
     def reach(self, steps: int) -> None:
-        """That state, from what is kept."""
+        """Load the kept checkpoint and train from it up to `steps`."""
         self.load(self.kept, 1)
         for number in range(1, steps):
             self.train(number)

@@ -54,7 +54,7 @@ class FaultyFiles:
             self._left, self._kind, self._always = call, kind, always
 
     def release(self) -> None:
-        """What is stuck returns, as late as that; waits for it."""
+        """Let stuck calls return now, and wait for them."""
         self._released.set()
         with self._lock:
             assert self._out.wait_for(lambda: not self._inside, _RELEASE_S)
@@ -86,7 +86,7 @@ class FaultyFiles:
         return backend  # type: ignore[no-any-return]
 
     def _fault(self, offset: int, *, reads: bool) -> str:
-        """What happens to this call."""
+        """The fault of this call, if it has one."""
         with self._lock:
             self.calls += 1
             if (reads, offset) in self._ill:
@@ -145,7 +145,7 @@ def _can_happen(kind: str, *, reads: bool) -> bool:
 
 
 def _damaged(buffer: memoryview, kind: str) -> memoryview:
-    """What reaches the device instead: in memory that suits O_DIRECT as well."""
+    """The bytes that reach the device instead, in memory that suits O_DIRECT as well."""
     other = memoryview(mmap.mmap(-1, buffer.nbytes))
     other[:] = buffer
     if kind == "flip":

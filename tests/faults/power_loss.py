@@ -1,4 +1,4 @@
-"""What a folder may look like after a power loss, at every moment of what is done in it.
+"""The states that a power loss may leave of a folder, at every moment of the calls on it.
 
 A file system promises little of what was not synced. Here it promises this, and no more:
 
@@ -128,7 +128,7 @@ class Disk:
             self.seen.setdefault(tree, what)
 
     def _states(self, number: int) -> Iterator[Tree]:
-        """What may be left, only what is durable first."""
+        """The states that may be left, the durable one first."""
         if not self._is_folder(number):
             yield from {self._contents.get(number, b""): 0, self._contents_now(number): 0}
             return
@@ -143,7 +143,7 @@ class Disk:
             yield tuple((name, state) for name, state in chosen if state is not None)
 
     def durable(self) -> Tree:
-        """What is left if nothing is but what must be."""
+        """The state with nothing but durable contents and names."""
 
         def tree(number: int) -> Tree:
             if not self._is_folder(number):

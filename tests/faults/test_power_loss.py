@@ -141,7 +141,7 @@ def loop() -> Iterator[Any]:
 
 
 def test_a_tag_that_is_saved_again(disk_of_its_own: PowerLoss, loop: Any) -> None:
-    """As DeepSpeed's engine saves it; what is loaded is the loop's state, too."""
+    """A save as DeepSpeed's engine makes it; the loop's state is loaded, too."""
 
     def read(left: Path) -> Verdict:
         saved("run/best")(left)

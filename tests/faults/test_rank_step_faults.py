@@ -151,7 +151,7 @@ def without_faults(case: Case, folder: str) -> list[dict[str, Tensor]]:
 
 
 def check_saved(case: Case, folder: Path) -> None:
-    """What is there loads on one rank, with the bits of the run."""
+    """The checkpoint that is left loads on one rank, with the bits of the run."""
     states = expected(case.precision, case.ranks, case.stage)[0]
     keys = config(folder, HOST, precision=case.precision, clip_grad_norm=1.0)
     with offload.initialize(seeded(TinyLM, seed=3), keys) as engine:

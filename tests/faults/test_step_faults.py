@@ -79,7 +79,7 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small models' activations are parked, too."""
+    """Park the activations of small models, too."""
     monkeypatch.setattr(activations, "LEAST_NBYTES", 1)
     monkeypatch.setattr(plan, "MIN_WINDOW_NBYTES", 64 << 10)
 
@@ -144,7 +144,7 @@ def meet(
 
 @pytest.fixture(scope="module", autouse=True)
 def table(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What happened, and how often; shown with -s."""
+    """Counts of each outcome; shown with -s."""
     yield
     lines = [f"{what:45}{number:7}" for what, number in sorted(HITS.items())]
     print(*lines, f"{'all':45}{HITS.total():7}", sep="\n")

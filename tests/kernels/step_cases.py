@@ -107,7 +107,7 @@ class Stored:
         return cls(formats, names, stored, states, scales, low, master)
 
     def arrays(self) -> dict[str, Array]:
-        """Those that are there, by name."""
+        """The arrays by name, without those that the formats lack."""
         found = {"weight": self.weight}
         found |= dict(zip(self.names, self.states, strict=True))
         scale_names = [f"scale of {name}" for name in self.names][: len(self.scales)]

@@ -72,7 +72,7 @@ def test_dequantized_values_are_kept(weights: WeightFormat, kind: Float) -> None
 
 
 def _is_normal(values: Array, weights: WeightFormat) -> Array:
-    """Of groups whose step fp16 can tell from the next one."""
+    """Whether each value's group has a step that fp16 can tell from the next one."""
     width = np.ptp(values.reshape(-1, weights.group_size), axis=1) / 15
     return np.repeat(width > 2.0**-14, weights.group_size)
 

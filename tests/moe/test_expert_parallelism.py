@@ -40,7 +40,7 @@ FEW = 4  # of the cases, unless --long
 
 
 def merged(found: list[Steps], which: str) -> list[dict[str, Tensor | None]]:
-    """Of all ranks, by name; what several have is equal on them."""
+    """The values of all ranks, by name; those that several ranks have are equal."""
     steps = [[each[2]] if which == "state" else each[1] for each in found]
     result: list[dict[str, Tensor | None]] = []
     for per_rank in zip(*steps, strict=True):

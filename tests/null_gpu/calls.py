@@ -22,5 +22,5 @@ def fail_next(name: str, error: int, times: int = 1) -> None:
 
 
 def device_bytes(address: int, nbytes: int) -> bytes:
-    """What a kernel would read there now."""
+    """The bytes that a kernel would read there now."""
     return ctypes.string_at(_library().bytes_at(address, nbytes), nbytes)

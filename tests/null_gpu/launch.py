@@ -32,7 +32,7 @@ class NullGpu:
     zeros_back: bool = False
 
     def environment(self, library: Path) -> dict[str, str]:
-        """For a process that shall see it."""
+        """The environment of a process that shall see this GPU."""
         return {
             **os.environ,
             "LD_PRELOAD": str(library),

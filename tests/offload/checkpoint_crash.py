@@ -139,7 +139,7 @@ def step_of(engine: offload.Engine) -> None:
 
 
 def bits_of(checkpoint: Path) -> int:
-    """Of all states of the model that are saved there."""
+    """A checksum of all states of the model that are saved there."""
     found = 0
     for path in sorted(checkpoint.rglob("*.safetensors")):
         if path.name == RUN:  # random numbers, of which each process has drawn others

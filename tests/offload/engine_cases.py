@@ -38,7 +38,7 @@ def on_a_gpu_too(test: Any) -> Any:
 
 
 def on_the_cpu_alone(why: str) -> pytest.MarkDecorator:
-    """For a test that would mean nothing on a GPU."""
+    """A mark for a test that would mean nothing on a GPU."""
     return pytest.mark.skipif(ON != "cpu", reason=why)
 
 
@@ -210,7 +210,7 @@ def said_by(program: Path, *arguments: str) -> Any:
 
 
 def least_budget(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, str]:
-    """What a refusal asks for."""
+    """The budget with the bytes of host memory that a refusal asks for."""
     budget = {**DEVICE_BUDGET, "host": "4KiB", "nvme": "64MiB"}
     with pytest.raises(BudgetError) as refusal:
         offload.initialize(seeded(build), {**keys, "budget": budget})

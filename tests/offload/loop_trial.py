@@ -123,7 +123,7 @@ class Outcome:
 
 
 def plain(row: Row) -> Outcome:
-    """By PyTorch alone, with its AdamW."""
+    """A loop by PyTorch alone, with its AdamW."""
 
     def start(model: nn.Module, groups: Any = None) -> tuple[torch.optim.Optimizer, None]:
         chosen = model.parameters() if groups is None else groups
@@ -133,7 +133,7 @@ def plain(row: Row) -> Outcome:
 
 
 def offloaded(row: Row, where: str) -> Outcome:
-    """By an engine."""
+    """A loop by an engine."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as engines:
 
         def start(

@@ -150,7 +150,7 @@ class Case:
         return {**settings, "budget": in_kib(budget)}
 
     def _least(self, settings: dict[str, Any], budget: dict[str, int], tier: str) -> int:
-        """What a refusal asks for."""
+        """The KiB that a refusal asks for."""
         short = {**settings, "budget": in_kib({**budget, tier: 4})}
         with pytest.raises(BudgetError) as refusal:
             offload.initialize(seeded(Net), short)

@@ -68,7 +68,7 @@ def numbers_of(engine: offload.Engine) -> list[dict[str, Any]]:
 
 @contextmanager
 def in_time() -> Iterator[None]:
-    """What hangs is interrupted."""
+    """Interrupt a call that hangs."""
 
     def late(*_: object) -> None:
         raise TimeoutError

@@ -33,7 +33,7 @@ PLACED = pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"]
 
 
 def entries_of(model: nn.Module) -> dict[str, Any]:
-    """What hangs on each module."""
+    """The attributes of each module, with their lengths."""
     return {
         name: {key: len(value) if hasattr(value, "__len__") else None
                for key, value in vars(module).items()}

@@ -55,7 +55,7 @@ def test_an_example_is_a_configuration_that_has_the_key(key: Key) -> None:
 
 @pytest.mark.parametrize("key", VALUES, ids=lambda key: key.name)
 def test_the_default_that_is_shown_changes_nothing(key: Key) -> None:
-    """Where it is one value: `auto`, a number, a word."""
+    """Checked where the default is one value: `auto`, a number, a word."""
     text = key.default.partition(" (")[0]
     if text in ("none", "[]") or " " in text:
         return

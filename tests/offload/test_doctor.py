@@ -34,7 +34,7 @@ def test_a_folder_in_ram_is_a_warning() -> None:
 
 
 def checked(*checks: tuple[str, Status, str]) -> list[Check]:
-    """Those of a machine that has all it takes, and others."""
+    """The check of an installed torch, and the given ones."""
     return [Check("torch", "ok", "2.13"), *(Check(*check, advice="do it") for check in checks)]
 
 

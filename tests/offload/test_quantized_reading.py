@@ -286,7 +286,7 @@ def test_a_mislabelled_folder_is_refused(name: str, other: dict[str, Any], tmp_p
 
 
 def zero_points(value: int) -> list[Tensor]:
-    """As older files have them, and packed: 4 bits."""
+    """Zero points as older files have them, and packed: 4 bits."""
     word = (value + 8) * 0x11111111
     packed = torch.full((ROWS // 8, 4), word - (1 << 32 if word >> 31 else 0), dtype=torch.int32)
     return [torch.full((ROWS, 4), value, dtype=torch.int8), packed]

@@ -58,7 +58,7 @@ def run_quietly(
     config: OffloadConfig, path: Path, *, resume: bool = False,
     initialize: Any = offload.initialize,
 ) -> str:  # fmt: skip
-    """What a run prints."""
+    """The output of a run."""
     folder = RunFolder.reopen(path) if resume else RunFolder.new(path)
     console = Console(file=io.StringIO(), width=120)
     run(config, folder, resume=resume, console=console, initialize=initialize)

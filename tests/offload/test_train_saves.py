@@ -69,7 +69,7 @@ def told(begun: Begun) -> Any:
 
 
 def ended_by(error: type[BaseException], config: OffloadConfig, path: Path, begun: Begun) -> str:
-    """What a run says that ends so."""
+    """The output of a run with this end."""
     console = Console(file=io.StringIO(), width=200)
     with pytest.raises(error):
         run(config, RunFolder.new(path), console=console, initialize=told(begun))

@@ -48,7 +48,7 @@ class Slices:
         yield self.leaves[expert]
 
     def gradient(self, name: str) -> Tensor | None:
-        """As the packed parameter has it: None if no expert has one."""
+        """The gradient of the packed parameter: None if no expert has one."""
         found = [leaf[name].grad for leaf in self.leaves]
         if all(each is None for each in found):
             return None
@@ -87,7 +87,7 @@ def equal_or_no_tokens(found: Tensor | None, expected: Tensor | None) -> bool:
 
 
 class Config:
-    """What a module of experts asks its configuration for."""
+    """The attributes that a module of experts reads of its configuration."""
 
     def __init__(self) -> None:
         self._experts_implementation = "grouped_mm"

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values(folder: Path) -> dict[str, Tensor]:
-    """What transformers loads."""
+    """The values that transformers loads."""
     found = CAUSAL.from_pretrained(folder)
     return {name: param.detach() for name, param in found.named_parameters()}
 

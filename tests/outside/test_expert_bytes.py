@@ -115,7 +115,7 @@ class Counter:
 
 
 def drawn(tokens: int) -> Iterator[list[torch.Tensor]]:
-    """Of each token two experts, by layer."""
+    """Two experts for each token, by layer."""
     generator = torch.Generator().manual_seed(7)
     while True:
         yield [

@@ -18,7 +18,7 @@ NEW = ["--max-new-tokens", "12"]
 
 
 def tokenizer() -> Any:
-    """Of bytes and their pairs, trained on a few lines."""
+    """A tokenizer of bytes and their pairs, trained on a few lines."""
     own = tokenizers.Tokenizer(tokenizers.models.BPE())
     own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = tokenizers.decoders.ByteLevel()

@@ -29,7 +29,7 @@ def _quiet() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """In shards."""
+    """A model that is saved in shards."""
     tiny_llama().save_pretrained(tmp_path / "model", max_shard_size=8000)
     return tmp_path / "model"
 
