@@ -48,7 +48,7 @@ def is_local(host: str | bytes) -> bool:
     if name in _LOCAL_NAMES:
         return True
     try:
-        found = ipaddress.ip_address(name.partition("%")[0])
+        address = ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
         return False
-    return found.is_loopback or found.is_unspecified
+    return address.is_loopback or address.is_unspecified

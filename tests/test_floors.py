@@ -58,12 +58,12 @@ def modules(folder: Path, package: str) -> Iterator[tuple[str, Path]]:
 @cache
 def graph() -> dict[str, set[str]]:
     """Of every module those that it imports; the facade `offload` names its own by strings."""
-    found = dict(modules(ROOT / "offload", "offload"))
-    found |= dict(modules(ROOT / "tools/memest", MEMEST))
-    del found["offload"]
+    paths = dict(modules(ROOT / "offload", "offload"))
+    paths |= dict(modules(ROOT / "tools/memest", MEMEST))
+    del paths["offload"]
     return {
-        name: {other for other in imported(path, found) if other in found and other != name}
-        for name, path in found.items()
+        name: {other for other in imported(path, paths) if other in paths and other != name}
+        for name, path in paths.items()
     }
 
 

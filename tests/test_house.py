@@ -140,8 +140,8 @@ def test_a_call_of_a_devices_module_is_seen(tmp_path: Path, monkeypatch: Any) ->
 @pytest.mark.parametrize("layer", [*ALLOWED, "tests", "benchmarks"])
 def test_no_folder_is_imported_bare(layer: str) -> None:
     bare = re.compile(rf"^ *(from|import) ({'|'.join(LINKED)})\b(?= import|\.\w|$)", re.MULTILINE)
-    found = [(path, bare.search(path.read_text())) for path in sources(layer)]
-    assert [f"{path.relative_to(ROOT)}: {match[0]}" for path, match in found if match] == []
+    matches = [(path, bare.search(path.read_text())) for path in sources(layer)]
+    assert [f"{path.relative_to(ROOT)}: {match[0]}" for path, match in matches if match] == []
 
 
 @pytest.mark.parametrize("layer", ALLOWED)
@@ -265,11 +265,11 @@ def _source_files() -> list[Path]:
 
 
 def test_no_room_has_grown() -> None:
-    found = Counter[str]()
+    counted = Counter[str]()
     for path in _source_files():
-        found[_room_of(path)] += _lines(path)
-    assert found.keys() <= LINES.keys(), "a new room has a number of its own"
-    grown = {room: (lines, LINES[room]) for room, lines in found.items() if lines > LINES[room]}
+        counted[_room_of(path)] += _lines(path)
+    assert counted.keys() <= LINES.keys(), "a new room has a number of its own"
+    grown = {room: (lines, LINES[room]) for room, lines in counted.items() if lines > LINES[room]}
     assert grown == {}, "lines now, and at most"
 
 

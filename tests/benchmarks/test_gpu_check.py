@@ -138,10 +138,10 @@ def run(
             )  # fmt: skip
 
         monkeypatch.setattr(gpu_check, "run_part", part)
-        found = gpu_check.importlib.util.find_spec
+        find_spec = gpu_check.importlib.util.find_spec
         monkeypatch.setattr(
             gpu_check.importlib.util, "find_spec",
-            lambda name: (object() if peer else None) if name == "deepspeed" else found(name),
+            lambda name: (object() if peer else None) if name == "deepspeed" else find_spec(name),
         )  # fmt: skip
         check = gpu_check.begin(tmp_path / "record.json", tmp_path)
         run_all(check, parts)

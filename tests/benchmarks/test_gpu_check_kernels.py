@@ -30,10 +30,10 @@ def cases() -> dict[str, KernelCase]:
 
 
 def test_every_case_has_the_traffic_of_its_formats() -> None:
-    found = {name: case.nbytes / NUMEL for name, case in cases().items()}
-    assert found.keys() == TRAFFIC.keys()
+    measured = {name: case.nbytes / NUMEL for name, case in cases().items()}
+    assert measured.keys() == TRAFFIC.keys()
     for name, traffic in TRAFFIC.items():
-        assert traffic <= found[name] <= traffic + 0.1, name
+        assert traffic <= measured[name] <= traffic + 0.1, name
 
 
 @pytest.mark.parametrize("name", TRAFFIC)

@@ -57,14 +57,14 @@ def test_a_step_is_judged_by_the_least_bytes_and_the_operations() -> None:
     case = planned(H200, "8 B")
     weights = 2 * case.numel
     assert weights < case.device_budget_nbytes  # so each goes to the device once
-    found = bounds(case, H200)
-    assert found["link"] == pytest.approx(weights / 40e9)
-    assert found["bus"] == pytest.approx(26 * case.numel / 150e9)
-    assert "disk" not in found
+    seconds = bounds(case, H200)
+    assert seconds["link"] == pytest.approx(weights / 40e9)
+    assert seconds["bus"] == pytest.approx(26 * case.numel / 150e9)
+    assert "disk" not in seconds
     moved = [{"host to device": 3 * weights, "device to host": weights}] * 3
     facts = row_of("offload", Kind.OFFLOAD, case, {**STEP, "moved_nbytes": moved}, H200).facts
     assert facts["tokens_per_s"] == pytest.approx(case.tokens / 10)
-    longest = max(found["link"], found["compute"])
+    longest = max(seconds["link"], seconds["compute"])
     assert facts["share_of_roofline"] == pytest.approx(longest / 10)
-    assert facts["share_of_all_bounds"] == pytest.approx(max(found.values()) / 10)
+    assert facts["share_of_all_bounds"] == pytest.approx(max(seconds.values()) / 10)
     assert facts["host to device, moved per least"] == pytest.approx(3)

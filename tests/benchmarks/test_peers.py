@@ -36,10 +36,10 @@ def recorded(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Ca
     def record(*arguments: str) -> tuple[dict[str, Any], list[Any], str]:
         path = tmp_path / "record.json"
         assert run(*arguments, "--rounds", "1", "--json", str(path)) == 0
-        found = json.loads(path.read_text())
-        rows = {row["name"]: row for row in found["rows"]}
-        assert len(rows) == len(found["rows"])
-        return rows, found["ratios"], capsys.readouterr().out
+        content = json.loads(path.read_text())
+        rows = {row["name"]: row for row in content["rows"]}
+        assert len(rows) == len(content["rows"])
+        return rows, content["ratios"], capsys.readouterr().out
 
     return record
 
@@ -47,10 +47,10 @@ def recorded(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Ca
 def test_a_missing_peer_says_what_to_install(
     recorded: Any, monkeypatch: Any, capsys: Any
 ) -> None:  # fmt: skip
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec",
-        lambda name, *more: None if name == "deepspeed" else found(name, *more),
+        lambda name, *more: None if name == "deepspeed" else find_spec(name, *more),
     )  # fmt: skip
     rows, _, printed = recorded("step", "--systems", "plain,deepspeed-cpu", *TINY_MODEL)
     note = rows["DeepSpeed ZeRO-3, cpu"]["note"]

@@ -97,10 +97,10 @@ def _find(lines: list[str], first: int, ends: object, page: Path) -> int:
 
 
 def _note(said: Said, comment: str, line: int, page: Path) -> None:
-    found = _COMMENT.fullmatch(comment.rstrip())
-    if found is None:
+    match = _COMMENT.fullmatch(comment.rstrip())
+    if match is None:
         return  # for readers of the source, or another tool
-    word, text = found[1], found[2]
+    word, text = match[1], match[2]
     if word == "setup":
         said.setup, said.setup_line = text.lstrip(" "), line
     elif word == "slow":

@@ -157,10 +157,10 @@ def _torchrun(words: list[str]) -> None:
 
     parser = get_args_parser()
     parser.error = _raise  # type: ignore[method-assign]
-    found = parser.parse_args(words)
-    if found.module:
-        return _module(found.training_script, found.training_script_args)
-    return _script(found.training_script)
+    given = parser.parse_args(words)
+    if given.module:
+        return _module(given.training_script, given.training_script_args)
+    return _script(given.training_script)
 
 
 def _raise(message: str) -> Any:
@@ -175,8 +175,8 @@ def _pip(words: list[str]) -> None:
         "optional-dependencies"
     ]
     for word in words:
-        found = re.fullmatch(r"(?:\.|offload)\[([\w,-]+)\]", word)
-        for extra in found[1].split(",") if found else ():
+        match = re.fullmatch(r"(?:\.|offload)\[([\w,-]+)\]", word)
+        for extra in match[1].split(",") if match else ():
             if extra not in extras:
                 raise CommandError(f"pip: there is no extra {extra}")
 

@@ -34,10 +34,10 @@ def rows(number: int = 4) -> list[dict[str, torch.Tensor]]:
 
 def batches(number: int = 2) -> list[dict[str, torch.Tensor]]:
     """The same, two by two, as a loader gives them."""
-    found = rows(2 * number)
+    singles = rows(2 * number)
     return [
         {key: torch.stack([a[key], b[key]]) for key in a}
-        for a, b in zip(found[::2], found[1::2], strict=True)
+        for a, b in zip(singles[::2], singles[1::2], strict=True)
     ]
 
 

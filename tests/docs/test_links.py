@@ -25,9 +25,9 @@ def links(page: Path) -> Iterator[str]:
 @cache
 def anchors(page: Path) -> frozenset[str]:
     """As GitHub makes them: what is no letter, digit, - or _ goes, spaces are hyphens."""
-    found = [_slug(match[1]) for match in _HEADING.finditer(_FENCE.sub("", page.read_text()))]
-    again = [f"{slug}-{found[:i].count(slug)}" for i, slug in enumerate(found) if slug in found[:i]]
-    return frozenset([*found, *again])
+    slugs = [_slug(match[1]) for match in _HEADING.finditer(_FENCE.sub("", page.read_text()))]
+    again = [f"{slug}-{slugs[:i].count(slug)}" for i, slug in enumerate(slugs) if slug in slugs[:i]]
+    return frozenset([*slugs, *again])
 
 
 def _slug(heading: str) -> str:

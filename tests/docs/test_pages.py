@@ -32,11 +32,11 @@ def quoted_messages() -> list[str]:
 @cache
 def templates() -> tuple[str, ...]:
     """Every string in the sources, holes where values go."""
-    found = []
+    strings = []
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            found += _strings(ast.parse(path.read_text()))
-    return tuple(dict.fromkeys(text.replace("\n", " ") for text in found))
+            strings += _strings(ast.parse(path.read_text()))
+    return tuple(dict.fromkeys(text.replace("\n", " ") for text in strings))
 
 
 def _strings(tree: ast.AST) -> list[str]:

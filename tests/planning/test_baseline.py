@@ -40,9 +40,9 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_without_a_measurement_the_default_says_that_it_is_one() -> None:
-    found = known_baseline("bf16")
-    assert not found.measured
-    assert "a default" in baseline_note(found)
+    baseline = known_baseline("bf16")
+    assert not baseline.measured
+    assert "a default" in baseline_note(baseline)
 
 
 def test_a_measurement_is_made_once_per_precision_and_kept(measurements: list[str]) -> None:
@@ -56,9 +56,9 @@ def test_a_measurement_is_made_once_per_precision_and_kept(measurements: list[st
 
 
 def test_what_a_gpu_holds_beside_the_budget_is_said_with_its_source() -> None:
-    found = known_baseline("bf16", gpu=True)
-    assert found.gpu_nbytes == GPU_CONTEXT_NBYTES + (64 << 20)
-    assert "cuBLAS's workspaces (Hopper's default)" in baseline_note(found)
+    baseline = known_baseline("bf16", gpu=True)
+    assert baseline.gpu_nbytes == GPU_CONTEXT_NBYTES + (64 << 20)
+    assert "cuBLAS's workspaces (Hopper's default)" in baseline_note(baseline)
 
 
 def test_a_measurement_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,10 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = Counted()
-    monkeypatch.setattr(calibration, "_measure_compute", found.measure_compute)
-    monkeypatch.setattr(calibration, "_measure_disk", found.measure_disk)
-    return found
+    counts = Counted()
+    monkeypatch.setattr(calibration, "_measure_compute", counts.measure_compute)
+    monkeypatch.setattr(calibration, "_measure_disk", counts.measure_disk)
+    return counts
 
 
 def kept(tmp_path: Path) -> list[Path]:
@@ -93,8 +93,8 @@ def test_where_nothing_can_be_kept_the_measurement_is_used_and_that_is_said(
 ) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING, logger="offload"):
-        found = machine_speeds([tmp_path])
-    assert found.nvme_write_bytes_per_s == 2e9
+        speeds = machine_speeds([tmp_path])
+    assert speeds.nvme_write_bytes_per_s == 2e9
     assert "cannot be kept" in caplog.text
     assert "XDG_CACHE_HOME" in caplog.text
 
@@ -121,10 +121,10 @@ def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
     from offload.planning.machine.speed_tests import measure_disk
 
     before = set(tmp_path.iterdir())
-    found = measure_disk([tmp_path], beside_compute=False, file_nbytes=32 << 20)
-    assert min(found.nvme_read_bytes_per_s, found.nvme_write_bytes_per_s) > 0
-    assert found.nvme_mixed_bytes_per_s > 0
-    assert found.io_lost_s_per_byte == 0  # nothing beside it
+    speeds = measure_disk([tmp_path], beside_compute=False, file_nbytes=32 << 20)
+    assert min(speeds.nvme_read_bytes_per_s, speeds.nvme_write_bytes_per_s) > 0
+    assert speeds.nvme_mixed_bytes_per_s > 0
+    assert speeds.io_lost_s_per_byte == 0  # nothing beside it
     assert set(tmp_path.iterdir()) == before
 
 

@@ -59,12 +59,12 @@ def traffic_of(candidate: Candidate) -> Any:
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_a_small_model_takes_little_of_a_large_gpu_and_loses_nothing(placement):
     opened = laid_out(placement=placement)
-    most = opened.plan.budgets[Tier.DEVICE]
+    budget = opened.plan.budgets[Tier.DEVICE]
     given = laid_out(placement=placement, budget={"device": "60GiB"})
-    assert needed_nbytes(opened.plan, Tier.DEVICE) <= most
-    assert most < 200 * MIB
+    assert needed_nbytes(opened.plan, Tier.DEVICE) <= budget
+    assert budget < 200 * MIB
     assert traffic_of(opened) == traffic_of(given)
-    assert peak_of(opened) == peak_of(given) <= most
+    assert peak_of(opened) == peak_of(given) <= budget
 
 
 def test_a_gpu_that_is_smaller_than_that_gives_what_it_has():

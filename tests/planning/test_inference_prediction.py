@@ -64,9 +64,9 @@ def test_peaks_and_bytes_of_a_pass_are_predicted(name: str, tmp_path: Path) -> N
     meta = build_meta_model(config).requires_grad_(False)
     shape = discover(meta, config.groups.blocks).shape()
     facts = trace_activations(meta, config, workload, trains=False)
-    found = PlannedMemory(plan, config, shape, facts, workload, Baseline(0)).estimate()
-    assert peaks["nvme"] == found.ledger_peaks[Tier.NVME]
-    assert peaks["host"] <= found.ledger_peaks[Tier.HOST]
-    assert peaks["host"] == found.ledger_peaks[Tier.HOST] or Tier.HOST in found.bounds
+    estimate = PlannedMemory(plan, config, shape, facts, workload, Baseline(0)).estimate()
+    assert peaks["nvme"] == estimate.ledger_peaks[Tier.NVME]
+    assert peaks["host"] <= estimate.ledger_peaks[Tier.HOST]
+    assert peaks["host"] == estimate.ledger_peaks[Tier.HOST] or Tier.HOST in estimate.bounds
     predicted = step_traffic(plan, config, shape, None, workload).total.read
     assert predicted == pytest.approx(per_pass, rel=0.03)

@@ -53,15 +53,15 @@ def test_drawn_cases_up_to_300_million_parameters(size: str, seed: int, folder: 
 
 
 def _unlike(
-    cases: Sequence[Case], said: Sequence[MemoryEstimate], measured: Sequence[dict[str, Any]]
+    cases: Sequence[Case], said: Sequence[MemoryEstimate], runs: Sequence[dict[str, Any]]
 ) -> list[tuple[str, Tier, int, int]]:
     """The peaks of tiers that were not predicted: case, tier, predicted, measured."""
     return [
-        (case.name, tier, peak, found["tiers"][str(tier)])
-        for case, memory, found in zip(cases, said, measured, strict=True)
+        (case.name, tier, peak, run["tiers"][str(tier)])
+        for case, memory, run in zip(cases, said, runs, strict=True)
         for tier, peak in memory.ledger_peaks.items()
-        if found["tiers"][str(tier)] > peak
-        or (tier not in memory.bounds and found["tiers"][str(tier)] < peak)
+        if run["tiers"][str(tier)] > peak
+        or (tier not in memory.bounds and run["tiers"][str(tier)] < peak)
     ]
 
 

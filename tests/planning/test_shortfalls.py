@@ -31,8 +31,8 @@ def model() -> ModelShape:
 
 def said(keys: dict[str, Any], sharding: Sharding = ALONE, device: int = 0) -> list[str]:
     hardware = Hardware(device, GIB, GIB, GIB, sharding=sharding)
-    found = shortfalls(lay_out_plan(OffloadConfig.load(keys), model(), hardware), hardware)
-    return [each.message for each in found]
+    lacking = shortfalls(lay_out_plan(OffloadConfig.load(keys), model(), hardware), hardware)
+    return [each.message for each in lacking]
 
 
 @pytest.mark.parametrize(

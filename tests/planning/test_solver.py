@@ -52,8 +52,8 @@ def facts(saved: int = 16 * MIB, seconds: float = 0.1) -> ActivationFacts:
     return ActivationFacts(saved, 2 * saved, saved // 2, work, work)
 
 
-def known(found: ActivationFacts | None = None, **keys: Any) -> RunFacts:
-    return RunFacts(Workload(2, 256), SPEEDS, lambda config: found or facts(), **keys)
+def known(traced: ActivationFacts | None = None, **keys: Any) -> RunFacts:
+    return RunFacts(Workload(2, 256), SPEEDS, lambda config: traced or facts(), **keys)
 
 
 def hardware(gpu: int = 0, host: int = 64 * GIB) -> Hardware:
@@ -77,8 +77,8 @@ def test_everything_is_on_host_where_it_fits():
 @pytest.mark.parametrize("about", [None, known()], ids=["unknown work", "known work"])
 def test_every_choice_fits_its_budgets_to_the_byte(about: RunFacts | None):
     everything_on_nvme = {"placement": dict.fromkeys(CLASSES, "nvme"), "budget": {"nvme": "2GiB"}}
-    least = needed_nbytes(solved(everything_on_nvme).best.plan, Tier.HOST) // MIB + 1
-    for host in (least, least + 5, least + 20, 150, 200, 300, 390):
+    min_host = needed_nbytes(solved(everything_on_nvme).best.plan, Tier.HOST) // MIB + 1
+    for host in (min_host, min_host + 5, min_host + 20, 150, 200, 300, 390):
         solution = solved({"budget": {"host": f"{host}MiB", "nvme": "2GiB"}}, about)
         plan = solution.best.plan
         assert solution.best.fits, host

@@ -171,22 +171,22 @@ def drawn(seed: int) -> tuple[OffloadConfig, bool]:
     given = {**BASE, "clip_grad_norm": 1e-6 if clips else 1e9}
     share = draw.random()
     largest = 1 << 26
-    least, most = 1 << 18, largest
+    low, high = 1 << 18, largest
     config = OffloadConfig.load(given, [*keys, f"budget.host={largest}"])
     hardware = Hardware(0, 1 << 34, 1 << 34, 1 << 36)
-    while most - least > 1 << 14:  # the least budget
-        middle = (least + most) // 2
+    while high - low > 1 << 14:  # the least budget
+        middle = (low + high) // 2
         try:
             make_plan(
                 OffloadConfig.load(given, [*keys, f"budget.host={middle}"]), shape_of(config),
                 hardware,
             )  # fmt: skip
-            most = middle
+            high = middle
         except BudgetError:
-            least = middle
+            low = middle
     nvme = make_plan(config, shape_of(config), hardware).total(Tier.NVME)
-    most += int(share**2 * nvme)
-    return OffloadConfig.load(given, [*keys, f"budget.host={most}"]), clips
+    high += int(share**2 * nvme)
+    return OffloadConfig.load(given, [*keys, f"budget.host={high}"]), clips
 
 
 @pytest.mark.sample(30)

@@ -45,17 +45,17 @@ def in_child(work: Callable[[], object]) -> str:
 def child() -> Iterator[int]:
     """A child that lives inside."""
     read, write = os.pipe()
-    found = fork()
-    if found == 0:
+    pid = fork()
+    if pid == 0:
         os.close(write)
         os.read(read, 1)
         os._exit(0)
     try:
-        yield found
+        yield pid
     finally:
         os.close(write)
         os.close(read)
-        os.waitpid(found, 0)
+        os.waitpid(pid, 0)
 
 
 def fork() -> int:
@@ -143,17 +143,17 @@ def test_closing_gives_back_memory_without_other_views_although_its_tensors_live
 
 def test_children_forked_by_several_threads_at_once_have_what_is_seen():
     lease = lease_of(tier(MIB), 16 * PAGE, 3)
-    view, found = lease.tensor[:2], []
+    view, seen = lease.tensor[:2], []
 
     def work() -> None:
-        found.extend(in_child(view.tolist) for _ in range(5))
+        seen.extend(in_child(view.tolist) for _ in range(5))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == ["[3, 3]"] * 20
+    assert seen == ["[3, 3]"] * 20
 
 
 @pytest.mark.gpu

@@ -23,17 +23,17 @@ NBYTES = 10 * EXTENT
 
 
 class Driver(Accelerator):
-    """Keeps what is registered; refuses what overlaps, and everything beyond `most_nbytes`."""
+    """Keeps what is registered; refuses what overlaps, and everything beyond `max_nbytes`."""
 
     def __init__(self) -> None:
         super().__init__("cuda", "CUDA")
         self.registered: dict[int, int] = {}
-        self.most_nbytes, self.refused = 1 << 60, 0
+        self.max_nbytes, self.refused = 1 << 60, 0
 
     def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
         for start, size in self.registered.items():
             assert address + nbytes <= start or start + size <= address, "registered twice"
-        if sum(self.registered.values()) + nbytes > self.most_nbytes:
+        if sum(self.registered.values()) + nbytes > self.max_nbytes:
             self.refused += 1
             return "there is no more"
         self.registered[address] = nbytes
@@ -61,10 +61,10 @@ class Driver(Accelerator):
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    found = Driver()
-    monkeypatch.setattr(accelerator, "KINDS", {"cuda": found})
+    driver = Driver()
+    monkeypatch.setattr(accelerator, "KINDS", {"cuda": driver})
     monkeypatch.setattr(pinning, "EXTENT_NBYTES", EXTENT)
-    return found
+    return driver
 
 
 def pinned_memory(nbytes: int = NBYTES) -> HostMemory:
@@ -97,7 +97,7 @@ def test_what_is_handed_out_is_pinned_whole_and_once(ranges: list[tuple[int, int
 def test_what_cannot_be_pinned_is_said_once_and_what_is_pinned_stays(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver.most_nbytes = 3 * EXTENT
+    driver.max_nbytes = 3 * EXTENT
     memory = pinned_memory()
     with caplog.at_level(logging.WARNING, "offload"):
         first = memory.tensor(0, EXTENT)
@@ -143,13 +143,13 @@ class Moment:
     def __exit__(self, *_: object) -> None: ...
 
 
-@pytest.mark.parametrize("most", [1 << 60, 4 * EXTENT], ids=["all pinned", "some pinned"])
+@pytest.mark.parametrize("max_nbytes", [1 << 60, 4 * EXTENT], ids=["all pinned", "some pinned"])
 def test_a_copy_is_cut_where_the_driver_would_refuse_it(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, most: int
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, max_nbytes: int
 ) -> None:
     for name in ("stream", "event", "current_stream"):
         monkeypatch.setattr(driver, name, lambda *_, **__: Moment())
-    driver.most_nbytes = most
+    driver.max_nbytes = max_nbytes
     memory = pinned_memory()
     here = memory.tensor(12 * KIB, NBYTES - 20 * KIB)
     here.copy_(torch.arange(here.numel()) % 251)

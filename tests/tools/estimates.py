@@ -79,7 +79,7 @@ def step(scale: float = 1.0) -> StepEstimate:
 
 def estimate(gpu: bool = False, fits: bool = True, scale: float = 1.0, **changed: Any) -> Estimate:
     """One that fits, or not; `scale`: of every byte and second."""
-    found = Estimate(
+    made = Estimate(
         model="Llama-made-up-30B",
         numel=int(30.2e9 * scale),
         numel_trainable=int(30.2e9 * scale),
@@ -95,8 +95,8 @@ def estimate(gpu: bool = False, fits: bool = True, scale: float = 1.0, **changed
         endurance_nbytes=600 * 10**12,
     )  # fmt: skip
     if not fits:
-        found = replace(
-            found,
+        made = replace(
+            made,
             shortfalls=(
                 Shortfall(
                     Tier.HOST, 96 * GiB, 64 * GiB, "budget.host",
@@ -111,4 +111,4 @@ def estimate(gpu: bool = False, fits: bool = True, scale: float = 1.0, **changed
                        "states in 1 byte (an approximation), parameters in 16 bits", 0.84),
             ),
         )  # fmt: skip
-    return replace(found, **changed)
+    return replace(made, **changed)

@@ -55,8 +55,8 @@ def test_a_budget_that_is_short_names_disk_only_where_there_is_some(nvme: str | 
         }
     )  # fmt: skip
     hardware = Hardware(0, GIB, GIB, GIB, kernels_missing="the model computes on the CPU")
-    found = shortfalls(lay_out_plan(config, MODEL.shape, hardware), hardware)
-    message = next(each.message for each in found if each.tier is Tier.HOST)
+    lacking = shortfalls(lay_out_plan(config, MODEL.shape, hardware), hardware)
+    message = next(each.message for each in lacking if each.tier is Tier.HOST)
     assert ("raise budget.host or budget.nvme (0 B)" in message) == (nvme == 0)
     assert ("move a class of states to nvme" in message) == (nvme != 0)
 
@@ -103,12 +103,12 @@ def test_on_a_tight_machine_train_plan_and_memest_choose_the_same_plan(
     trained = forecast(loop, build_meta_model(config), workload)
     shown = plan_of(config, 1, 1).solution.best
     source = read_yaml(file)
-    found = Estimator()(Case(source, loop, workload, profile, None))
+    estimate = Estimator()(Case(source, loop, workload, profile, None))
 
     assert trained is not None
-    assert found.fits
-    assert shown.plan == trained.solution.best.plan == found.plan
-    for chosen in (shown.config, trained.config, found.config):
+    assert estimate.fits
+    assert shown.plan == trained.solution.best.plan == estimate.plan
+    for chosen in (shown.config, trained.config, estimate.config):
         assert chosen.placement.activations.checkpoint == "selective"
     fastest = solve(loop, source.shape, profile.hardware(), trained.planned.run).best
     assert fastest.fits

@@ -57,10 +57,10 @@ def test_a_cache_is_as_large_as_a_real_forward_leaves_it(kind: str) -> None:
 
 
 def test_latent_caches_are_counted_as_they_are_kept() -> None:
-    found = modules_cache(built("deepseek_v3", MLA))
-    assert found is not None
-    assert {layer.token_numel for layer in found.layers} == {8 + 6}  # the latent, a rotated key
-    assert {(layer.heads, layer.key_dim, layer.value_dim) for layer in found.layers} == {(1, 8, 6)}
+    cache = modules_cache(built("deepseek_v3", MLA))
+    assert cache is not None
+    assert {layer.token_numel for layer in cache.layers} == {8 + 6}  # the latent, a rotated key
+    assert {(layer.heads, layer.key_dim, layer.value_dim) for layer in cache.layers} == {(1, 8, 6)}
 
 
 def _kept(model_type: str, settings: dict[str, Any], length: int) -> int:
@@ -89,10 +89,10 @@ def test_the_cache_is_part_of_the_peak_and_of_what_decoding_touches() -> None:
     asked = Generation(batch=3, prompt=10, new_tokens=21)
     prefill = trace_activations(model, config, asked.prefill, trains=False)
     decode = trace_activations(model, config, asked.decode, trains=False)
-    found = generation_facts(prefill, decode, cache, asked, itemsize=2)
-    assert found.cache_nbytes == 3 * 30 * 4 * 2 * (2 * 2 * 16)
-    assert found.peak.peak_nbytes >= found.cache_nbytes + decode.peak_nbytes
-    more = found.decode.forward.touched_nbytes - decode.forward.touched_nbytes
+    generation = generation_facts(prefill, decode, cache, asked, itemsize=2)
+    assert generation.cache_nbytes == 3 * 30 * 4 * 2 * (2 * 2 * 16)
+    assert generation.peak.peak_nbytes >= generation.cache_nbytes + decode.peak_nbytes
+    more = generation.decode.forward.touched_nbytes - decode.forward.touched_nbytes
     assert more == 3 * 3 * 2 * cache.read_numel(20)
 
 

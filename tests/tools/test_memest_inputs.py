@@ -122,17 +122,17 @@ def test_another_head_than_a_language_models_is_the_librarys_own_class(tmp_path:
 
 def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path) -> None:
     shape = read_model(str(write_config(tmp_path))).shape
-    found: list[str] = []
+    asked: list[str] = []
 
     def ask(key: str) -> ModelShape:
         def find() -> ModelShape:
-            found.append(key)
+            asked.append(key)
             return shape
 
         return remembered("shapes", key, ModelShape, find)
 
     assert ask("some") == ask("some") == shape
-    assert found == ["some"]
+    assert asked == ["some"]
     file = cache_folder() / "shapes" / "some.json"
     whole = file.read_bytes()
     damages = [b"", whole[:-9], b"[]", b"{}", b"\xff\x00"]
@@ -141,10 +141,10 @@ def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path) -> None:
         assert damaged != whole
         file.write_bytes(damaged)
         assert ask("some") == shape
-        assert len(found) == number + 2
+        assert len(asked) == number + 2
         assert file.read_bytes() == whole
     ask("other")
-    assert found[-1] == "other"
+    assert asked[-1] == "other"
 
 
 def activation_config(**activations: Any) -> OffloadConfig:

@@ -105,11 +105,11 @@ def test_gpus_are_read_as_the_driver_lists_them(
     )
     program.chmod(0o700)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = [LocalGpu("NVIDIA H200", 143771 << 20, 143160 << 20),
+    gpus = [LocalGpu("NVIDIA H200", 143771 << 20, 143160 << 20),
              LocalGpu("A, B", 24564 << 20, 1000 << 20)]  # fmt: skip
-    assert local_gpus(str(program)) == found
+    assert local_gpus(str(program)) == gpus
     for setting, shown in [
-        ("1,0", found[::-1]), ("1", found[1:]), ("", []), ("-1", []), ("GPU-8932f937", found[:1]),
+        ("1,0", gpus[::-1]), ("1", gpus[1:]), ("", []), ("-1", []), ("GPU-8932f937", gpus[:1]),
     ]:  # fmt: skip
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
         assert local_gpus(str(program)) == shown

@@ -53,14 +53,14 @@ def test_states_of_7_5_billion_over_64_gpus_are_those_of_the_zero_paper(
     gradient of the step is not among them."""
     numel, ranks = 15 * BILLION // 2, 64
     copies = 1 if name == "DDP" else ranks
-    found = states(name, numel, ranks=ranks) - 4 * numel // copies
-    assert found / 1e9 == pytest.approx(gb, abs=0.06)
+    nbytes = states(name, numel, ranks=ranks) - 4 * numel // copies
+    assert nbytes / 1e9 == pytest.approx(gb, abs=0.06)
 
 
 def test_a_trillion_parameters_take_the_20_bytes_of_the_infinity_paper() -> None:
     """2104.07857, figure 2a: 1.01 T parameters have 18.31 TiB of states."""
-    found = 16 * states("ZeRO-Infinity, nvme", 1_006_600_000_000, NVME, ranks=16)
-    assert found / 2**40 == pytest.approx(18.31, abs=0.01)
+    nbytes = 16 * states("ZeRO-Infinity, nvme", 1_006_600_000_000, NVME, ranks=16)
+    assert nbytes / 2**40 == pytest.approx(18.31, abs=0.01)
 
 
 def test_zero_offload_leaves_two_bytes_a_parameter_on_the_gpu() -> None:

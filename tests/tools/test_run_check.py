@@ -32,20 +32,20 @@ def leave(folder: Path) -> None:
     (folder / "measured.json").write_text(MEASURED.to_json())
 
 
-def ratios(found: RunCheck) -> dict[str, str]:
-    return {row.name: f"{row.ratio:.2f}" for row in found.rows}
+def ratios(check: RunCheck) -> dict[str, str]:
+    return {row.name: f"{row.ratio:.2f}" for row in check.rows}
 
 
 def test_every_tier_that_holds_something_is_compared(tmp_path):
     leave(tmp_path / "run")
-    found = check_run(tmp_path / "run")
-    assert ratios(found) == {"host": "1.10", "nvme": "1.00", "RSS": "1.10", "step": "0.80"}
-    assert [row.unit for row in found.rows] == ["bytes", "bytes", "bytes", "seconds"]
+    check = check_run(tmp_path / "run")
+    assert ratios(check) == {"host": "1.10", "nvme": "1.00", "RSS": "1.10", "step": "0.80"}
+    assert [row.unit for row in check.rows] == ["bytes", "bytes", "bytes", "seconds"]
 
 
 def test_of_a_tier_that_depends_on_the_moment_a_bound_is_predicted(tmp_path):
-    found = compare(replace(PREDICTION, bounds=("nvme",)), MEASURED)
-    assert [row.name for row in found.rows if row.is_bound] == ["nvme"]
+    check = compare(replace(PREDICTION, bounds=("nvme",)), MEASURED)
+    assert [row.name for row in check.rows if row.is_bound] == ["nvme"]
 
 
 def change(file: Path, **values: Any) -> None:
@@ -93,8 +93,8 @@ def train(folder: Path, **keys: Any) -> OffloadConfig:
 
 def test_a_run_predicts_itself(tmp_path):
     train(tmp_path)
-    found = check_run(tmp_path / "run")
-    tiers = [row for row in found.rows if row.name in ("host", "nvme")]
+    check = check_run(tmp_path / "run")
+    tiers = [row for row in check.rows if row.name in ("host", "nvme")]
     assert tiers
     for row in tiers:  # in a run so small every page counts
         assert row.ratio == pytest.approx(1, rel=0.1), row
