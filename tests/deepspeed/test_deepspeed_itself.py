@@ -23,8 +23,8 @@ def rows(name: str, stage: int) -> list[list[float]]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = [each for each in done.stdout.splitlines() if each.startswith("rows ")]
-    found: list[list[float]] = json.loads(line.removeprefix("rows "))
-    return found
+    lines: list[list[float]] = json.loads(line.removeprefix("rows "))
+    return lines
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -32,8 +32,8 @@ def test_losses_norms_and_rates_are_deepspeeds(stage: int) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     theirs, offloads = rows("deepspeed", stage), rows("offload.deepspeed", stage)
-    for expected, found in zip(theirs, offloads, strict=True):
-        assert found == pytest.approx(expected, rel=2e-5, abs=1e-7)
+    for expected, actual in zip(theirs, offloads, strict=True):
+        assert actual == pytest.approx(expected, rel=2e-5, abs=1e-7)
 
 
 @pytest.mark.slow

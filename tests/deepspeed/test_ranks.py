@@ -56,6 +56,6 @@ def alone() -> list[torch.Tensor]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks(stage: int, tmp_path: Path) -> None:
     results: Any = run_ranks(2, tmp_path, trained, stage, str(tmp_path / "saved"))
-    for found, sizes in results:
+    for numbers, sizes in results:
         assert sizes == [8, 2]
-        assert same(found, alone())
+        assert same(numbers, alone())

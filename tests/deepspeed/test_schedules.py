@@ -28,12 +28,12 @@ def adam() -> torch.optim.Optimizer:
 
 
 def numbers(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[Any]:
-    found = []
+    rates = []
     for _ in range(STEPS):
         optimizer.step()
-        found.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+        rates.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
         scheduler.step()
-    return found
+    return rates
 
 
 def running(kind: str, params: dict[str, Any]) -> list[Any]:
@@ -54,8 +54,8 @@ def test_it_is_deepspeeds(kind: str, params: dict[str, Any]) -> None:
     theirs = pytest.importorskip("deepspeed.runtime.lr_schedules")
     optimizer = adam()
     expected = numbers(optimizer, getattr(theirs, kind)(optimizer, **params))
-    found = running(kind, params)
-    for there, here in zip(expected, found, strict=True):
+    actual = running(kind, params)
+    for there, here in zip(expected, actual, strict=True):
         for (lr, betas), (our_lr, our_betas) in zip(there, here, strict=True):
             assert our_lr == pytest.approx(lr, rel=1e-12, abs=1e-18)
             assert our_betas == pytest.approx(betas)

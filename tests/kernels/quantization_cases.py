@@ -34,11 +34,11 @@ def normal(weights: WeightFormat, groups: int = GROUPS, seed: int = 0) -> Array:
 
 
 def on_grids(weights: WeightFormat, groups: int = GROUPS, seed: int = 0) -> Array:
-    """Few different values per group, many of them zero: pruned, ternary, coded by others."""
+    """Few different values per group, many of them zero: pruned, ternary, quantized by others."""
     rng = np.random.default_rng(seed)
     shape = (groups, weights.group_size)
-    least = rng.integers(-15, 1, (groups, 1))
-    steps = np.clip(rng.integers(0, 16, shape) + least, least, least + rng.integers(0, 16))
+    lowest = rng.integers(-15, 1, (groups, 1))
+    steps = np.clip(rng.integers(0, 16, shape) + lowest, lowest, lowest + rng.integers(0, 16))
     step = np.exp2(rng.integers(-9, 2, (groups, 1))) * (1 + rng.random((groups, 1)))
     values = steps * step * (rng.random(shape) < rng.random((groups, 1)))
     return values.astype(np.float32).reshape(-1)

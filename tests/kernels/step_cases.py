@@ -108,12 +108,12 @@ class Stored:
 
     def arrays(self) -> dict[str, Array]:
         """The arrays by name, without those that the formats lack."""
-        found = {"weight": self.weight}
-        found |= dict(zip(self.names, self.states, strict=True))
+        arrays = {"weight": self.weight}
+        arrays |= dict(zip(self.names, self.states, strict=True))
         scale_names = [f"scale of {name}" for name in self.names][: len(self.scales)]
-        found |= dict(zip(scale_names, self.scales, strict=True))
+        arrays |= dict(zip(scale_names, self.scales, strict=True))
         optional = {"low": self.low, "master": self.master}
-        return found | {name: array for name, array in optional.items() if array is not None}
+        return arrays | {name: array for name, array in optional.items() if array is not None}
 
     def copy(self) -> Stored:
         return self.moved(0)

@@ -14,9 +14,9 @@ from offload.kernels.cpu.convert import encode
 from offload.kernels.floats import Float
 
 def code_of_one(float_):
-    found = np.zeros(8, np.uint16)
-    encode(np.ones(8, np.float32), found, float_)
-    return hex(found[0])
+    stored = np.zeros(8, np.uint16)
+    encode(np.ones(8, np.float32), stored, float_)
+    return hex(stored[0])
 """
 # The order of two processes' writes: both have read the index before either wrote it, and the code
 # of the first is the last to be written.

@@ -83,15 +83,15 @@ def _is_normal(values: Array, weights: WeightFormat) -> Array:
 def test_no_value_is_further_off_than_its_group_allows(weights_fp32: WeightFormat) -> None:
     weights = weights_fp32
     values = normal(weights, 400)
-    found = through(values, weights, Float.FP32).reshape(-1, weights.group_size)
+    actual = through(values, weights, Float.FP32).reshape(-1, weights.group_size)
     rows = values.reshape(-1, weights.group_size)
-    off = np.abs(found - rows)
+    off = np.abs(actual - rows)
     up, down = np.maximum(rows, 0).max(1), np.maximum(-rows, 0).max(1)
-    most = np.maximum(up, down)
+    largest = np.maximum(up, down)
     if weights.quant_type is QuantType.INT8:
-        assert (off.max(1) <= most / 127 / 2 * 1.0001).all()
+        assert (off.max(1) <= largest / 127 / 2 * 1.0001).all()
     elif weights.quant_type is QuantType.NF4:
-        assert (off.max(1) <= most * 0.1520).all()
+        assert (off.max(1) <= largest * 0.1520).all()
     else:
         step = (up + down) / 15
         ends = (rows == up[:, None]) | (-rows == down[:, None])
@@ -109,18 +109,18 @@ def test_a_group_with_a_value_that_is_not_finite_reads_as_nan(
     values[1, 7] = bad
     words, codes = quantized(stored(values.reshape(-1), kind), weights, kind)
     assert words[1] == 0x7FC00000
-    found = fp32(dequantized(words, codes, weights, kind), kind).reshape(values.shape)
-    assert np.isnan(found[1]).all()
-    assert np.isfinite(found[::2]).all()
+    actual = fp32(dequantized(words, codes, weights, kind), kind).reshape(values.shape)
+    assert np.isnan(actual[1]).all()
+    assert np.isfinite(actual[::2]).all()
 
 
 def test_the_largest_finite_numbers_stay_finite(weights: WeightFormat, kind: Float) -> None:
     largest = reference_quantization.LARGEST[kind]
     for low, high in [(-1, 1), (0, 1), (-1, 0), (-0.3, 1), (-1, 0.77)]:
         values = np.linspace(low, high, weights.group_size).astype(np.float32) * largest
-        found = through(values, weights, kind)
-        assert np.isfinite(found).all()
-        assert np.abs(found).max() > 0.9 * largest
+        actual = through(values, weights, kind)
+        assert np.isfinite(actual).all()
+        assert np.abs(actual).max() > 0.9 * largest
 
 
 def test_a_bad_argument_is_named() -> None:

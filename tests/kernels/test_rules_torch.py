@@ -83,10 +83,10 @@ def test_thirty_steps_match_torch_in_float64(
             scalars, grad.astype(np.float64), exact_weight, exact
         )
     state = theirs.state[parameter]
-    for name, found, found_exact in zip(names, states, exact, strict=True):
+    for name, actual, actual_exact in zip(names, states, exact, strict=True):
         wanted = state["max_exp_avg_sq" if name == "max_exp_avg_sq" else name].numpy()
-        np.testing.assert_allclose(found_exact, wanted, rtol=1e-12, atol=1e-14, err_msg=name)
-        np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(actual_exact, wanted, rtol=1e-12, atol=1e-14, err_msg=name)
+        np.testing.assert_allclose(actual, wanted, rtol=2e-6, atol=2e-6, err_msg=name)
     wanted = parameter.detach().numpy()
     np.testing.assert_allclose(exact_weight, wanted, rtol=1e-11, atol=1e-13)
     # Absolute: 2e-6 of a typical value, for the elements that happen to be near zero.

@@ -27,10 +27,10 @@ pytestmark = triton_device.MARKS
 
 def test_dequantizing_anything_has_the_cpus_bits(weights: WeightFormat, kind: Float) -> None:
     words, codes = any_codes(weights)
-    found = zeros(words.size * weights.group_size, kind)
-    dequantize_weights(put(words.view(np.int32)), put(codes), found, weights)
+    actual = zeros(words.size * weights.group_size, kind)
+    dequantize_weights(put(words.view(np.int32)), put(codes), actual, weights)
     expected = dequantized(words, codes, weights, kind)
-    assert_same(reference.decode(get(found), kind), reference.decode(expected, kind))
+    assert_same(reference.decode(get(actual), kind), reference.decode(expected, kind))
 
 
 def test_a_bad_argument_is_named() -> None:
@@ -55,9 +55,9 @@ def test_a_groups_codec_uses_it_where_its_bytes_are(monkeypatch: pytest.MonkeyPa
     expected, kept = torch.ones_like(given), torch.ones(coded.stored_nbytes, dtype=torch.uint8)
     codec.encode(given, kept)
     codec.decode(kept, expected)
-    found = torch.zeros_like(given).to(DEVICE)
+    actual = torch.zeros_like(given).to(DEVICE)
     with monkeypatch.context() as patched:
         patched.setattr(group_codes, "is_accelerator", lambda device: True)
         patched.setattr(group_codes, "dequantize_weights", None)
-        codec.decode(kept.to(DEVICE), found)
-    assert torch.equal(found.cpu(), expected)
+        codec.decode(kept.to(DEVICE), actual)
+    assert torch.equal(actual.cpu(), expected)

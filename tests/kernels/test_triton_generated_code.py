@@ -42,14 +42,14 @@ def compile_for(target: str, folder: Path) -> Compiled:
     program = [sys.executable, "-m", "tests.kernels.triton_compiled", target]
     done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: Compiled = json.loads(done.stdout)
-    return found
+    compiled: Compiled = json.loads(done.stdout)
+    return compiled
 
 
 @pytest.fixture
 def ptx(compiled: Callable[[str], Compiled]) -> dict[str, str]:
-    found = compiled("sm_90")
-    return {name: each["assembly"] for name, each in found.items() if name != SQUEEZED}
+    programs = compiled("sm_90")
+    return {name: each["assembly"] for name, each in programs.items() if name != SQUEEZED}
 
 
 @pytest.mark.slow
@@ -88,9 +88,9 @@ def count(ptx: str) -> Counter[str]:
 def test_a_step_has_the_operations_of_its_rule(
     ptx: dict[str, str], variant: str, elements: int, expected: dict[str, int]
 ) -> None:
-    found = count(ptx[variant])
+    counts = count(ptx[variant])
     for operation, per_element in expected.items():
-        assert found[f"{operation}.rn.f32"] == per_element * elements * PATHS, operation
+        assert counts[f"{operation}.rn.f32"] == per_element * elements * PATHS, operation
 
 
 def test_nothing_is_approximate_or_flushed_or_left_to_be_fused(ptx: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ CASES = [
 ALL = pytest.mark.parametrize(("weights", "kind"), CASES, ids=str)
 
 
-def coded(weights: WeightFormat, kind: Float, columns: int, inner: int) -> tuple[Array, Array]:
+def matrix(weights: WeightFormat, kind: Float, columns: int, inner: int) -> tuple[Array, Array]:
     values = np.random.default_rng(0).standard_normal(columns * inner).astype(np.float32)
     return quantized(stored(values, kind), weights, kind)
 
@@ -58,17 +58,17 @@ def in_documented_order(x: Array, w: Array, quant_type: QuantType) -> Array:
 
 @ALL
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 17), (4, 8), (7, 13)])
-def test_sums_are_those_of_decoded_weights_in_the_documented_order(
+def test_sums_are_those_of_dequantized_weights_in_the_documented_order(
     weights: WeightFormat, kind: Float, rows: int, columns: int
 ) -> None:
     inner = 3 * weights.group_size
-    words, codes = coded(weights, kind, columns, inner)
+    words, codes = matrix(weights, kind, columns, inner)
     w = reference.decode(dequantized(words, codes, weights, kind), kind).reshape(columns, inner)
     x = inputs(rows, inner)
-    found = product(x, words, codes, columns, weights, kind)
-    np.testing.assert_array_equal(found, in_documented_order(x, w, weights.quant_type))
+    actual = product(x, words, codes, columns, weights, kind)
+    np.testing.assert_array_equal(actual, in_documented_order(x, w, weights.quant_type))
     exact = x.astype(np.float64) @ w.astype(np.float64).T
-    assert np.abs(found - exact).max() < 1e-5 * np.abs(exact).max() + 1e-5
+    assert np.abs(actual - exact).max() < 1e-5 * np.abs(exact).max() + 1e-5
 
 
 @ALL
@@ -76,28 +76,28 @@ def test_a_sum_depends_on_its_rows_alone(
     weights: WeightFormat, kind: Float, threads: Runner
 ) -> None:
     inner, columns = 2 * weights.group_size, 83
-    words, codes = coded(weights, kind, columns, inner)
+    words, codes = matrix(weights, kind, columns, inner)
     x = inputs(7, inner)
-    found = product(x, words, codes, columns, weights, kind)
-    np.testing.assert_array_equal(product(x, words, codes, columns, weights, kind, threads), found)
+    actual = product(x, words, codes, columns, weights, kind)
+    np.testing.assert_array_equal(product(x, words, codes, columns, weights, kind, threads), actual)
     for rows in (slice(0, 1), slice(2, 5), slice(5, 7)):
         np.testing.assert_array_equal(
-            product(x[rows], words, codes, columns, weights, kind), found[rows]
+            product(x[rows], words, codes, columns, weights, kind), actual[rows]
         )
 
 
 def test_a_group_that_is_not_finite_makes_its_column_nan() -> None:
     weights, kind = CASES[2]
-    words, codes = coded(weights, kind, 9, 128)
+    words, codes = matrix(weights, kind, 9, 128)
     words[5] = 0x7FC00000  # of row 2
-    found = product(inputs(3, 128), words, codes, 9, weights, kind)
-    assert np.isnan(found[:, 2]).all()
-    assert np.isfinite(np.delete(found, 2, 1)).all()
+    actual = product(inputs(3, 128), words, codes, 9, weights, kind)
+    assert np.isnan(actual[:, 2]).all()
+    assert np.isfinite(np.delete(actual, 2, 1)).all()
 
 
 def test_a_bad_argument_is_named() -> None:
     weights, kind = CASES[2]
-    words, codes = coded(weights, kind, 8, 128)
+    words, codes = matrix(weights, kind, 8, 128)
     x, out = inputs(2, 128), np.zeros((2, 8), np.float32)
     with pytest.raises(ValueError, match=r"words: expected shape \(16,\), got \(15,\)"):
         multiply(x, words[:15], codes, out, weights, kind)

@@ -60,13 +60,13 @@ class Case:
 
     def arrays(self) -> dict[str, Array]:
         """All that a step changes, 16-bit floats widened: a NaN there equals any other."""
-        found = {"weight": reference.decode(self.weight, self.weight_float)}
+        arrays = {"weight": reference.decode(self.weight, self.weight_float)}
         for place, state in enumerate(self.states):
             bf16 = self.state_format is StateFormat.BF16
-            found[f"state {place}"] = reference.decode(state, Float.BF16) if bf16 else state
-        found |= {f"scales {place}": scale for place, scale in enumerate(self.scales)}
+            arrays[f"state {place}"] = reference.decode(state, Float.BF16) if bf16 else state
+        arrays |= {f"scales {place}": scale for place, scale in enumerate(self.scales)}
         others = {"low": self.low, "master": self.master}
-        return found | {name: array for name, array in others.items() if array is not None}
+        return arrays | {name: array for name, array in others.items() if array is not None}
 
     def on_cpu(self) -> dict[str, Array]:
         """What the CPU's kernel makes of copies of the arrays."""

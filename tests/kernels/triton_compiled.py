@@ -1,5 +1,5 @@
-"""Compile Triton kernels down to machine code for a GPU, which needs none, and print what came of
-them as JSON: for each variant its assembly and the bytes of memory that stand in for registers.
+"""Compile Triton kernels down to machine code for a GPU, which needs none, and print JSON:
+for each variant its assembly and the bytes of memory that stand in for registers.
 
 Run as a program with a target's name: in a process of its own, so that Triton is not in the
 interpreter's mode.
@@ -116,7 +116,7 @@ def spilled_amd(assembly: str) -> int:
 
 
 if __name__ == "__main__":
-    found = Compiler(TARGETS[sys.argv[1]]).everything()
+    programs = Compiler(TARGETS[sys.argv[1]]).everything()
     if sys.argv[1] == "sm_90":
-        found["too few registers"] = Compiler(TARGETS["sm_90"], 24).step(8)
-    json.dump(found, sys.stdout)
+        programs["too few registers"] = Compiler(TARGETS["sm_90"], 24).step(8)
+    json.dump(programs, sys.stdout)

@@ -111,9 +111,9 @@ def alone(options: dict[str, Any], tokens: list[int]) -> Steps:
 def load_and_save(state: dict[str, Tensor]) -> tuple[list[str], dict[str, Tensor], Tensor]:
     """The state of ep_size 1, loaded at 2: names that were missing, the state again, an output."""
     model = net(ep_size=2, k=2, top2_2nd_expert_sampling=False)
-    found = model.load_state_dict(state)
-    assert not found.unexpected_keys
-    return found.missing_keys, model.state_dict(), model(x_of(dist.get_rank(), 5))[0].detach()
+    keys = model.load_state_dict(state)
+    assert not keys.unexpected_keys
+    return keys.missing_keys, model.state_dict(), model(x_of(dist.get_rank(), 5))[0].detach()
 
 
 def errors() -> list[str]:

@@ -60,52 +60,52 @@ def cases() -> Iterator[tuple[int, Tensor, torch.Generator, tuple[float, int, bo
 
 
 def test_capacities_are_equal() -> None:
-    for tokens, experts, factor, least in product(
+    for tokens, experts, factor, min_capacity in product(
         range(1, 200, 7), (1, 3, 7, 64), (0.1, 1.0, 1.2, 1.25, 3.3), (0, 4)
     ):
-        found = theirs._capacity(
-            torch.empty(tokens, experts), torch.tensor(factor), torch.tensor(least)
+        expected = theirs._capacity(
+            torch.empty(tokens, experts), torch.tensor(factor), torch.tensor(min_capacity)
         )
-        assert capacity_of(tokens, experts, factor, least) == int(found)
+        assert capacity_of(tokens, experts, factor, min_capacity) == int(expected)
 
 
 def test_top_1_is_equal() -> None:
-    for number, logits, generator, (factor, least, drop) in cases():
+    for number, logits, generator, (factor, min_capacity, drop) in cases():
         uniform, gumbel = (
             torch.rand(T, generator=generator),
             torch.rand(T, E, generator=generator).mul(9),
         )
         chance, sampled = number % 2 == 0, number % 3 == 0
         used = torch.rand(T, generator=generator) < 0.8 if number % 5 == 0 else None
-        found = top_1(
-            logits, factor, least, drop=drop, uniform=uniform if chance else None,
+        actual = top_1(
+            logits, factor, min_capacity, drop=drop, uniform=uniform if chance else None,
             gumbel=gumbel if sampled else None, used=used,
         )  # fmt: skip
         with drawing(exp_selection_uniform=uniform[:, None], gumbel=gumbel):
             expected = theirs.top1gating(
-                logits, factor, least, None if used is None else used.long(),
+                logits, factor, min_capacity, None if used is None else used.long(),
                 "RSample" if sampled else None, drop, chance,
             )  # fmt: skip
-        check(found, expected)
+        check(actual, expected)
 
 
 def test_top_2_is_equal() -> None:
-    for number, logits, generator, (factor, least, drop) in cases():
+    for number, logits, generator, (factor, min_capacity, drop) in cases():
         gumbel = torch.randn(T, E, generator=generator)
         sampled = number % 2 == 0
-        found = top_2(logits, factor, least, drop=drop, gumbel=gumbel if sampled else None)
+        actual = top_2(logits, factor, min_capacity, drop=drop, gumbel=gumbel if sampled else None)
         with drawing(gumbel=gumbel):
             expected = theirs.top2gating(
-                logits.clone(), factor, least, drop, top2_2nd_expert_sampling=sampled
+                logits.clone(), factor, min_capacity, drop, top2_2nd_expert_sampling=sampled
             )  # it adds to the logits in place
-        check(found, expected)
+        check(actual, expected)
 
 
 def test_top_k_is_equal() -> None:
-    for number, logits, _, (factor, least, drop) in cases():
+    for number, logits, _, (factor, min_capacity, drop) in cases():
         k = 1 + number % 6
-        found = top_k(logits, k, factor, least, drop=drop)
-        check(found, theirs.topkgating(logits, k, factor, least, drop))
+        actual = top_k(logits, k, factor, min_capacity, drop=drop)
+        check(actual, theirs.topkgating(logits, k, factor, min_capacity, drop))
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_gradients_agree(
     x = torch.randn(40, 8, requires_grad=True)
     y = x.detach().clone().requires_grad_()
     factor = torch.randn(40, 8)
-    found, expected = routing(x), other(y)
-    (by_expert(found) * factor).sum().add(found.l_aux).backward()
+    actual, expected = routing(x), other(y)
+    (by_expert(actual) * factor).sum().add(actual.l_aux).backward()
     (expected[1].sum(2) * factor).sum().add(expected[0]).backward()
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-7)
 
@@ -170,9 +170,9 @@ def test_the_layer_computes_what_deepspeeds_does(options: dict[str, Any]) -> Non
     if options["k"] == 1 and options.get("drop_tokens", True):
         drawn["exp_selection_uniform"] = torch.rand(40)[:, None]
     torch.manual_seed(1)
-    found = mine(x)
+    actual = mine(x)
     with drawing(**drawn):
         expected = other(x)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
-    assert torch.equal(found[1], expected[1])
-    assert torch.equal(found[2], expected[2])
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(actual[1], expected[1])
+    assert torch.equal(actual[2], expected[2])

@@ -39,9 +39,9 @@ CASES: list[tuple[dict[str, Any], list[int]]] = [
 FEW = 4  # of the cases, unless --long
 
 
-def merged(found: list[Steps], which: str) -> list[dict[str, Tensor | None]]:
+def merged(ranks: list[Steps], which: str) -> list[dict[str, Tensor | None]]:
     """The values of all ranks, by name; those that several ranks have are equal."""
-    steps = [[each[2]] if which == "state" else each[1] for each in found]
+    steps = [[each[2]] if which == "state" else each[1] for each in ranks]
     result: list[dict[str, Tensor | None]] = []
     for per_rank in zip(*steps, strict=True):
         together: dict[str, Tensor | None] = {}
@@ -61,9 +61,9 @@ def same(a: Tensor | None, b: Tensor | None, tolerance: float) -> bool:
 
 
 def assert_same(
-    found: list[dict[str, Tensor | None]], expected: list[dict[str, Tensor | None]]
+    actual: list[dict[str, Tensor | None]], expected: list[dict[str, Tensor | None]]
 ) -> None:
-    for mine, other in zip(found, expected, strict=True):
+    for mine, other in zip(actual, expected, strict=True):
         assert mine.keys() == other.keys()
         for name in mine:
             assert same(mine[name], other[name], 1e-6), name
@@ -92,11 +92,11 @@ def test_ranks_learn_what_one_process_does(tmp_path: Path, long: bool) -> None:
         pytest.skip("four processes: --long; two are enough for most of it")
     tokens = [20, 7, 0, 11]  # two ranks have the same experts
     ranks = run_ranks(4, tmp_path, run_cases, [({**EXACT, "ep_size": 2}, tokens, 0.0)])
-    found = [rank[0] for rank in ranks]
+    steps = [rank[0] for rank in ranks]
     expected = alone(EXACT, tokens)
-    assert_same(merged(found, "gradients"), expected[1])
+    assert_same(merged(steps, "gradients"), expected[1])
     for step, output in enumerate(expected[0]):
-        joined = torch.cat([each[0][step] for each in found])
+        joined = torch.cat([each[0][step] for each in steps])
         torch.testing.assert_close(joined, output, rtol=1e-6, atol=1e-6)
 
 

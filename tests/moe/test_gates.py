@@ -34,14 +34,14 @@ def kept(routing: Routing) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "factor", "least", "places"),
+    ("tokens", "experts", "factor", "min_capacity", "places"),
     [(64, 8, 1.0, 4, 8), (64, 8, 1.25, 4, 10), (65, 8, 1.0, 4, 9), (8, 8, 1.0, 4, 4),
      (1, 8, 1.0, 0, 1), (0, 8, 1.0, 4, 4), (0, 8, 1.0, 0, 0)],
 )  # fmt: skip
 def test_capacity_is_rounded_up(
-    tokens: int, experts: int, factor: float, least: int, places: int
+    tokens: int, experts: int, factor: float, min_capacity: int, places: int
 ) -> None:
-    assert capacity_of(tokens, experts, factor, least) == places
+    assert capacity_of(tokens, experts, factor, min_capacity) == places
 
 
 def test_top_1_keeps_the_tokens_that_chance_prefers() -> None:
@@ -86,11 +86,11 @@ def test_a_full_expert_keeps_the_largest_scores() -> None:
 def test_without_drops_every_route_is_kept(k: int) -> None:
     logits = torch.randn(50, 4, generator=torch.Generator().manual_seed(k))
     if k == 1:
-        found = [top_1(logits, 1.0, 0, drop=False)]
+        routings = [top_1(logits, 1.0, 0, drop=False)]
     else:
-        found = [top_k(logits, k, 1.0, 0, drop=False)]
-    found += [top_2(logits, 1.0, 0, drop=False)] if k == 2 else []
-    for routing in found:
+        routings = [top_k(logits, k, 1.0, 0, drop=False)]
+    routings += [top_2(logits, 1.0, 0, drop=False)] if k == 2 else []
+    for routing in routings:
         assert routing.kept.all()
         assert routing.exp_counts.sum() == 50 * k
         assert k == 1 or torch.allclose(routing.weights.sum(1), torch.ones(50))

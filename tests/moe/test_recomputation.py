@@ -105,8 +105,8 @@ def test_checkpoints_route_as_plain_training_does(
     options: dict[str, Any], way: str, order: str
 ) -> None:
     expected = train(model(options), order)
-    found = train(model(options, WAYS[way]), order)
-    for mine, plainly in zip(found, expected, strict=True):
+    actual = train(model(options, WAYS[way]), order)
+    for mine, plainly in zip(actual, expected, strict=True):
         for a, b in zip(mine, plainly, strict=True):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)
@@ -131,9 +131,9 @@ def test_an_engine_trains_as_without_recomputation(options: dict[str, Any], tmp_
         (tmp_path / folder).mkdir()
     expected = run("a", HOST)
     for name, placement in (("b", HOST), ("c", NVME)):
-        found = run(name, {**placement, "activations": {"tier": "host", "checkpoint": True}})
-        assert found[0] == expected[0]
-        assert differing(found[1], expected[1]) == []
+        actual = run(name, {**placement, "activations": {"tier": "host", "checkpoint": True}})
+        assert actual[0] == expected[0]
+        assert differing(actual[1], expected[1]) == []
 
 
 def test_an_engine_is_told_which_experts_come_next(tmp_path: Path) -> None:

@@ -140,12 +140,12 @@ def step_of(engine: offload.Engine) -> None:
 
 def bits_of(checkpoint: Path) -> int:
     """A checksum of all states of the model that are saved there."""
-    found = 0
+    checksum = 0
     for path in sorted(checkpoint.rglob("*.safetensors")):
         if path.name == RUN:  # random numbers, of which each process has drawn others
             continue
-        found = zlib.crc32(path.read_bytes(), found)
-    return found
+        checksum = zlib.crc32(path.read_bytes(), checksum)
+    return checksum
 
 
 def _watch_calls(stop_at: int, *, trials: bool) -> Iterator[int]:

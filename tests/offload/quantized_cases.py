@@ -37,11 +37,11 @@ def words(codes: np.ndarray[Any, Any], bits: int) -> Tensor:
     """int32 words of codes [n, m], along the last dimension."""
     per_word = 32 // bits
     n, m = codes.shape
-    found = np.zeros((n, -(-m // per_word)), dtype=np.uint32)
+    words = np.zeros((n, -(-m // per_word)), dtype=np.uint32)
     for column in range(m):
         place = np.uint32(column % per_word * bits)
-        found[:, column // per_word] |= codes[:, column].astype(np.uint32) << place
-    return torch.from_numpy(found.view(np.int32))
+        words[:, column // per_word] |= codes[:, column].astype(np.uint32) << place
+    return torch.from_numpy(words.view(np.int32))
 
 
 def product(codes: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ def adapted(blocks: int = 3, *, tied: bool = False) -> Any:
     return seeded(lambda: AdaptedLM(blocks, tied=tied))
 
 
-def decode(values: Tensor, weights: WeightFormat) -> Tensor:
-    """What the codes of one tensor give, in its own format; encoded by itself."""
+def dequantized(values: Tensor, weights: WeightFormat) -> Tensor:
+    """Quantize one tensor by itself; return what it reads as, in its own format."""
     kind = FLOAT_OF[values.dtype]
     storage = np.float32 if kind.nbytes == 4 else np.uint16
     flat = values.detach().contiguous().reshape(-1)
@@ -86,9 +86,9 @@ def decode(values: Tensor, weights: WeightFormat) -> Tensor:
     words = np.empty(given.size // weights.group_size, np.uint32)
     codes = np.empty(weights.codes_nbytes(given.size), np.uint8)
     quantize_weights(given, words, codes, weights, kind)
-    found = torch.empty_like(flat)
-    dequantize_weights(words, codes, found.view(torch.uint8).numpy().view(storage), weights, kind)
-    return found.view(values.shape)
+    back = torch.empty_like(flat)
+    dequantize_weights(words, codes, back.view(torch.uint8).numpy().view(storage), weights, kind)
+    return back.view(values.shape)
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def round_to(
         skipped = any(part in name for part in skip for name in names)
         if param.dim() == 2 and not param.requires_grad and not skipped:
             given = param if precision == "fp32" else param.to(DTYPES[precision])
-            param.copy_(decode(given, format_))
+            param.copy_(dequantized(given, format_))
 
 
 def in_precision(model: nn.Module, precision: str) -> nn.Module:

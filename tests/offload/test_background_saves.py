@@ -543,13 +543,13 @@ def test_killed_while_it_is_under_way_what_was_complete_is_there(
             text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == -signal.SIGKILL, done.stderr
-        found = checkpoint.latest(tmp_path / "saved")
-        assert found is not None
+        latest = checkpoint.latest(tmp_path / "saved")
+        assert latest is not None
         homes = NVME if placement == "nvme" else HOST
         with offload.initialize(seeded(TinyLM, 1), config(tmp_path, homes)) as engine:
-            engine.load_checkpoint(found)
+            engine.load_checkpoint(latest)
             step = engine.report().steps
-            assert found.name == f"step-{step:06d}"
+            assert latest.name == f"step-{step:06d}"
             resumed = states_of(engine)
             engine.save_checkpoint(tmp_path / "saved" / "next", wait=False)
         with offload.initialize(seeded(TinyLM), config(tmp_path, homes)) as engine:

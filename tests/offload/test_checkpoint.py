@@ -218,11 +218,11 @@ def test_any_safetensors_reader_loads_the_model(tmp_path: Path) -> None:
         losses_of(engine, batches(2))
         engine.save_checkpoint(tmp_path / "saved")
         expected = engine.module.state_dict()
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in (tmp_path / "saved" / "parameters").iterdir():
-        found |= load_file(file)
-    found["head.weight"] = found["embed.weight"]  # tied: recorded once
-    assert_same_bits(found, expected)
+        tensors |= load_file(file)
+    tensors["head.weight"] = tensors["embed.weight"]  # tied: recorded once
+    assert_same_bits(tensors, expected)
     weights = tmp_path / "saved"
     with offload.initialize(seeded(TinyLM, 3), keys_of(tmp_path, HOST), weights=weights) as engine:
         assert_same_bits(engine.module.state_dict(), expected)

@@ -39,7 +39,7 @@ def run(*arguments: object) -> int:
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Checkpoints by precision, with the weights that they should give."""
-    found: dict[str, Any] = {}
+    checkpoints: dict[str, Any] = {}
     for precision in DTYPES:
         folder = tmp_path_factory.mktemp(precision)
         model = seeded(TinyLM)
@@ -52,8 +52,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 name: engine.values.read(p, "master") if p.requires_grad else p.float()
                 for name, p in _gathered(engine).items()
             }
-        found[precision] = (folder / "saved", weights, {**masters, "seen": weights["seen"]})
-    return found
+        checkpoints[precision] = (folder / "saved", weights, {**masters, "seen": weights["seen"]})
+    return checkpoints
 
 
 def _gathered(engine: offload.Engine) -> dict[str, torch.nn.Parameter]:
@@ -106,13 +106,13 @@ def test_export_gives_every_name_in_the_wanted_precision(
     path, weights, masters = originals[precision]
     option = [] if dtype is None else ["--dtype", dtype]
     assert run("export", path, tmp_path / "out.safetensors", *option) == 0
-    found = load_file(tmp_path / "out.safetensors")
-    assert torch.equal(found["embed.weight"], found["head.weight"])
+    exported = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(exported["embed.weight"], exported["head.weight"])
     expected = weights
     if dtype not in (None, precision):
         expected = {name: t.to(DTYPES[dtype]) for name, t in masters.items()}
     expected = {**expected, "seen": weights["seen"]}
-    assert_same_bits(found, expected)
+    assert_same_bits(exported, expected)
 
 
 def test_export_to_a_folder_is_in_the_layout_of_sharded_models(
@@ -127,8 +127,8 @@ def test_export_to_a_folder_is_in_the_layout_of_sharded_models(
     assert index["weight_map"].keys() == weights.keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values())
     assert len({*index["weight_map"].values()}) > 3
-    found = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
-    assert_same_bits(found, weights)
+    exported = {name: load_file(out / file)[name] for name, file in index["weight_map"].items()}
+    assert_same_bits(exported, weights)
     with offload.initialize(
         seeded(TinyLM, 2), config(tmp_path, NVME, precision="bf16"), weights=out
     ) as engine:

@@ -64,11 +64,11 @@ class Victim:
 
     def end(self) -> dict[str, int]:
         """The last number of each kind of line, until the child has ended."""
-        found: dict[str, int] = {}
-        while "ended" not in found:
+        numbers: dict[str, int] = {}
+        while "ended" not in numbers:
             kind, number = self.read()
-            found[kind] = int(number)
-        return found
+            numbers[kind] = int(number)
+        return numbers
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +89,9 @@ def test_killed_at_any_moment_a_save_leaves_a_checkpoint_that_loads(
     draw = random.Random(0)
     step = 0
     for number in range(15 if long else 2):
-        found = victim.start(Request(str(path), str(tmp_path), fresh=number == 0))
-        assert found in (step, step + 1), "neither the old nor the new one"
-        step = found
+        begun = victim.start(Request(str(path), str(tmp_path), fresh=number == 0))
+        assert begun in (step, step + 1), "neither the old nor the new one"
+        step = begun
         if number == 0:
             assert victim.read() == ["saved", "1"]
             step = 1
@@ -122,9 +122,9 @@ def test_killed_before_each_system_call_of_the_end_of_a_save(
     # from the fsync of the manifest to the removal of what was replaced
     for stop_at in range(calls) if long else [0, 1, 2, calls // 3, *range(calls - 28, calls, 6)]:
         request = Request(str(path), str(tmp_path), exchange=exchange, stop_at=stop_at)
-        found = victim.start(request)
-        assert found in (step, step + 1)
-        step = found
+        begun = victim.start(request)
+        assert begun in (step, step + 1)
+        step = begun
         victim.end()
     final = Request(str(path), str(tmp_path), exchange=exchange, stop_at=-1)
     assert victim.start(final) in (step, step + 1)
@@ -144,9 +144,9 @@ def test_killed_before_each_system_call_of_a_save_and_of_what_removes_old_steps(
         ended = victim.end()
         step, calls = ended["saved"], ended["calls"]
     for stop_at in range(calls) if long else [0, calls // 3, *range(calls - 28, calls, 7)]:
-        found = victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=stop_at))
-        assert found in (step, step + 1), "neither the old nor the new one"
-        step = found
+        begun = victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=stop_at))
+        assert begun in (step, step + 1), "neither the old nor the new one"
+        step = begun
         assert victim.end()["ended"] == signal.SIGKILL
     assert victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=-1)) in (step, step + 1)
     step = victim.end()["saved"]
@@ -166,11 +166,11 @@ def test_killed_between_an_update_on_trial_and_its_step_a_run_goes_on_to_the_sam
     assert ended["tried"] > 0
     for _ in range(60 if long else 5):
         stop_at = draw.randrange(ended["calls"])
-        found = victim.start(Request(str(path), str(tmp_path), trials=True, stop_at=stop_at))
-        assert found in (step, step + 1), "neither the old nor the new one"
+        begun = victim.start(Request(str(path), str(tmp_path), trials=True, stop_at=stop_at))
+        assert begun in (step, step + 1), "neither the old nor the new one"
         status = victim.end()
         killed += status["ended"] == signal.SIGKILL
-        step = status.get("saved", found)
+        step = status.get("saved", begun)
     assert killed > 2
     victim.start(Request(str(path), str(tmp_path), trials=True, stop_at=-1))
     assert victim.end()["tried"] > 0

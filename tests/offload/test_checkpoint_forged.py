@@ -119,18 +119,18 @@ def edited(saved: Path, change: Callable[[Content], object]) -> None:
 
 
 def numbers(content: Content) -> dict[str, Any]:
-    found: dict[str, Any] = content["optimizer"]["param_groups"][0]["numbers"]
-    return found
+    numbers: dict[str, Any] = content["optimizer"]["param_groups"][0]["numbers"]
+    return numbers
 
 
 def params(content: Content) -> list[str]:
-    found: list[str] = content["optimizer"]["param_groups"][0]["params"]
-    return found
+    names: list[str] = content["optimizer"]["param_groups"][0]["params"]
+    return names
 
 
 def buffers_file(content: Content) -> Content:
-    found: Content = content["files"]["buffers.safetensors"]
-    return found
+    entry: Content = content["files"]["buffers.safetensors"]
+    return entry
 
 
 # ------------------------------------------------------------------------- numbers and names

@@ -42,9 +42,9 @@ def growth() -> Iterator[list[int]]:
     gc.collect()
     with suppress(OSError):  # where the kernel allows it, the peak begins anew
         Path("/proc/self/clear_refs").write_text("5")
-    before, found = rss_nbytes(), [0]
-    yield found
-    found[0] = peak_rss_nbytes() - before
+    before, increase = rss_nbytes(), [0]
+    yield increase
+    increase[0] = peak_rss_nbytes() - before
 
 
 def step(engine: offload.Engine) -> None:

@@ -50,9 +50,9 @@ def test_savers_in_one_folder_succeed_and_touch_nothing_of_anybody_else(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    assert found["wrong"] == []
-    assert found["done"]["save"] >= ROUNDS * factor * (SAVERS - 2)
+    report = json.loads(ended.stdout)
+    assert report["wrong"] == []
+    assert report["done"]["save"] >= ROUNDS * factor * (SAVERS - 2)
     assert foreign.read_text() == "precious"
     kept = [name for name in sorted(os.listdir(tmp_path)) if not name.startswith("step-")]
     assert kept == [foreign.parts[-3], "one", "two"], "the last save has cleared up"

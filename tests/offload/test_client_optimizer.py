@@ -25,12 +25,12 @@ def test_an_empty_param_group_stays_and_a_plain_state_with_it_is_taken_over(tmp_
         client.lend(engine)
         assert [group["lr"] for group in engine.optimizer.param_groups] == [0.001, 0.5]
         engine.optimizer.load_state_dict(saved)
-        found = engine.optimizer.state_dict()
-        assert [group["params"] for group in found["param_groups"]] == [[0, 1], []]
+        loaded = engine.optimizer.state_dict()
+        assert [group["params"] for group in loaded["param_groups"]] == [[0, 1], []]
         for number, states in saved["state"].items():
             kept = ("exp_avg", "exp_avg_sq")
             assert_same_bits(
-                {name: found["state"][number][name] for name in kept},
+                {name: loaded["state"][number][name] for name in kept},
                 {name: states[name] for name in kept},
             )
         engine.save_checkpoint(tmp_path / "saved")

@@ -173,12 +173,12 @@ def test_a_trainer_takes_the_model_of_another_engine_over(tmp_path: Path) -> Non
         with offload.initialize(alone, keys) as engine:
             expected += losses_of(engine, batches(3))
     first = engine_for(model, keys)
-    found = losses_of(first, batches(3))
+    losses = losses_of(first, batches(3))
     before, saved = first.optimizer, first.optimizer.state_dict()
     second = engine_for(model, keys)
     assert first.is_closed
     assert tiers_of(nn.Sequential(model)) == [second] == tiers_of(model.blocks)
-    assert found + losses_of(second, batches(3)) == expected
+    assert losses + losses_of(second, batches(3)) == expected
     for use in (
         lambda: before.load_state_dict(saved), before.state_dict,
         before.step,
@@ -195,9 +195,9 @@ def test_a_refused_takeover_leaves_the_trainer_as_it_was(tmp_path: Path) -> None
     with offload.initialize(alone, keys) as engine:
         expected = losses_of(engine, batches(4))
     engine = engine_for(model, keys)
-    found = losses_of(engine, batches(4)[:2])
+    losses = losses_of(engine, batches(4)[:2])
     groups = [{"params": [model.embed.weight], "lr": -1.0}]
     with pytest.raises((ConfigError, ValueError), match=r"learning rate|lr"):
         engine_for(model, keys, parameters=groups)
-    assert found + losses_of(engine, batches(4)[2:]) == expected
+    assert losses + losses_of(engine, batches(4)[2:]) == expected
     engine.close()

@@ -1,5 +1,5 @@
 """A dispatched model computes straight from codes where it gets few tokens: the same bits from all
-tiers, close to those of decoded values, and no slot for values."""
+tiers, close to those of dequantized values, and no slot for values."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from offload.zero.hooks import coded_uses
 from offload.zero.tensors.released import is_released
 from tests.offload.engine_cases import VOCABULARY, bits
 from tests.offload.storage_cases import FORMATS, WIDTH, adapted, in_precision, round_to
-from tests.offload.test_storage import PLACEMENTS, coded
+from tests.offload.test_storage import PLACEMENTS, quantized
 
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each product straight from codes."""
-    found: list[int] = []
+    counts: list[int] = []
     multiply = coded_uses.multiply
 
     def noted(x: Array, *rest: Any) -> None:
-        found.append(len(x))
+        counts.append(len(x))
         multiply(x, *rest)
 
     monkeypatch.setattr(coded_uses, "multiply", noted)
-    return found
+    return counts
 
 
 def tokens(count: int) -> Tensor:
@@ -48,28 +48,28 @@ def test_few_tokens_give_the_same_bits_from_every_tier(
     plain = in_precision(adapted().requires_grad_(False), "bf16")
     models = [copy.deepcopy(plain) for _ in PLACEMENTS]
     round_to(plain, weights)
-    found = []
+    outputs = []
     for model, placement in zip(models, PLACEMENTS, strict=True):
-        offload.dispatch(model, coded(tmp_path, weights, placement, precision="bf16"))
+        offload.dispatch(model, quantized(tmp_path, weights, placement, precision="bf16"))
         with torch.no_grad(), offload.dispatched(model) as owner:
             products.clear()
-            found.append([bits(model(tokens(count))) for count in (1, 4, 1)])
+            outputs.append([bits(model(tokens(count))) for count in (1, 4, 1)])
             assert len(products) == 3 * 3 * 4  # passes, blocks, linear layers of a block
-            assert bits(model(tokens(5))) == bits(plain(tokens(5)))  # decoded, and PyTorch's
+            assert bits(model(tokens(5))) == bits(plain(tokens(5)))  # dequantized, and PyTorch's
             assert len(products) == 3 * 3 * 4
             expected = plain(tokens(4)).float()
             off = (model(tokens(4)).float() - expected).abs().max() / expected.abs().max()
             assert off < 0.03
             owner.check_integrity()
-    assert found[1:] == found[:-1]
-    assert found[0][0] == found[0][2]
+    assert outputs[1:] == outputs[:-1]
+    assert outputs[0][0] == outputs[0][2]
 
 
-def test_what_is_no_product_of_few_tokens_is_decoded(tmp_path: Path) -> None:
+def test_what_is_no_product_of_few_tokens_is_dequantized(tmp_path: Path) -> None:
     plain = adapted(1).requires_grad_(False)
     model = copy.deepcopy(plain)
     round_to(plain, "int4")
-    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
+    offload.dispatch(model, quantized(tmp_path, "int4", "nvme"))
     block, expected = model.layers[0], plain.layers[0]
     seen: list[Tensor] = []
 
@@ -91,20 +91,20 @@ def test_what_is_no_product_of_few_tokens_is_decoded(tmp_path: Path) -> None:
         assert torch.equal(model(tokens(9)), plain(tokens(9)))
 
 
-def test_gradients_and_autocast_are_computed_with_decoded_values(
+def test_gradients_and_autocast_are_computed_with_dequantized_values(
     tmp_path: Path, products: list[int]
 ) -> None:
     plain = adapted(1).requires_grad_(False)
     model = copy.deepcopy(plain)
     round_to(plain, "int4")
-    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
+    offload.dispatch(model, quantized(tmp_path, "int4", "nvme"))
     with offload.dispatched(model):
-        found = []
+        gradients = []
         for each in (model, plain):
             x = torch.ones(1, 2, WIDTH, requires_grad=True)
             each.layers[0](x).sum().backward()
-            found.append(x.grad)
-        assert torch.equal(*found)
+            gradients.append(x.grad)
+        assert torch.equal(*gradients)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(model(tokens(2)), plain(tokens(2)))
         assert products == []
@@ -119,12 +119,12 @@ def test_an_embedding_decodes_the_rows_that_are_looked_up(
     plain = adapted(1).requires_grad_(False)
     model = copy.deepcopy(plain)
     round_to(plain, "nf4")
-    offload.dispatch(model, coded(tmp_path, "nf4", "nvme"))
+    offload.dispatch(model, quantized(tmp_path, "nf4", "nvme"))
     with torch.no_grad(), offload.dispatched(model):
         decode = offload.zero.groups.weight_codes.WeightCodes.decode
 
         def refused(*_: Any) -> None:
-            raise AssertionError("decoded as a whole")
+            raise AssertionError("dequantized as a whole")
 
         monkeypatch.setattr(offload.zero.groups.weight_codes.WeightCodes, "decode", refused)
         for ids in (tokens(1), tokens(3).view(3, 1), torch.zeros(2, 0, dtype=torch.long)):
@@ -134,26 +134,26 @@ def test_an_embedding_decodes_the_rows_that_are_looked_up(
             model.embed(torch.tensor([10**6]))
 
 
-def test_a_model_that_trains_is_evaluated_with_decoded_values(
+def test_a_model_that_trains_is_evaluated_with_dequantized_values(
     tmp_path: Path, products: list[int]
 ) -> None:
     model = adapted(1)
-    with offload.initialize(model, coded(tmp_path, "int4")), torch.no_grad():
+    with offload.initialize(model, quantized(tmp_path, "int4")), torch.no_grad():
         model(tokens(2))
     assert products == []
 
 
-def test_transforms_within_a_forward_take_decoded_values_or_are_refused(tmp_path: Path) -> None:
+def test_transforms_within_a_forward_take_dequantized_values_or_are_refused(tmp_path: Path) -> None:
     plain = adapted(1).requires_grad_(False)
     model = copy.deepcopy(plain)
     round_to(plain, "int4")
-    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
+    offload.dispatch(model, quantized(tmp_path, "int4", "nvme"))
     x = torch.randn(3, 1, 2 * WIDTH)
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def transform(block: nn.Module, *_: Any) -> None:
         weight = block.down.weight
-        found.append(torch.func.vmap(lambda z: nn.functional.linear(z, weight))(x))
+        outputs.append(torch.func.vmap(lambda z: nn.functional.linear(z, weight))(x))
 
     def differentiate(block: nn.Module, *_: Any) -> None:
         weight = block.down.weight
@@ -164,7 +164,7 @@ def test_transforms_within_a_forward_take_decoded_values_or_are_refused(tmp_path
             handle = each.layers[0].register_forward_pre_hook(transform)
             each(tokens(1))
             handle.remove()
-        assert torch.equal(*found)
+        assert torch.equal(*outputs)
         model.layers[0].register_forward_pre_hook(differentiate)
         with pytest.raises(UnsupportedError, match=r"torch\.func"):
             model(tokens(1))
@@ -172,7 +172,7 @@ def test_transforms_within_a_forward_take_decoded_values_or_are_refused(tmp_path
 
 def test_what_a_forward_writes_is_kept(tmp_path: Path) -> None:
     model = adapted(1).requires_grad_(False)
-    offload.dispatch(model, coded(tmp_path, "int8", "nvme"))
+    offload.dispatch(model, quantized(tmp_path, "int8", "nvme"))
     block = model.layers[0]
 
     def double(*_: Any) -> None:
@@ -193,7 +193,7 @@ def test_an_interrupt_amid_decoding_leaves_nothing_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = adapted(1).requires_grad_(False)
-    offload.dispatch(model, coded(tmp_path, "int4", "nvme"))
+    offload.dispatch(model, quantized(tmp_path, "int4", "nvme"))
     with torch.no_grad(), offload.dispatched(model) as owner:
         expected = bits(model(tokens(1)))
         find = WriteTracker._find_places

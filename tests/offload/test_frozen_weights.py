@@ -79,14 +79,14 @@ def test_each_step_writes_what_belongs_to_adapters_alone(
 @pytest.mark.slow
 def test_weights_of_three_times_the_budget_are_adapted_within_it(tmp_path: Path) -> None:
     """200 MiB of frozen weights on nvme, `budget: {host: 64MiB}`."""
-    found = said_by(PROGRAM, str(tmp_path))
-    adapters = found["layers"] * 2 * RANK * WIDTH * 4
-    frozen = found["layers"] * WIDTH * WIDTH * 4
-    assert found["rss"] <= found["host"] * 1.05 + (32 << 20) < frozen
-    assert found["written"] <= found["steps"] * 5.2 * adapters  # weights, gradients, two moments
-    assert found["read"] > (found["steps"] - 1) * frozen, "more than the memory for copies holds"
-    assert found["nvme"]["gradients"] <= adapters
-    assert found["nvme"]["optimizer"] <= 3 * adapters  # and versions that are being written
+    report = said_by(PROGRAM, str(tmp_path))
+    adapters = report["layers"] * 2 * RANK * WIDTH * 4
+    frozen = report["layers"] * WIDTH * WIDTH * 4
+    assert report["rss"] <= report["host"] * 1.05 + (32 << 20) < frozen
+    assert report["written"] <= report["steps"] * 5.2 * adapters  # weights, gradients, two moments
+    assert report["read"] > (report["steps"] - 1) * frozen, "more than the memory for copies holds"
+    assert report["nvme"]["gradients"] <= adapters
+    assert report["nvme"]["optimizer"] <= 3 * adapters  # and versions that are being written
 
 
 def test_weights_of_8_bits_are_refused(tmp_path: Path) -> None:

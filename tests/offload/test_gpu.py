@@ -267,7 +267,7 @@ def test_without_kernels_what_needs_them_is_refused_and_says_what_is_missing(
 # ---------------------------------------------------------------- weights in codes
 @pytest.mark.sample("nvme")
 @pytest.mark.parametrize("parameters", ["nvme", "device"])
-def test_codes_cross_the_link_and_are_decoded_on_the_device(
+def test_codes_cross_the_link_and_are_dequantized_on_the_device(
     parameters: str, tmp_path: Path
 ) -> None:
     plain = adapted(1)

@@ -47,10 +47,10 @@ def test_any_part_of_any_rows_is_read(int8: bool, dim: int, dtype: torch.dtype) 
     for span in (slice(0, TOKENS), slice(1, 4)):
         for rows in (None, torch.tensor([2, 0, 0, 1])):
             wanted = [each[slice(None) if rows is None else rows, :, span] for each in expected]
-            found = [torch.empty_like(each, memory_format=torch.contiguous_format)
+            actual = [torch.empty_like(each, memory_format=torch.contiguous_format)
                      for each in wanted]  # fmt: skip
-            page.read(flat, span, rows, *found)
-            assert all(map(torch.equal, found, wanted))
+            page.read(flat, span, rows, *actual)
+            assert all(map(torch.equal, actual, wanted))
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -59,21 +59,21 @@ def test_stored_tokens_are_copied_as_they_are(int8: bool) -> None:
     rows = torch.tensor([2, 2, 0])
     into = torch.zeros(page.nbytes, dtype=torch.uint8)
     page.copy(flat, slice(3), rows, into)
-    wanted, found = (
+    wanted, copied = (
         [torch.empty(3, 2, 3, 40).bfloat16(), torch.empty(3, 1, 3, 80).bfloat16()] for _ in "ab"
     )
     page.read(flat, slice(3), rows, *wanted)
-    page.read(into, slice(3), None, *found)
-    assert all(map(torch.equal, found, wanted))
+    page.read(into, slice(3), None, *copied)
+    assert all(map(torch.equal, copied, wanted))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_8_bits_are_half_a_step_off_at_most(dtype: torch.dtype) -> None:
     page, flat, keys, _ = filled(True, 128, dtype)
-    found = torch.empty_like(keys)
-    page.read(flat, slice(TOKENS), None, found, None)
+    actual = torch.empty_like(keys)
+    page.read(flat, slice(TOKENS), None, actual, None)
     largest = keys.float().abs().amax(dim=-1, keepdim=True)
-    error = (found.float() - keys.float()).abs()
+    error = (actual.float() - keys.float()).abs()
     rounding = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     assert (error <= largest / 127 / 2 * 1.0001 + rounding * largest).all()
     assert error.max() > largest.min() / 127 / 4
@@ -91,10 +91,10 @@ def test_operations_of_torch_have_the_bits_of_the_kernels_for_weights(dtype: tor
     quantize_weights(flat_array(states), wanted_words, wanted_codes, weights, kind)
     assert np.array_equal(words.view(-1).numpy().view(np.uint32), wanted_words)
     assert np.array_equal(codes.view(-1).numpy(), wanted_codes)
-    found, wanted = torch.empty_like(states), torch.empty_like(states)
-    dequantize_int8(words, codes, found)
+    actual, wanted = torch.empty_like(states), torch.empty_like(states)
+    dequantize_int8(words, codes, actual)
     dequantize_weights(wanted_words, wanted_codes, flat_array(wanted), weights, kind)
-    assert torch.equal(found.nan_to_num(-1.0), wanted.nan_to_num(-1.0))  # NaNs of any payload
+    assert torch.equal(actual.nan_to_num(-1.0), wanted.nan_to_num(-1.0))  # NaNs of any payload
     assert wanted[:2].isnan().all()
     assert not wanted[2].any()
 

@@ -61,13 +61,13 @@ MOVES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("name", MOVES)
 def test_what_moves_elements_is_noted_and_done_later(name: str, lazy: dict[str, Any]) -> None:
-    found, expected = MOVES[name](lazy), MOVES[name](plain())
-    assert isinstance(found, LazyTensor)
-    assert (found.shape, found.dtype, found.stride()) == (
+    actual, expected = MOVES[name](lazy), MOVES[name](plain())
+    assert isinstance(actual, LazyTensor)
+    assert (actual.shape, actual.dtype, actual.stride()) == (
         expected.shape, expected.dtype, expected.stride(),
     )  # fmt: skip
-    assert found.storage_offset() == expected.storage_offset()
-    assert bits(found.value()) == bits(expected)
+    assert actual.storage_offset() == expected.storage_offset()
+    assert bits(actual.value()) == bits(expected)
 
 
 ROWS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -99,7 +99,7 @@ def test_a_row_is_read_alone(
 ) -> None:
     of_all = name.removesuffix(", of it all")
     make = ROWS[name] if name in ROWS else WHOLE[of_all]
-    found, expected = make(lazy), make(plain())
+    actual, expected = make(lazy), make(plain())
     read: list[int] = []
     own = OpenFile.read_all
 
@@ -109,16 +109,16 @@ def test_a_row_is_read_alone(
 
     monkeypatch.setattr(OpenFile, "read_all", read_all)
     for number, row in enumerate(expected):
-        made = found[number]
+        made = actual[number]
         assert isinstance(made, LazyTensor)
         assert (made.shape, made.dtype) == (row.shape, row.dtype)
         assert bits(made.value()) == bits(row), number
     if name in ROWS:
         nbytes = sum(read)
         read.clear()
-        found.value()
+        actual.value()
         assert nbytes == sum(read)  # all rows together: of each byte once
-    assert bits(found[-1].value()) == bits(expected[-1])
+    assert bits(actual[-1].value()) == bits(expected[-1])
 
 
 READS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -136,12 +136,12 @@ READS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_all_else_reads_the_values(name: str, lazy: dict[str, Any]) -> None:
-    found, expected = READS[name](lazy), READS[name](plain())
-    assert not isinstance(found, LazyTensor)
+    actual, expected = READS[name](lazy), READS[name](plain())
+    assert not isinstance(actual, LazyTensor)
     if isinstance(expected, Tensor):
-        assert bits(found) == bits(expected)
+        assert bits(actual) == bits(expected)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 WRITES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -172,10 +172,10 @@ DATA: dict[str, Callable[[dict[str, Any]], Tensor]] = {
 def test_data_may_be_set_to_another_tensor(name: str, lazy: dict[str, Any]) -> None:
     param, expected = nn.Parameter(lazy["a"]), DATA[name](plain())
     param.data = DATA[name](lazy)
-    found = param.detach()
+    actual = param.detach()
     assert isinstance(param, nn.Parameter)
-    assert (isinstance(found, LazyTensor), found.dtype) == (name != "ordinary", expected.dtype)
-    assert bits(found.value() if isinstance(found, LazyTensor) else found) == bits(expected)
+    assert (isinstance(actual, LazyTensor), actual.dtype) == (name != "ordinary", expected.dtype)
+    assert bits(actual.value() if isinstance(actual, LazyTensor) else actual) == bits(expected)
 
 
 def test_a_copy_is_independent(lazy: dict[str, Any]) -> None:

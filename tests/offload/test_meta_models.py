@@ -120,8 +120,8 @@ def begun(folder: Path, model: nn.Module, placement: Any = HOST, **keys: Any) ->
     weights = keys.pop("weights", None)
     settings = config(folder, placement, **keys)
     with offload.initialize(model, settings, weights=weights) as engine:
-        found = {**parameters_of(engine), **dict(model.named_buffers())}
-        return {name: value.clone().cpu() for name, value in found.items()}
+        tensors = {**parameters_of(engine), **dict(model.named_buffers())}
+        return {name: value.clone().cpu() for name, value in tensors.items()}
 
 
 def begun_on_cpu(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
@@ -130,11 +130,11 @@ def begun_on_cpu(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def assert_begun_alike(found: dict[str, Tensor], build: Callable[[], nn.Module]) -> None:
+def assert_begun_alike(actual: dict[str, Tensor], build: Callable[[], nn.Module]) -> None:
     """Equal where a constructor always gives the same, else of the same mean and spread."""
     one, other = begun_on_cpu(build, 0), begun_on_cpu(build, 1)
-    assert found.keys() == one.keys()
-    for name, mine in found.items():
+    assert actual.keys() == one.keys()
+    for name, mine in actual.items():
         a, b = one[name].detach(), other[name].detach()
         assert (mine.shape, mine.dtype) == (a.shape, a.dtype), name
         constant = (a == b) | (a.isnan() & b.isnan())
@@ -157,13 +157,13 @@ def test_a_model_with_init_weights_begins_as_its_constructor_begins_it(
     def build() -> nn.Module:
         return NanoGPT(tie=tie)
 
-    found = begun(tmp_path, on_meta(build))
-    assert_begun_alike(found, build)
-    assert_same_bits(begun(tmp_path, on_meta(build), NVME), found)
+    actual = begun(tmp_path, on_meta(build))
+    assert_begun_alike(actual, build)
+    assert_same_bits(begun(tmp_path, on_meta(build), NVME), actual)
     keys = {"groups": {"blocks": ["MaskedAttention"]}}
-    assert_same_bits(begun(tmp_path, on_meta(build), NVME, **keys), found)
+    assert_same_bits(begun(tmp_path, on_meta(build), NVME, **keys), actual)
     other = begun(tmp_path, on_meta(build), seed=1)
-    assert not torch.equal(other["wte.weight"], found["wte.weight"])
+    assert not torch.equal(other["wte.weight"], actual["wte.weight"])
 
 
 class Mixed(nn.Module):
@@ -188,8 +188,8 @@ class Mixed(nn.Module):
 
 
 def test_modules_of_torch_begin_as_their_constructors_begin_them(tmp_path: Path) -> None:
-    found = begun(tmp_path, on_meta(Mixed))
-    assert_begun_alike(found, Mixed)
+    actual = begun(tmp_path, on_meta(Mixed))
+    assert_begun_alike(actual, Mixed)
     assert begun(tmp_path, on_meta(lambda: nn.Transformer(WIDTH, 2, 1, 1, WIDTH, batch_first=True)))
 
 
@@ -225,10 +225,10 @@ def test_what_already_has_values_keeps_them(tmp_path: Path) -> None:
 
     model = build()
     given = model.blocks[0]["attention"].c_proj.weight.detach().clone()
-    found = begun(tmp_path, model)
-    assert torch.equal(found["blocks.0.attention.c_proj.weight"], given)
-    assert torch.equal(found["norm.running_mean"], torch.full((WIDTH,), 3.0))
-    assert torch.equal(found["blocks.0.attention.mask"], torch.ones(LENGTH, LENGTH).tril())
+    tensors = begun(tmp_path, model)
+    assert torch.equal(tensors["blocks.0.attention.c_proj.weight"], given)
+    assert torch.equal(tensors["norm.running_mean"], torch.full((WIDTH,), 3.0))
+    assert torch.equal(tensors["blocks.0.attention.mask"], torch.ones(LENGTH, LENGTH).tril())
 
 
 def test_a_parameter_stays_the_same_object_with_what_hangs_on_it(tmp_path: Path) -> None:
@@ -267,9 +267,9 @@ def test_integers_and_masks_in_parameters_and_buffers_are_initialised(tmp_path: 
                 self.mask.copy_(torch.tensor([True, False, True]))
 
     model = on_meta(Model)
-    found = begun(tmp_path, model)
-    assert found["codes"].tolist() == [0, 1, 2, 3, 4]
-    assert found["mask"].tolist() == [True, False, True]
+    tensors = begun(tmp_path, model)
+    assert tensors["codes"].tolist() == [0, 1, 2, 3, 4]
+    assert tensors["mask"].tolist() == [True, False, True]
     assert model.again is model.mask
 
 
@@ -282,8 +282,8 @@ def test_weights_from_files_leave_buffers_to_the_files_or_their_modules(tmp_path
     del saved["1.running_var"]
     save_file(saved, tmp_path / "model.safetensors")
     for model in (on_meta(build), build()):
-        found = begun(tmp_path, model, weights=tmp_path / "model.safetensors")
-        assert_same_bits({**found}, {**saved, "1.running_var": torch.ones(4)})
+        tensors = begun(tmp_path, model, weights=tmp_path / "model.safetensors")
+        assert_same_bits({**tensors}, {**saved, "1.running_var": torch.ones(4)})
 
 
 @pytest.mark.parametrize("value", [torch.ones(1), torch.full((4,), 1.5), torch.ones(2, 2)])
@@ -407,8 +407,8 @@ def test_a_refused_model_begins_from_files(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedError, match=r"blocks\.0\.norm\.weight, .*bias on .* OwnNorm"):
         begun(tmp_path, build())
-    found = begun(tmp_path, build(), weights=tmp_path / "model.safetensors")
-    assert_same_bits({name: found[name] for name in values}, values)
+    tensors = begun(tmp_path, build(), weights=tmp_path / "model.safetensors")
+    assert_same_bits({name: tensors[name] for name in values}, values)
 
 
 # ----------------------------------------------------------------------- transformers
@@ -428,9 +428,9 @@ def test_a_part_of_a_model_that_is_transformers_begins_as_transformers_begins_it
             self.model = transformers.LlamaForCausalLM(copy.deepcopy(shape))
             self.score = nn.Linear(32, 1)
 
-    found = begun(tmp_path, on_meta(Reward))
-    assert_begun_alike(found, Reward)
-    assert 0.018 < found["model.model.layers.0.self_attn.q_proj.weight"].std() < 0.022
+    actual = begun(tmp_path, on_meta(Reward))
+    assert_begun_alike(actual, Reward)
+    assert 0.018 < actual["model.model.layers.0.self_attn.q_proj.weight"].std() < 0.022
 
     class Zero(Reward):
         def __init__(self) -> None:

@@ -154,9 +154,9 @@ class Asked(Whole):
         return super().forward(x)
 
     def state_dict(self, *args: Any, **keys: Any) -> Any:
-        found = super().state_dict(*args, **keys)
-        found["calls"] = torch.tensor(self.calls)
-        return found
+        entries = super().state_dict(*args, **keys)
+        entries["calls"] = torch.tensor(self.calls)
+        return entries
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         given = dict(state_dict)
@@ -184,12 +184,12 @@ def train(model: nn.Module, optimizer: Any, steps: int, seed: int) -> None:
 
 def kept(model: nn.Module) -> dict[str, Any]:
     """Buffers, and what these modules have as attributes."""
-    found: dict[str, Any] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    values: dict[str, Any] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for path, module in model.named_modules():
         for name in ("seen", "words", "rows", "calls"):
             if name in vars(module):
-                found[f"{path}.{name}"] = vars(module)[name]
-    return found
+                values[f"{path}.{name}"] = vars(module)[name]
+    return values
 
 
 def as_plain_loads(build: Callable[[], Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -198,14 +198,14 @@ def as_plain_loads(build: Callable[[], Any], state: dict[str, Any]) -> dict[str,
     return kept(plain)
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, Tensor):
-            assert found[name].dtype == value.dtype, name
-            assert torch.equal(found[name], value), name
+            assert actual[name].dtype == value.dtype, name
+            assert torch.equal(actual[name], value), name
         else:
-            assert found[name] == value, name
+            assert actual[name] == value, name
 
 
 @pytest.mark.sample(4)

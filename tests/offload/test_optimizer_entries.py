@@ -52,8 +52,8 @@ class Pair:
 
     def both(self, do: Callable[[Any, list[nn.Parameter]], Any]) -> tuple[Any, Any]:
         """The results of `do(optimizer, params)`."""
-        theirs, found = (do(o, list(m.parameters())) for m, o in self.sides)
-        return theirs, found
+        theirs, ours = (do(o, list(m.parameters())) for m, o in self.sides)
+        return theirs, ours
 
     def assert_same(self) -> None:
         for (name, p), q in zip(
@@ -69,19 +69,19 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         yield made
 
 
-def assert_alike(found: Any, theirs: Any) -> None:
+def assert_alike(actual: Any, expected: Any) -> None:
     """Numbers agree to rounding, everything else is equal."""
-    if isinstance(theirs, Tensor):
-        torch.testing.assert_close(found.clone(), theirs, rtol=1e-5, atol=1e-7)
-    elif isinstance(theirs, dict):
-        assert list(map(str, found)) == list(map(str, theirs))
-        assert_alike(list(found.values()), list(theirs.values()))
-    elif isinstance(theirs, list | tuple):
-        assert len(found) == len(theirs)
-        for mine, other in zip(found, theirs, strict=True):
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(actual.clone(), expected, rtol=1e-5, atol=1e-7)
+    elif isinstance(expected, dict):
+        assert list(map(str, actual)) == list(map(str, expected))
+        assert_alike(list(actual.values()), list(expected.values()))
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for mine, other in zip(actual, expected, strict=True):
             assert_alike(mine, other)
     else:
-        assert found == theirs
+        assert actual == expected
 
 
 QUESTIONS: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
@@ -108,9 +108,9 @@ def test_every_question_has_the_answer_of_torch(pair: Pair) -> None:
     for steps in (0, 2):
         pair.step(steps)
         for name, ask in QUESTIONS.items():
-            theirs, found = pair.both(ask)
+            expected, actual = pair.both(ask)
             print(name, "after", steps, "steps")
-            assert_alike(found, theirs)
+            assert_alike(actual, expected)
 
 
 def reset(o: Any, ps: list[nn.Parameter]) -> None:
@@ -137,8 +137,8 @@ def test_a_change_of_a_state_dict_has_the_effect_that_it_has_in_torch(
 ) -> None:
     pair.step(2)
     pair.both(change)
-    theirs, found = pair.both(states_of)
-    assert_alike(found, theirs)
+    expected, actual = pair.both(states_of)
+    assert_alike(actual, expected)
     pair.step(2)
     pair.assert_same()
 

@@ -80,8 +80,8 @@ def test_states_of_another_kind_of_optimizer_are_refused(
 
 def last(states: States) -> dict[str, Any]:
     """The state of the last parameter: all before it could be loaded."""
-    found: dict[str, Any] = states["state"][max(states["state"])]
-    return found
+    state: dict[str, Any] = states["state"][max(states["state"])]
+    return state
 
 
 @pytest.mark.sample(6)
@@ -161,8 +161,8 @@ def test_a_state_dict_of_torch_goes_on_as_there(
     with offload.initialize(seeded(TinyLM, 3), settings) as engine:
         engine.module.load_state_dict(weights)
         engine.optimizer.load_state_dict(states)
-        found = losses_of(engine, batches(4, seed=2))
-    assert found == pytest.approx(expected, rel=1e-5)
+        actual = losses_of(engine, batches(4, seed=2))
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 # ------------------------------------------------------------------------- half-way

@@ -93,10 +93,10 @@ def test_it_trains_as_the_same_optimizer_of_torch_does(
     keys = config(tmp_path, NVME, optimizer={"type": name, "chunk": 2048, **numbers})
     with offload.initialize(seeded(TinyLM), keys) as engine:
         losses = losses_of(engine, batches(STEPS))
-        found = parameters_of(engine)
+        weights = parameters_of(engine)
     assert losses == pytest.approx(expected, rel=1e-5)
     for key, value in model.named_parameters():
-        torch.testing.assert_close(found[key], value.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights[key], value.detach(), rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------- placements

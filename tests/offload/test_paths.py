@@ -67,18 +67,18 @@ def resolved(name: str) -> Any:
 
 def functions(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Of a module those that it defines, of a class its public methods."""
-    found = resolved(name)
-    if inspect.ismodule(found):
-        for inner, value in vars(found).items():
+    public = resolved(name)
+    if inspect.ismodule(public):
+        for inner, value in vars(public).items():
             if inspect.isfunction(value) and value.__module__ == name and inner[0] != "_":
                 yield f"{name}.{inner}", value
-    elif inspect.isclass(found) and not issubclass(found, Exception):
-        for inner, value in inspect.getmembers(found, callable):
+    elif inspect.isclass(public) and not issubclass(public, Exception):
+        for inner, value in inspect.getmembers(public, callable):
             documented = (getattr(value, "__module__", "") or "").startswith("offload")
             if documented and (inner == "__init__" or inner[0] != "_"):
                 yield f"{name}.{inner}", value
-    elif inspect.isfunction(found):
-        yield name, found
+    elif inspect.isfunction(public):
+        yield name, public
 
 
 class _Known(dict[str, Any]):
@@ -96,7 +96,7 @@ class _Anything:
 @cache
 def path_arguments(name: str) -> list[tuple[str, Any]]:
     """`function(argument)` and its type, of every argument that is a path."""
-    found = []
+    arguments = []
     for function, value in functions(name):
         wrapped = inspect.unwrap(getattr(value, "__func__", value))
         known = _Known(vars(builtins) | getattr(wrapped, "__globals__", {}))
@@ -105,8 +105,8 @@ def path_arguments(name: str) -> list[tuple[str, Any]]:
             kinds = [hint, *typing.get_args(hint)]
             says = any("Path" in str(kind) for kind in kinds)
             if argument != "return" and (says or (NAMES.fullmatch(argument) and str in kinds)):
-                found.append((f"{function}({argument})", hint))
-    return [each for each in found if each[0] not in THEIRS]
+                arguments.append((f"{function}({argument})", hint))
+    return [each for each in arguments if each[0] not in THEIRS]
 
 
 @pytest.mark.parametrize("name", sorted(set(public())))

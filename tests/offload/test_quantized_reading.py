@@ -54,14 +54,14 @@ def test_values_are_those_of_the_format(
     made = FORMATS[name].make(ROWS, COLUMNS, generator())
     plain = {"linear.bias": torch.arange(24.0), "norm.weight": torch.ones(3).bfloat16()}
     folder = write(tmp_path, FORMATS[name].settings, {**named(made), **plain})
-    found = opened(folder)
-    assert found.keys() == {"linear.weight", *plain}
-    lazy = found["linear.weight"]
+    tensors = opened(folder)
+    assert tensors.keys() == {"linear.weight", *plain}
+    lazy = tensors["linear.weight"]
     assert (lazy.shape, lazy.dtype) == (made.value.shape, made.value.dtype)
     assert bits(lazy.value()) == bits(made.value)
     monkeypatch.setattr(matrix, "_PIECE_NUMEL", 5 * COLUMNS)
     assert bits(lazy.value()) == bits(made.value)  # in pieces, the last one shorter
-    assert all(bits(found[name].value()) == bits(tensor) for name, tensor in plain.items())
+    assert all(bits(tensors[name].value()) == bits(tensor) for name, tensor in plain.items())
 
 
 def test_a_zero_point_of_gptq_v1_that_carries_changes_the_next_as_in_gptqmodel(
@@ -108,8 +108,8 @@ def test_modules_of_several_groups_are_read_by_name_pattern_and_class(tmp_path: 
         "x.down": other.make(ROWS, COLUMNS, generator()),
     }
     tensors = {k: v for name, each in made.items() for k, v in named(each, name).items()}
-    found = opened(write(tmp_path, settings, tensors))
-    assert {n: bits(t.value()) for n, t in found.items()} == {
+    weights = opened(write(tmp_path, settings, tensors))
+    assert {n: bits(t.value()) for n, t in weights.items()} == {
         f"{n}.weight": bits(each.value) for n, each in made.items()
     }
 
@@ -120,15 +120,15 @@ def changed(settings: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 
 def with_weights(**keys: Any) -> dict[str, Any]:
-    found = compressed().settings
-    group = found["config_groups"]["group_0"]
+    settings = compressed().settings
+    group = settings["config_groups"]["group_0"]
     group = {**group, "weights": {**group["weights"], **keys}}
-    return {**found, "config_groups": {"group_0": group}}
+    return {**settings, "config_groups": {"group_0": group}}
 
 
 def with_group(**keys: Any) -> dict[str, Any]:
-    found = compressed().settings
-    return {**found, "config_groups": {"g": {**found["config_groups"]["group_0"], **keys}}}
+    settings = compressed().settings
+    return {**settings, "config_groups": {"g": {**settings["config_groups"]["group_0"], **keys}}}
 
 
 @pytest.mark.parametrize(
@@ -374,8 +374,8 @@ def test_any_value_of_the_configuration_is_read_or_refused(name: str, tmp_path: 
                 inner = inner[key]
             inner[path[-1]] = weird
             with contextlib.suppress(OffloadError):
-                found = settings_of({"quantization_config": changed}, tmp_path)
-                for lazy in lazy_tensors([stored], found).values():
+                read = settings_of({"quantization_config": changed}, tmp_path)
+                for lazy in lazy_tensors([stored], read).values():
                     assert lazy.numel() <= 8 * 64
                     lazy.value()
 

@@ -198,12 +198,12 @@ SCHEDULERS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_of_torch_go_on(kind: str, engine: Any, tmp_path: Path) -> None:
     def rates(scheduler: Any, count: int) -> list[float]:
-        found = []
+        values = []
         for _ in range(count):
             engine.optimizer.step()
             scheduler.step(*([1.0] if kind == "plateau" else []))
-            found.append(engine.optimizer.param_groups[0]["lr"])
-        return found
+            values.append(engine.optimizer.param_groups[0]["lr"])
+        return values
 
     scheduler = SCHEDULERS[kind](engine.optimizer)
     engine.register_for_checkpointing(scheduler=scheduler)
@@ -267,18 +267,18 @@ def test_the_loops_own_state_comes_back_as_it_was(engine: Any, tmp_path: Path) -
     given["names"] = [np.str_("accuracy"), np.array(["a", "bc"]), np.complex64(1j)]
     engine.save_checkpoint(tmp_path / "saved", state=given)
     tensors["0-dim"].fill_(9)
-    found = engine.load_checkpoint(tmp_path / "saved")
-    assert {name: found[name] for name in STATE} == STATE
-    assert isinstance(found["counter"], Counter)
-    assert found["tensors"].pop("0-dim") == 3
-    for name, tensor in found["tensors"].items():
+    state = engine.load_checkpoint(tmp_path / "saved")
+    assert {name: state[name] for name in STATE} == STATE
+    assert isinstance(state["counter"], Counter)
+    assert state["tensors"].pop("0-dim") == 3
+    for name, tensor in state["tensors"].items():
         assert tensor.dtype is tensors[name].dtype
         assert (tensor.shape, tensor.tolist()) == (tensors[name].shape, tensors[name].tolist())
-    assert [type(each) for each in found["numpy"]] == [np.float32, np.int64, np.uint64, np.float64]
-    assert math.isnan(found["no number"])
-    assert [each.tolist() for each in found["names"]] == ["accuracy", ["a", "bc"], 1j]
-    assert (found["turned array"].tolist(), found["big-endian"].tolist()) == ([[0, 2], [1, 3]], [7])
-    assert (found["array"].tolist(), found["f16"].dtype) == ([0, 1, 2, 3], np.float16)
+    assert [type(each) for each in state["numpy"]] == [np.float32, np.int64, np.uint64, np.float64]
+    assert math.isnan(state["no number"])
+    assert [each.tolist() for each in state["names"]] == ["accuracy", ["a", "bc"], 1j]
+    assert (state["turned array"].tolist(), state["big-endian"].tolist()) == ([[0, 2], [1, 3]], [7])
+    assert (state["array"].tolist(), state["f16"].dtype) == ([0, 1, 2, 3], np.float16)
     engine.save_checkpoint(tmp_path / "saved")
     assert engine.load_checkpoint(tmp_path / "saved") == {}
 
@@ -365,9 +365,9 @@ GENERATORS: dict[str, Any] = {
 def drawn(generator: Any) -> list[float]:
     if isinstance(generator, torch.Generator):
         return torch.rand(3, generator=generator).tolist()
-    found = [generator.random(), generator.random(), getattr(generator, "drawn", 0)]
+    numbers = [generator.random(), generator.random(), getattr(generator, "drawn", 0)]
     spawned = generator.spawn(2) if isinstance(generator, np.random.Generator) else []
-    return found + [child.random() for child in spawned]
+    return numbers + [child.random() for child in spawned]
 
 
 @pytest.mark.sample(4)

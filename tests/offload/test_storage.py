@@ -1,4 +1,4 @@
-"""Frozen weights in 8 and 4 bits: what a model computes with are the decoded values, to the bit,
+"""Frozen weights in 8 and 4 bits: a model computes with the dequantized values, to the bit,
 wherever the codes live."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.offload.storage_cases import (
     WIDTH,
     AdaptedLM,
     adapted,
-    decode,
+    dequantized,
     frozen_of,
     in_precision,
     round_to,
@@ -54,7 +54,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def coded(folder: Path, weights: str, placement: str = "nvme", **keys: Any) -> dict[str, Any]:
+def quantized(folder: Path, weights: str, placement: str = "nvme", **keys: Any) -> dict[str, Any]:
     storage = {"weights": weights, "group_size": 32, **keys.pop("storage", {})}
     return config(folder, PLACEMENTS[placement], storage=storage, **keys)
 
@@ -64,16 +64,16 @@ def train(model: nn.Module, keys: dict[str, Any], steps: int = 3) -> tuple[Any, 
     with offload.initialize(model, keys) as engine:
         losses = losses_of(engine, batches(steps))
         engine.check_integrity()
-        found = {name: value.clone() for name, value in model.state_dict().items()}
+        states = {name: value.clone() for name, value in model.state_dict().items()}
         for name, param in model.named_parameters():
             state = engine.values.read_state(param)
-            found |= {f"{name} {key}": value for key, value in state.items()}
-        return losses, found
+            states |= {f"{name} {key}": value for key, value in state.items()}
+        return losses, states
 
 
 # ---------------------------------------------------------------- what is computed
 @pytest.mark.parametrize("weights", FORMATS)
-def test_a_dispatched_model_computes_with_the_decoded_values_from_every_tier(
+def test_a_dispatched_model_computes_with_the_dequantized_values_from_every_tier(
     weights: str, tmp_path: Path
 ) -> None:
     plain = in_precision(adapted().requires_grad_(False), "bf16")
@@ -81,7 +81,7 @@ def test_a_dispatched_model_computes_with_the_decoded_values_from_every_tier(
     round_to(plain, weights)
     tokens = batches(1)[0]
     for model, placement in zip(models, PLACEMENTS, strict=True):
-        offload.dispatch(model, coded(tmp_path, weights, placement, precision="bf16"))
+        offload.dispatch(model, quantized(tmp_path, weights, placement, precision="bf16"))
         with torch.no_grad(), offload.dispatched(model) as owner:
             for _ in range(2):
                 assert bits(model(tokens)) == bits(plain(tokens)), placement
@@ -93,7 +93,7 @@ def test_a_dispatched_model_computes_with_the_decoded_values_from_every_tier(
 
 
 @pytest.mark.parametrize(("weights", "precision"), [("nf4", "bf16"), ("int4", "fp32")])
-def test_adapters_train_alike_on_codes_in_every_tier_and_on_decoded_values(
+def test_adapters_train_alike_on_codes_in_every_tier_and_on_dequantized_values(
     weights: str, precision: str, tmp_path: Path
 ) -> None:
     keys: dict[str, Any] = {"precision": precision, "clip_grad_norm": 0.5}
@@ -101,11 +101,11 @@ def test_adapters_train_alike_on_codes_in_every_tier_and_on_decoded_values(
     round_to(plain, weights, precision=precision)
     expected = train(copy.deepcopy(plain), config(tmp_path, HOST, **keys))
     for placement in PLACEMENTS:
-        found = train(adapted(), coded(tmp_path, weights, placement, **keys))
-        assert found[0] == expected[0], placement
-        assert_same_bits(found[1], expected[1])
+        actual = train(adapted(), quantized(tmp_path, weights, placement, **keys))
+        assert actual[0] == expected[0], placement
+        assert_same_bits(actual[1], expected[1])
     # the same in plain PyTorch
-    with offload.initialize(adapted(), coded(tmp_path, weights, "nvme", **keys)) as engine:
+    with offload.initialize(adapted(), quantized(tmp_path, weights, "nvme", **keys)) as engine:
         model: Any = engine.module
         loss = model.loss(batches(1)[0])
         loss.backward()
@@ -143,15 +143,15 @@ def test_a_fuzz_of_models_formats_and_places(tmp_path: Path, long: bool) -> None
 
         if chance.random() < 0.5:
             keys["budget"] = least_budget(build, keys)
-        found = train(adapted(blocks, tied=tied), keys, 2)
-        assert found[0] == expected[0], (seed, keys)
-        assert_same_bits(found[1], expected[1])
+        actual = train(adapted(blocks, tied=tied), keys, 2)
+        assert actual[0] == expected[0], (seed, keys)
+        assert_same_bits(actual[1], expected[1])
 
 
 # ---------------------------------------------------------------- which weights, which groups
 def test_matrices_that_are_frozen_are_stored_apart_from_what_is_trained() -> None:
-    found = stored(adapted(1))
-    groups = {group.name: group for group in found.groups}
+    grouping = stored(adapted(1))
+    groups = {group.name: group for group in grouping.groups}
     assert list(groups) == ["embed", "layers.0", "layers.0, int4", "lm_head"]
     names = [param.name for param in groups["layers.0"].params]
     assert names == ["layers.0.up.a.weight", "layers.0.up.b.weight"]
@@ -162,7 +162,7 @@ def test_matrices_that_are_frozen_are_stored_apart_from_what_is_trained() -> Non
     assert {name for name, stored in formats.items() if stored} == {"up.base.weight", "down.weight"}
     assert formats["norm.weight"] is formats["up.base.bias"] is None
     assert not any(param.stored for param in groups["lm_head"].params)
-    units = {unit.name: unit.groups for unit in found.units}
+    units = {unit.name: unit.groups for unit in grouping.units}
     assert units["layers.0"] == [1, 2]
 
 
@@ -175,7 +175,7 @@ def test_a_tied_weight_stays_if_one_of_its_names_is_skipped() -> None:
 
 # ---------------------------------------------------------------- bytes
 def test_it_trains_under_a_budget_smaller_than_the_weights(tmp_path: Path) -> None:
-    keys = coded(tmp_path, "nf4", "nvme", precision="bf16", optimizer={"chunk": 1024})
+    keys = quantized(tmp_path, "nf4", "nvme", precision="bf16", optimizer={"chunk": 1024})
     keys["budget"] = least_budget(lambda: AdaptedLM(12), keys)
     model = adapted(12)
     values = 2 * sum(param.numel() for param in model.parameters())
@@ -191,10 +191,10 @@ def test_it_trains_under_a_budget_smaller_than_the_weights(tmp_path: Path) -> No
 @pytest.mark.parametrize("placement", ["nvme", "host"])
 @pytest.mark.parametrize("share", [None, 1.5])
 def test_peaks_are_predicted(placement: str, share: float | None, tmp_path: Path) -> None:
-    keys = coded(tmp_path, "int4", placement, optimizer={"chunk": 1024})
+    keys = quantized(tmp_path, "int4", placement, optimizer={"chunk": 1024})
     if share is not None:
-        least = least_budget(lambda: AdaptedLM(8), keys)
-        keys["budget"] = {**least, "host": f"{int(float(least['host'][:-3]) * share)}KiB"}
+        min_budget = least_budget(lambda: AdaptedLM(8), keys)
+        keys["budget"] = {**min_budget, "host": f"{int(float(min_budget['host'][:-3]) * share)}KiB"}
     model = adapted(8)
     with offload.initialize(model, keys) as engine:
         losses_of(engine, batches(4))
@@ -210,7 +210,7 @@ def test_peaks_are_predicted(placement: str, share: float | None, tmp_path: Path
 def test_what_is_written_is_rounded_and_the_rest_keeps_its_codes(
     placement: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with offload.initialize(adapted(2), coded(tmp_path, "int4", placement)) as engine:
+    with offload.initialize(adapted(2), quantized(tmp_path, "int4", placement)) as engine:
         before = frozen_of(engine)
         model: Any = engine.module
         weight = model.layers[1].down.weight
@@ -222,7 +222,7 @@ def test_what_is_written_is_rounded_and_the_rest_keeps_its_codes(
         name = "layers.1.down.weight"
         chosen = engine.config.stored
         assert chosen is not None
-        assert after.pop(name) == bits(decode(new, chosen.format)) != before.pop(name)
+        assert after.pop(name) == bits(dequantized(new, chosen.format)) != before.pop(name)
         assert after == before
 
 
@@ -231,7 +231,7 @@ def test_what_is_written_is_rounded_and_the_rest_keeps_its_codes(
 def test_training_goes_on_from_a_checkpoint_with_the_same_bits(
     weights: str, tmp_path: Path
 ) -> None:
-    keys = coded(tmp_path, weights, "nvme", precision="bf16")
+    keys = quantized(tmp_path, weights, "nvme", precision="bf16")
     with offload.initialize(adapted(), keys) as engine:
         losses_of(engine, batches(2))
         engine.save_checkpoint(tmp_path / "checkpoint")
@@ -240,12 +240,12 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits(
     with torch.no_grad():
         for param in other.parameters():
             param.normal_()  # another model's values: all that counts is the checkpoint
-    for keys_there in (keys, coded(tmp_path, weights, "host", precision="bf16")):
+    for keys_there in (keys, quantized(tmp_path, weights, "host", precision="bf16")):
         with offload.initialize(copy.deepcopy(other), keys_there) as engine:
             engine.load_checkpoint(tmp_path / "checkpoint")
             assert losses_of(engine, batches(3, 5)) == expected[0]
             assert_same_bits(states_of(engine), expected[1])
-    # without storage it has the decoded values; they are what an export has, too
+    # without storage it has the dequantized values; they are what an export has, too
     with offload.initialize(other, config(tmp_path, HOST, precision="bf16")) as engine:
         engine.load_checkpoint(tmp_path / "checkpoint")
         assert losses_of(engine, batches(3, 5)) == expected[0]
@@ -256,7 +256,7 @@ def test_a_checkpoint_of_exact_weights_is_rounded_and_says_so(
 ) -> None:
     with offload.initialize(adapted(1), config(tmp_path, HOST)) as engine:
         engine.save_checkpoint(tmp_path / "exact")
-    with offload.initialize(adapted(1), coded(tmp_path, "nf4", "host")) as engine:
+    with offload.initialize(adapted(1), quantized(tmp_path, "nf4", "host")) as engine:
         before = frozen_of(engine)
         with caplog.at_level(logging.WARNING, "offload"):
             engine.load_checkpoint(tmp_path / "exact")
@@ -308,7 +308,7 @@ def test_weights_that_are_not_finite_in_the_precision_are_refused(
     with torch.no_grad():
         model.layers[0].down.weight[3, 5] = value
     with pytest.raises(UnsupportedError, match=r"layers\.0\.down\.weight .* in fp16"):
-        offload.initialize(model, coded(tmp_path, "int8", "host", precision="fp16"))
+        offload.initialize(model, quantized(tmp_path, "int8", "host", precision="fp16"))
 
 
 def test_an_adapter_that_is_frozen_is_not_rounded(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_an_adapter_that_is_frozen_is_not_rounded(tmp_path: Path) -> None:
 
     model = nn.Sequential(Tuner())
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
-    offload.dispatch(model, coded(tmp_path, "int4", "host"))
+    offload.dispatch(model, quantized(tmp_path, "int4", "host"))
     with offload.dispatched(model):
         same = {n for n, p in model.state_dict().items() if torch.equal(p, expected[n])}
     assert same == expected.keys() - {"0.base_layer.weight"}
@@ -362,7 +362,7 @@ def test_a_model_that_only_fits_in_codes_is_not_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_is_refused_and_nothing_is_lost(value: float, tmp_path: Path) -> None:
-    with offload.initialize(adapted(1), coded(tmp_path, "int8")) as engine:
+    with offload.initialize(adapted(1), quantized(tmp_path, "int8")) as engine:
         before = frozen_of(engine)
         model: Any = engine.module
         weight = model.layers[0].down.weight
@@ -381,7 +381,7 @@ def test_codes_written_between_forward_and_backward_are_an_error(
     placement: str, tmp_path: Path
 ) -> None:
     model = adapted(1)
-    with offload.initialize(model, coded(tmp_path, "int4", placement)):
+    with offload.initialize(model, quantized(tmp_path, "int4", placement)):
         block = model.layers[0]
         x = torch.randn(2, 5, WIDTH, requires_grad=True)
         loss = block(x).sum()

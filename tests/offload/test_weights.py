@@ -51,8 +51,8 @@ def loaded(folder: Path, weights: Path, precision: str = "fp32") -> dict[str, Te
     model = seeded(WithBuffers)
     keys = config(folder, HOST, precision=precision)
     with offload.initialize(model, keys, weights=weights) as engine, engine.gathered():
-        found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def refusal(folder: Path, precision: str = "fp32", **changed: Tensor) -> str:
@@ -67,11 +67,11 @@ def test_persistent_buffers_come_from_the_files_and_others_do_not(tmp_path: Path
         tmp_path, norm__running_mean=mean, norm__num_batches_tracked=count,
         transient=torch.full((32,), 9.0),
     )  # fmt: skip
-    found = loaded(tmp_path, weights)
-    assert bits(found["norm.running_mean"]) == bits(mean)
-    assert found["norm.num_batches_tracked"].item() == 7
-    assert found["scale"].eq(3).all()
-    assert found["transient"].eq(1).all()
+    tensors = loaded(tmp_path, weights)
+    assert bits(tensors["norm.running_mean"]) == bits(mean)
+    assert tensors["norm.num_batches_tracked"].item() == 7
+    assert tensors["scale"].eq(3).all()
+    assert tensors["transient"].eq(1).all()
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (32, 1), (1, 32), (31,), (0,)])
@@ -105,8 +105,8 @@ def test_no_kind_of_number_becomes_another(tmp_path: Path, name: str, value: Ten
     ],
 )
 def test_floating_point_numbers_are_rounded(tmp_path: Path, name: str, value: Tensor) -> None:
-    found = loaded(tmp_path, files(tmp_path, **{name: value}))[name]
-    assert bits(found) == bits(value.to(found.dtype))
+    rounded = loaded(tmp_path, files(tmp_path, **{name: value}))[name]
+    assert bits(rounded) == bits(value.to(rounded.dtype))
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ def test_buffers_that_the_files_lack_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "offload"):
-        found = loaded(tmp_path, files(tmp_path, norm__running_mean=None, scale=None))
+        tensors = loaded(tmp_path, files(tmp_path, norm__running_mean=None, scale=None))
     assert "2 buffers are not in the files" in caplog.text
     assert "norm.running_mean" in caplog.text
-    assert found["scale"].eq(1).all()
+    assert tensors["scale"].eq(1).all()
 
 
 def test_an_integer_parameter_comes_from_the_files(tmp_path: Path) -> None:
@@ -220,5 +220,5 @@ def test_of_a_folders_links_those_of_a_hubs_cache_are_followed(tmp_path: Path) -
     (snapshot / "model.safetensors").symlink_to(tmp_path / "outside")
     with pytest.raises(CheckpointError, match=r"leads to .*, outside of its folder"):
         loaded(tmp_path, snapshot)
-    found = loaded(tmp_path, snapshot / "model.safetensors")  # named by the user
-    assert found["linear.bias"].eq(7).all()
+    tensors = loaded(tmp_path, snapshot / "model.safetensors")  # named by the user
+    assert tensors["linear.bias"].eq(7).all()

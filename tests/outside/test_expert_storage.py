@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import offload
 from offload.kernels.weight_formats import QuantType, WeightFormat
 from tests.offload.engine_cases import HOST, NVME, bits, config, seeded
-from tests.offload.storage_cases import decode
+from tests.offload.storage_cases import dequantized
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,7 +42,7 @@ def rounded(model: nn.Module) -> nn.Module:
         if param.requires_grad or "lm_head" in name or param.dim() == 1:
             continue
         rows = param if param.dim() == 3 else param[None]
-        param.copy_(torch.stack([decode(row, format_) for row in rows]).view(param.shape))
+        param.copy_(torch.stack([dequantized(row, format_) for row in rows]).view(param.shape))
     return model
 
 

@@ -27,7 +27,7 @@ def keys_of(folder: str, stage: int, placement: dict[str, Any], **keys: Any) -> 
 
 
 def train(folder: str) -> tuple[Found, str]:
-    """On codes at every stage, and on decoded values; and what is said of a write."""
+    """On codes at every stage, and on dequantized values; and what is said of a write."""
     data = batches(8)[dist.get_rank() :: dist.get_world_size()]
     found: Found = []
     said = ""
@@ -55,7 +55,7 @@ def train(folder: str) -> tuple[Found, str]:
 
 
 @pytest.mark.slow
-def test_ranks_train_adapters_on_codes_as_on_decoded_values(tmp_path: Path) -> None:
+def test_ranks_train_adapters_on_codes_as_on_dequantized_values(tmp_path: Path) -> None:
     for found, said in run_ranks(2, tmp_path, train, str(tmp_path)):
         losses, values = found[0]
         for other in found[1:]:
