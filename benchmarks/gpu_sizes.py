@@ -25,8 +25,8 @@ from offload.process.machine import cpu_count
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.parameter_grouping import discover
 
 GIB = 1 << 30
 BATCH, SEQUENCE = 16, 1024

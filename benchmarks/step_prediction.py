@@ -40,7 +40,7 @@ from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate, Workload
 from offload.planning.step.step_time import estimate_step
-from offload.zero.groups.discovery import discover
+from offload.zero.groups.parameter_grouping import discover
 
 BAR = 0.2  # a prediction may be this far from what was measured
 RATIO = "predicted_per_measured"

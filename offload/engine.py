@@ -44,11 +44,11 @@ from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.safetensors_weights import first_weights
 from offload.weights.spread_experts import SpreadExperts
 from offload.zero.gradients.loss_scale import LossScale
-from offload.zero.groups.discovery import Discovery, managed
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.loading import load_group
 from offload.zero.groups.model_shape import GroupShape
+from offload.zero.groups.parameter_grouping import Discovery, managed
 from offload.zero.groups.store import ENGINE, WeightStore
 from offload.zero.groups.values import ParameterValues
 from offload.zero.ranks.ranks import Ranks, data_ranks

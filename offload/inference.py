@@ -32,9 +32,9 @@ from offload.tiers.units import format_bytes
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.safetensors_weights import first_weights
 from offload.zero.groups.cached_layer import CachedLayer
-from offload.zero.groups.discovery import Discovery, managed, refuse_uninitialised
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
+from offload.zero.groups.parameter_grouping import Discovery, managed, refuse_uninitialised
 from offload.zero.groups.store import DISPATCHED, WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.hooks.unit_hooks import UnitHooks

@@ -53,9 +53,9 @@ from offload.weights.materialise import make_real
 from offload.weights.spread_experts import SpreadExperts
 from offload.zero.experts.packed_values import ExpertAccess
 from offload.zero.gradients.gradient_hooks import is_trained_here
-from offload.zero.groups.discovery import Discovery, discover, refuse_uninitialised
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
+from offload.zero.groups.parameter_grouping import Discovery, discover, refuse_uninitialised
 from offload.zero.groups.shared_views import refuse_shared_views
 from offload.zero.groups.store import Closed, WeightStore
 from offload.zero.groups.weight_values import WeightValues

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.swap.activations.activations import ActivationTier
-from offload.zero.groups.discovery import Discovery
+from offload.zero.groups.parameter_grouping import Discovery
 from offload.zero.recompute.recompute import Holder, Recomputation
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ class Experts(nn.ModuleList):
 
     @property
     def ep_size(self) -> int:
-        """The number of ranks over which the experts are spread. `zero/groups/discovery.py` reads
-        it."""
+        """The number of ranks over which the experts are spread, which
+        `zero/groups/parameter_grouping.py` reads."""
         return self.total // len(self)
 
     def __getitem__(self, number: Any) -> Any:

@@ -27,8 +27,8 @@ from offload.runs.metrics import Prediction
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.tier import Tier
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.parameter_grouping import discover
 from offload.zero.ranks.sharding import ALONE, Sharding
 
 _log = logging.getLogger("offload")

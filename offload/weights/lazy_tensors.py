@@ -32,7 +32,7 @@ from offload.weights.tensor_file import (
     check_shape,
     stored_tensors,
 )
-from offload.zero.groups.discovery import managed
+from offload.zero.groups.parameter_grouping import managed
 
 aten = torch.ops.aten
 # These put elements elsewhere or cast them, and compute nothing.

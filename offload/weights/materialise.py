@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.discovery import managed
+from offload.zero.groups.parameter_grouping import managed
 from offload.zero.tensors.local_tensors import is_dtensor
 
 _REMEDY = (

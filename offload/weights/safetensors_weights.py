@@ -19,7 +19,7 @@ from offload.weights.lazy_tensors import LazyTensor, LazyWeights, checked_tensor
 from offload.weights.materialise import refuse_attributes
 from offload.weights.spread_experts import SpreadExperts
 from offload.weights.tensor_file import check_range, check_shape, is_checkpoint
-from offload.zero.groups.discovery import managed
+from offload.zero.groups.parameter_grouping import managed
 from offload.zero.tensors.local_tensors import is_dtensor
 
 _log = logging.getLogger("offload")

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from offload.tiers.errors import ConfigError, UnsupportedError
-from offload.zero.groups.discovery import ep_size_of, managed
 from offload.zero.groups.model_shape import GroupShape
+from offload.zero.groups.parameter_grouping import ep_size_of, managed
 
 
 @dataclass(frozen=True)

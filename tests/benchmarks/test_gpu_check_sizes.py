@@ -14,7 +14,7 @@ from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
-from offload.zero.groups.discovery import discover
+from offload.zero.groups.parameter_grouping import discover
 from tests.benchmarks.gpu_check_cases import H200, MACHINES, planned, solved_once
 
 __all__ = ["solved_once"]

@@ -15,7 +15,7 @@ from offload.kernels.cpu.quantization import dequantize_weights, quantize_weight
 from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.tiered_model import DTYPES
 from offload.zero.groups.bits import FLOAT_OF
-from offload.zero.groups.discovery import Discovery, discover
+from offload.zero.groups.parameter_grouping import Discovery, discover
 from tests.offload.engine_cases import VOCABULARY, bits, seeded
 
 WIDTH = 64

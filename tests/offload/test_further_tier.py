@@ -24,7 +24,7 @@ from offload.planning.plan.plan import Hardware
 from offload.tiers.memory import Memory
 from offload.tiers.tier import TIERS, Medium, Tier, register
 from offload.tools.memest.cli import main as memest_main
-from offload.zero.groups.discovery import discover
+from offload.zero.groups.parameter_grouping import discover
 from tests.offload.engine_cases import (
     HOST,
     NVME,

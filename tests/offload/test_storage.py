@@ -20,9 +20,9 @@ from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
 from offload.planning.step.memory import find_copies
 from offload.tiers.tier import Tier
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape
+from offload.zero.groups.parameter_grouping import discover
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.groups.discovery import discover
+from offload.zero.groups.parameter_grouping import discover
 from tests.outside.zoo import MOST_NUMEL, NAMES, tiny_config
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from offload.kernels.variants import Master
 from offload.memory import tier_manager
 from offload.tiered_model import TieredModel
 from offload.tiers.units import round_up
-from offload.zero.groups import discovery
+from offload.zero.groups import parameter_grouping
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.update import GroupUpdate, UpdateQueue
 from tests.offload.engine_cases import NVME, config, seeded
@@ -43,7 +43,7 @@ def let_all_be_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Experts are groups, and every move is over when it was asked for."""
-    monkeypatch.setattr(discovery, "SMALL_TABLE_NUMEL", 0)
+    monkeypatch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", 0)
     let_all_be_done_at_once(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

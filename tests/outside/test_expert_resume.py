@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import offload
-from offload.zero.groups import discovery
+from offload.zero.groups import parameter_grouping
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded
 
 pytest.importorskip("transformers")
@@ -102,11 +102,11 @@ def test_runs_that_are_cut_have_the_bits_of_one(
 ) -> None:
     steps = 200 if long else 20
     cuts = set(random.Random(case).sample(range(1, steps), 6 if long else 2))
-    monkeypatch.setattr(discovery, "SMALL_UNIT_NUMEL", 0)
-    monkeypatch.setattr(discovery, "SMALL_TABLE_NUMEL", 1 << 40)
+    monkeypatch.setattr(parameter_grouping, "SMALL_UNIT_NUMEL", 0)
+    monkeypatch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", 1 << 40)
     whole = Run(tmp_path / "whole", packed=packed, steps=steps, **CASES[case])
     expected = whole.go(HOST)
-    monkeypatch.setattr(discovery, "SMALL_TABLE_NUMEL", 0)
+    monkeypatch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", 0)
     split = Run(tmp_path / "split", packed=packed, steps=steps, **CASES[case])
     found = split.go(NVME, cuts)
     assert_same_bits(found, expected)

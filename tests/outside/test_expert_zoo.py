@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import UnsupportedError
-from offload.zero.groups import discovery
+from offload.zero.groups import parameter_grouping
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, bits, config, parameters_of
 from tests.outside.expert_cases import packed_experts, transformers
 from tests.outside.trainer_cases import quiet
@@ -231,7 +231,7 @@ def compare(
     folder: Path, patch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """`tables` modules of experts are parted. `loss_of` a model and the number of the step."""
-    patch.setattr(discovery, "SMALL_UNIT_NUMEL", 0)  # blocks, as in a large model
+    patch.setattr(parameter_grouping, "SMALL_UNIT_NUMEL", 0)  # blocks, as in a large model
     plain = build_model()
     expected = loss_of(plain, 0)
     expected.backward()
@@ -241,7 +241,7 @@ def compare(
     )  # fmt: skip
     results = []
     for least, number in (0, tables), (1 << 40, 0):
-        patch.setattr(discovery, "SMALL_TABLE_NUMEL", least)
+        patch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", least)
         with offload.initialize(build_model(), settings) as engine:
             assert len(engine.store.tables) == number
             found = {}

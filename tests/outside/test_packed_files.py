@@ -15,7 +15,7 @@ from torch import Tensor
 
 import offload
 from offload.checkpoint.foreign.exporting import export
-from offload.zero.groups import discovery
+from offload.zero.groups import parameter_grouping
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.test_expert_zoo import ARCHITECTURES, build
 
@@ -47,7 +47,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         model: Any, *, split: bool, homes: dict[str, Any] = HOST, precision: str = "fp32",
         weights: Path | None = None, **optimizer: Any,
     ) -> Engine:  # fmt: skip
-        monkeypatch.setattr(discovery, "SMALL_TABLE_NUMEL", 0 if split else 1 << 40)
+        monkeypatch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", 0 if split else 1 << 40)
         adamw = {"type": "adamw", "lr": 1e-2, "weight_decay": 0.1, **optimizer}
         keys = config(tmp_path, homes, precision=precision, optimizer=adamw, budget=BUDGET)
         engine = offload.initialize(model, keys, weights=weights)

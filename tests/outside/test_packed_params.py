@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups import discovery
+from offload.zero.groups import parameter_grouping
 
 transformers = pytest.importorskip("transformers")
 
@@ -55,9 +55,11 @@ class Pair:
         **keys: Any,
     ) -> list[Engine]:  # fmt: skip
         """`prepare` may change the model, and may return param groups."""
-        self._patch.setattr(discovery, "SMALL_UNIT_NUMEL", 0)  # blocks, as in a large model
+        self._patch.setattr(
+            parameter_grouping, "SMALL_UNIT_NUMEL", 0
+        )  # blocks, as in a large model
         for least, home in (1 << 40, "host"), (0, place):
-            self._patch.setattr(discovery, "SMALL_TABLE_NUMEL", least)
+            self._patch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", least)
             model = tiny()
             groups = prepare(model)
             given = {} if groups is None else {"parameters": groups}

@@ -22,8 +22,8 @@ from offload.planning.step.memory import PlannedMemory
 from offload.process.child import child_environment
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import TIERS, Tier
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.parameter_grouping import discover
 
 ROOT = Path(__file__).parents[2]
 _PLENTY = Hardware(0, 1 << 40, 1 << 40, 1 << 42)

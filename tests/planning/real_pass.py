@@ -17,7 +17,7 @@ from offload.planning.activations.trace import SavedElsewhere, as_the_engine, fa
 from offload.planning.activations.traced_blocks import watched_blocks
 from offload.planning.activations.valueless import unpacked_sequences
 from offload.planning.plan.estimate import Workload
-from offload.zero.groups.discovery import discover
+from offload.zero.groups.parameter_grouping import discover
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -20,8 +20,8 @@ from offload.planning.step.representatives import touched
 from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
 from offload.tools.memest.estimate.result import active_numel
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.parameter_grouping import discover
 from offload.zero.ranks.sharding import Sharding
 from tests.planning.test_step_time import OneAfterTheOther
 

@@ -19,7 +19,7 @@ from offload.planning.plan.estimate import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
-from offload.zero.groups.discovery import discover
+from offload.zero.groups.parameter_grouping import discover
 
 SETTLING, PASSES = 4, 20  # what stays in memory settles; those that count
 MODEL = {"layers": 6, "hidden": 64, "heads": 4, "vocab": 512}

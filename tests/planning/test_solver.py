@@ -22,9 +22,9 @@ from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware, needed_nbytes
 from offload.planning.plan.shortfalls import shortfalls
 from offload.tiers.tier import Tier
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
+from offload.zero.groups.parameter_grouping import discover
 
 MIB, GIB = 1 << 20, 1 << 30
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -28,9 +28,9 @@ from offload.swap.io.requests_and_retries import IORequest
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.tiers.errors import BudgetError, ConfigError
 from offload.tiers.tier import Tier
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.fetching import Fetchable, Fetcher
 from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.parameter_grouping import discover
 from offload.zero.step.chunks import GroupUpdate
 from offload.zero.step.save_gate import SaveGate
 from offload.zero.step.update import UpdateQueue

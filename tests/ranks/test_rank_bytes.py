@@ -21,8 +21,8 @@ from offload.planning.plan.estimate import Workload
 from offload.planning.plan.sizes import STAGING_BUFFERS, pages
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import SHARD_ALIGN_NUMEL, Layout
+from offload.zero.groups.parameter_grouping import discover
 from offload.zero.ranks.collectives import Collectives
 from offload.zero.ranks.sharding import BUCKETS
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded

@@ -15,7 +15,7 @@ from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.estimate import Workload
 from offload.tools.memest.estimate.result import active_numel
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.groups.discovery import experts_per_token_of
+from offload.zero.groups.parameter_grouping import experts_per_token_of
 
 QWEN3_30B: dict[str, Any] = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128,

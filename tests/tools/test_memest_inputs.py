@@ -24,8 +24,8 @@ from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.parameter_grouping import discover
 from tests.tools.model_files import (
     TINY_LLAMA_NUMEL,
     entries_of,

@@ -30,8 +30,8 @@ from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.layout import ParamSpec
+from offload.zero.groups.parameter_grouping import discover
 from offload.zero.groups.store import NextUse, WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from tests.offload.engine_cases import LENGTH, VOCABULARY, TinyLM, seeded

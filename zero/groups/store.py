@@ -23,12 +23,12 @@ from offload.swap.threads.shield import check_whole
 from offload.tiers.errors import StateError
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.groups.bits import FLOAT_OF
-from offload.zero.groups.discovery import Discovery, Unit
 from offload.zero.groups.fetching import REPEATS, Fetcher
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
 from offload.zero.groups.model_shape import GroupShape
+from offload.zero.groups.parameter_grouping import Discovery, Unit
 from offload.zero.hooks.handles import HandleTable, Keeper
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import in_backward

@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.discovery import Unit
 from offload.zero.groups.group import NO_COPIES, ParamGroup
+from offload.zero.groups.parameter_grouping import Unit
 from offload.zero.hooks import compilers
 from offload.zero.hooks.compilers import break_graph, uncompiled
 from offload.zero.hooks.handles import HandleTable

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import ModifiedError, UnsupportedError
-from offload.zero.groups.discovery import Unit
+from offload.zero.groups.parameter_grouping import Unit
 from offload.zero.hooks.handles import Keeper
 from offload.zero.recompute.block_state import BlockState
 from offload.zero.recompute.random_state import RandomState, generators_of

@@ -32,8 +32,8 @@ from offload.zero.gradients.gradient_hooks import GradientHooks, refuse_graph
 from offload.zero.gradients.gradient_paths import DevicePartials
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.gradients.loss_scale import LossScale
-from offload.zero.groups.discovery import Discovery
 from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.parameter_grouping import Discovery
 from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
 from offload.zero.hooks.handles import Keeper
 from offload.zero.hooks.pipeline_stages import check_schedule

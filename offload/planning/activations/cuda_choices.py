@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from offload.planning.activations.traced_blocks import replaced_forward
-from offload.zero.groups.discovery import Unit
+from offload.zero.groups.parameter_grouping import Unit
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)

@@ -48,7 +48,7 @@ from offload.swap.activations import LEAST_NBYTES, WHOLE
 from offload.swap.activations.activations import span_of
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, UnsupportedError
-from offload.zero.groups.discovery import Unit, discover
+from offload.zero.groups.parameter_grouping import Unit, discover
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.recompute.recompute import Recomputation
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from offload.planning.activations.facts import NO_WORK
 from offload.planning.activations.pass_watch import Alive, PassWatch
-from offload.zero.groups.discovery import Unit
+from offload.zero.groups.parameter_grouping import Unit
 
 _RUN = 4  # periods of a stretch
 _LONGEST_PERIOD = 8

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offload.zero.groups.discovery import managed
+from offload.zero.groups.parameter_grouping import managed
 
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten

@@ -109,7 +109,7 @@ def _weights_in(folder: Path, blocks: Sequence[str]) -> ModelSource | None:
 
 def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
     """Return the model that a user's function returns."""
-    from offload.zero.groups.discovery import discover
+    from offload.zero.groups.parameter_grouping import discover
 
     model = build_named(source)
     shape = discover(model, blocks).shape()
@@ -232,7 +232,7 @@ def _from_weights(files: Sequence[Path], path: Path, blocks: Sequence[str]) -> M
     for a file that is none, or damaged."""
     from offload.tools.memest.source.weight_names import is_trainable, model_of_names
     from offload.weights.tensor_file import stored_tensors
-    from offload.zero.groups.discovery import discover
+    from offload.zero.groups.parameter_grouping import discover
 
     tensors = stored_tensors(files)
     named = model_of_names(tensors)

@@ -43,7 +43,7 @@ def built_in_shape(config: ModelConfig, blocks: Sequence[str] = ()) -> ModelShap
     own, also how many compute a token."""
 
     def find() -> ModelShape:
-        from offload.zero.groups.discovery import discover
+        from offload.zero.groups.parameter_grouping import discover
 
         shape = discover(built_in_model(config), blocks).shape()
         return replace(shape, experts_per_token=config.experts_per_token) if shape.tables else shape

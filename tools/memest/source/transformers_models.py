@@ -65,7 +65,7 @@ def library_model(
     what was found of it before."""
 
     def find() -> LibraryModel:
-        from offload.zero.groups.discovery import discover
+        from offload.zero.groups.parameter_grouping import discover
 
         print(_BUILDING, file=sys.stderr, flush=True)
         model: Any = build()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from offload.tiers.errors import ConfigError
-from offload.zero.groups.discovery import discover
 from offload.zero.groups.model_shape import SMALL_UNIT_NUMEL
+from offload.zero.groups.parameter_grouping import discover
 
 LARGE = int(SMALL_UNIT_NUMEL**0.5) + 1
 
