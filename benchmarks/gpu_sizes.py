@@ -26,7 +26,7 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 
 GIB = 1 << 30
 BATCH, SEQUENCE = 16, 1024
@@ -184,7 +184,7 @@ def _settings(shape: Shape, budgets: Mapping[Tier, int], spilled: int) -> dict[s
 # ---------------------------------------------------------------- what a shape is, by itself
 @functools.cache
 def _shape_of(shape: Shape) -> ModelShape:
-    return discover(build_meta_model(_config_of(shape)), ()).shape()
+    return group_parameters(build_meta_model(_config_of(shape)), ()).shape()
 
 
 @functools.cache

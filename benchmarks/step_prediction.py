@@ -40,7 +40,7 @@ from offload.planning.machine.calibration import machine_speeds
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate, Workload
 from offload.planning.step.step_time import estimate_step
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 
 BAR = 0.2  # a prediction may be this far from what was measured
 RATIO = "predicted_per_measured"
@@ -100,7 +100,7 @@ def predictor(spec: SystemSpec) -> Callable[[Speeds], StepEstimate]:
     """Return the prediction of a case's step from the machine's speeds."""
     config = OffloadConfig.load(LLAMA_151M, spec.overrides)
     model = build_meta_model(config)
-    shape = discover(model, config.groups.blocks).shape()
+    shape = group_parameters(model, config.groups.blocks).shape()
     device = compute_device(config)
     plan = make_plan(config, shape, this_machine(config.nvme, device))
     config = resolved_config(config, plan, device.type)

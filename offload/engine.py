@@ -48,7 +48,7 @@ from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.loading import load_group
 from offload.zero.groups.model_shape import GroupShape
-from offload.zero.groups.parameter_grouping import Discovery, managed
+from offload.zero.groups.parameter_grouping import ParameterGrouping, managed
 from offload.zero.groups.store import ENGINE, WeightStore
 from offload.zero.groups.values import ParameterValues
 from offload.zero.ranks.ranks import Ranks, data_ranks
@@ -154,15 +154,15 @@ class Engine(TieredModel):
             machine.rank_here(), machine.world_size(),
             meshed=mesh is not None or any(is_dtensor(param) for param in model.parameters()),
         )  # fmt: skip
-        discovery = self._discover(config)
+        grouping = self._group_parameters(config)
         try:
             self._find_tensor_parallel(config, data_ranks(mesh))
             zero = config.zero
             self.ranks = Ranks.join(
                 zero.stage, zero.shard_group, self.device, zero.timeout_s, mesh,
-                _alike(config, discovery, model, self.spread),
+                _alike(config, grouping, model, self.spread),
             )  # fmt: skip
-            self._build(config, discovery, parameters, lazy)
+            self._build(config, grouping, parameters, lazy)
         except BaseException:
             self.close("drop")
             raise
@@ -173,16 +173,16 @@ class Engine(TieredModel):
 
     # ---------------------------------------------------------------- building
     def _build(
-        self, config: OffloadConfig, discovery: Discovery, parameters: ParamGroups | None,
+        self, config: OffloadConfig, grouping: ParameterGrouping, parameters: ParamGroups | None,
         lazy: LazyWeights,
     ) -> None:  # fmt: skip
         dtype = DTYPES[config.precision]
-        self._make_plan(config, discovery)
+        self._make_plan(config, grouping)
         trained = _listed(parameters)
-        first = self._initialisation(discovery, dtype, lazy)
+        first = self._initialisation(grouping, dtype, lazy)
         self._run = ParallelRunner(update_threads(self.plan, ranks_here()))
         self._open_tiers(config, dtype)
-        runtime = self._runtime = self._make_runtime(discovery, dtype, self._run)
+        runtime = self._runtime = self._make_runtime(grouping, dtype, self._run)
         self._store, self.loss_scale = runtime.store, runtime.loss_scale
         self.steps: Steps = runtime.stepper
         self.optimizer_states: Sequence[OptimizerState] = runtime.optimizer_states
@@ -195,14 +195,14 @@ class Engine(TieredModel):
         self.optimizer.register_step_pre_hook(lambda *_: _refuse_unseen(module, store))
         self.optimizer.serve(self)
         self._activations = Activations(
-            self.module, discovery, config, self._tier_manager.activations, self._store
+            self.module, grouping, config, self._tier_manager.activations, self._store
         )
         runtime.start(self.module, self.values, self)  # which the model keeps
         refuse_foreign_optimizers(store)
         refuse_foreign_wrappers(store)
 
     def _make_runtime(
-        self, discovery: Discovery, dtype: torch.dtype, run: ParallelRunner
+        self, grouping: ParameterGrouping, dtype: torch.dtype, run: ParallelRunner
     ) -> Runtime:
         config = self.config
         rounded = config.zero.reduce_dtype
@@ -225,7 +225,7 @@ class Engine(TieredModel):
             reduce_dtype=None if rounded == "fp32" else DTYPES[rounded],
         )
         runtime = Runtime(
-            discovery,
+            grouping,
             options,
             self._tier_manager,
             run,
@@ -594,11 +594,11 @@ def _listed(parameters: ParamGroups | None) -> Any:
 
 
 def _alike(
-    config: OffloadConfig, discovery: Discovery, model: nn.Module, spread: SpreadExperts
+    config: OffloadConfig, grouping: ParameterGrouping, model: nn.Module, spread: SpreadExperts
 ) -> dict[str, str]:
     """Return what ranks must agree on, beside the settings that each may have for itself."""
     keys: dict[str, Any] = {**shared_settings(config)}
-    shape = discovery.shape()
+    shape = grouping.shape()
     keys["the model's ep_size"] = spread.ep_size
     keys["the model (names, shapes, what is trained, groups)"] = (
         [_as_on_first(group, spread) for group in shape.groups],

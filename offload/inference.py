@@ -34,7 +34,7 @@ from offload.weights.safetensors_weights import first_weights
 from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
-from offload.zero.groups.parameter_grouping import Discovery, managed, refuse_uninitialised
+from offload.zero.groups.parameter_grouping import ParameterGrouping, managed, refuse_uninitialised
 from offload.zero.groups.store import DISPATCHED, WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.hooks.unit_hooks import UnitHooks
@@ -119,28 +119,28 @@ class Dispatched(TieredModel):
                 "which has those that fit in memory and the others on nvme; set ep_size=1"
             )
         self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's id
-        discovery = self._discover(config, frozen=True, only=only)
+        grouping = self._group_parameters(config, frozen=True, only=only)
         if config.placement.kv is not None:
-            discovery.cached = _cached_layers(model)
+            grouping.cached = _cached_layers(model)
         try:
             self._find_tensor_parallel(config, [machine.rank_here()])
-            self._build(config, discovery, lazy, only)
+            self._build(config, grouping, lazy, only)
         except BaseException:
             self.close("drop")
             raise
         self._close_with(model, self._tier_manager.close)  # which keeps no part of the model
 
     def _build(
-        self, config: OffloadConfig, discovery: Discovery, lazy: LazyWeights,
+        self, config: OffloadConfig, grouping: ParameterGrouping, lazy: LazyWeights,
         only: torch.dtype | None,
     ) -> None:  # fmt: skip
         dtype = DTYPES[config.precision]
         _check_values(self.module, lazy, only)
-        self._make_plan(config, discovery)
-        first = self._initialisation(discovery, dtype, lazy, only)
+        self._make_plan(config, grouping)
+        first = self._initialisation(grouping, dtype, lazy, only)
         self._open_tiers(config, dtype)
         self._store = WeightStore(
-            discovery, self._tier_manager, dtype, self.device,
+            grouping, self._tier_manager, dtype, self.device,
             prefetch=int(self.config.prefetch), straight_from_codes=True,
         )  # fmt: skip
         self._store.closed = self._CLOSED

@@ -1,7 +1,7 @@
 """The base of models whose weights are in tiers, shared by `engine.py`, which trains, and
 `inference.py`.
 
-check ▶ discover ▶ plan ▶ open tiers ▶ store ▶ load ▶ experts, state dicts ▶ hooks
+check ▶ group ▶ plan ▶ open tiers ▶ store ▶ load ▶ experts, state dicts ▶ hooks
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ from offload.zero.experts.packed_values import ExpertAccess
 from offload.zero.gradients.gradient_hooks import is_trained_here
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
-from offload.zero.groups.parameter_grouping import Discovery, discover, refuse_uninitialised
+from offload.zero.groups.parameter_grouping import (
+    ParameterGrouping,
+    group_parameters,
+    refuse_uninitialised,
+)
 from offload.zero.groups.shared_views import refuse_shared_views
 from offload.zero.groups.store import Closed, WeightStore
 from offload.zero.groups.weight_values import WeightValues
@@ -99,17 +103,17 @@ class TieredModel(abc.ABC):
         self.spread = SpreadExperts(model)
 
     # ---------------------------------------------------------------- building
-    def _discover(
+    def _group_parameters(
         self, config: OffloadConfig, *, frozen: bool = False, only: torch.dtype | None = None
-    ) -> Discovery:
-        """Return groups and units (see `discover`)."""
-        discovery = discover(
+    ) -> ParameterGrouping:
+        """Return groups and units (see `group_parameters`)."""
+        grouping = group_parameters(
             self.module, config.groups.blocks,
             experts=config.splits_experts(machine.world_size()), frozen=frozen,
             only=only,
         )  # fmt: skip
-        self.spread.check_groups(discovery.groups)
-        return discovery.stored(config.stored)
+        self.spread.check_groups(grouping.groups)
+        return grouping.stored(config.stored)
 
     def _find_tensor_parallel(self, config: OffloadConfig, data_ranks: Sequence[int]) -> None:
         """Find the ranks that have other parts of the same parameters."""
@@ -117,11 +121,11 @@ class TieredModel(abc.ABC):
             self.module.named_parameters(), data_ranks, self.device, config.zero.timeout_s
         )
 
-    def _make_plan(self, config: OffloadConfig, discovery: Discovery) -> None:
+    def _make_plan(self, config: OffloadConfig, grouping: ParameterGrouping) -> None:
         """Make the plan of tiers. Raises BudgetError, ConfigError or PathError if there is none."""
         sharding = ALONE if self.ranks is None else self.ranks.sharding
         hardware = this_machine(config.nvme, self.device, sharding)
-        shape = discovery.shape()
+        shape = grouping.shape()
         written_for, numel = config.written_for, shape.numel_of_all_ranks
         if written_for is not None and written_for.parameters != numel:
             _log.warning(
@@ -139,13 +143,13 @@ class TieredModel(abc.ABC):
             )  # fmt: skip
 
     def _initialisation(
-        self, discovery: Discovery, dtype: torch.dtype, lazy: LazyWeights,
+        self, grouping: ParameterGrouping, dtype: torch.dtype, lazy: LazyWeights,
         only: torch.dtype | None = None,
     ) -> WeightInitialisation:  # fmt: skip
         """Return the sources of values. Meta parameters become real ones, without memory."""
         seed = self.config.seed
-        first = WeightInitialisation(self.module, seed, dtype, lazy, discovery.packed)
-        make_real(_named(self.module, discovery), dtype, self.device, only)
+        first = WeightInitialisation(self.module, seed, dtype, lazy, grouping.packed)
+        make_real(_named(self.module, grouping), dtype, self.device, only)
         return first
 
     @defer_signals  # an interrupted call would leave its threads running
@@ -425,10 +429,10 @@ def _close_alone(close: Callable[[], None]) -> None:
         _log.warning("while closing an engine that was dropped: %s", error)
 
 
-def _named(model: nn.Module, discovery: Discovery) -> Iterator[tuple[str, nn.Parameter]]:
+def _named(model: nn.Module, grouping: ParameterGrouping) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the model's parameters, and the rows of packed ones."""
     yield from model.named_parameters()
-    for packed in discovery.packed:
+    for packed in grouping.packed:
         for number, row in enumerate(packed.rows):
             yield f"{packed.name}[{number}]", row
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.swap.activations.activations import ActivationTier
-from offload.zero.groups.parameter_grouping import Discovery
+from offload.zero.groups.parameter_grouping import ParameterGrouping
 from offload.zero.recompute.recompute import Holder, Recomputation
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Activations:
     """Settings of one model: blocks are recomputed, caches are off, inputs and buffers stay put."""
 
     def __init__(
-        self, model: nn.Module, discovery: Discovery, config: OffloadConfig,
+        self, model: nn.Module, grouping: ParameterGrouping, config: OffloadConfig,
         tier: ActivationTier | None, holder: Holder,
     ) -> None:  # fmt: skip
         """Apply the settings. Must be called before the model's other hooks are installed."""
@@ -33,7 +33,7 @@ class Activations:
         self._recomputation: Recomputation | None = None
         if wanted.checkpoint:
             self._recomputation = Recomputation(
-                discovery.units, holder, selective=wanted.checkpoint == "selective", keeper=tier
+                grouping.units, holder, selective=wanted.checkpoint == "selective", keeper=tier
             )
         self._hook = None if tier is None else _spare_inputs(model, tier)
 

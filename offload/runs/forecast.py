@@ -28,7 +28,7 @@ from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from offload.zero.ranks.sharding import ALONE, Sharding
 
 _log = logging.getLogger("offload")
@@ -78,8 +78,8 @@ def forecast(
     machine, by default the actual one.
     """
     experts = config.splits_experts(sharding.world_size)
-    discovery = discover(model, config.groups.blocks, experts=experts)
-    shape = discovery.stored(config.stored).shape()
+    grouping = group_parameters(model, config.groups.blocks, experts=experts)
+    shape = grouping.stored(config.stored).shape()
     device = compute_device(config)
     hardware = this_machine(config.nvme, device, sharding, here)
     speeds = _speeds(config, shape)

@@ -14,7 +14,7 @@ from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from tests.benchmarks.gpu_check_cases import H200, MACHINES, planned, solved_once
 
 __all__ = ["solved_once"]
@@ -43,7 +43,7 @@ def test_the_planner_accepts_what_is_chosen(shape: str, spilled: int, tmp_path: 
     case = planned(H200, shape, spilled)
     config = OffloadConfig.load({**case.config, "nvme": {"paths": [str(tmp_path)]}})
     hardware = Hardware(H200.device_nbytes, H200.host_nbytes, H200.host_nbytes, H200.disk_nbytes)
-    plan = make_plan(config, discover(build_meta_model(config), ()).shape(), hardware)
+    plan = make_plan(config, group_parameters(build_meta_model(config), ()).shape(), hardware)
     assert plan.uses_nvme == (case.record_nbytes_on_nvme > 0) == (spilled > 0)
 
 

@@ -15,7 +15,7 @@ from offload.kernels.cpu.quantization import dequantize_weights, quantize_weight
 from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.tiered_model import DTYPES
 from offload.zero.groups.bits import FLOAT_OF
-from offload.zero.groups.parameter_grouping import Discovery, discover
+from offload.zero.groups.parameter_grouping import ParameterGrouping, group_parameters
 from tests.offload.engine_cases import VOCABULARY, bits, seeded
 
 WIDTH = 64
@@ -112,10 +112,10 @@ def in_precision(model: nn.Module, precision: str) -> nn.Module:
     return model.to(DTYPES[precision])
 
 
-def stored(model: nn.Module, **storage: Any) -> Discovery:
+def stored(model: nn.Module, **storage: Any) -> ParameterGrouping:
     """How a model's groups are cut."""
     keys = {"weights": "int4", "group_size": 32, **storage}
-    return discover(model).stored(OffloadConfig.load({"storage": keys}).stored)
+    return group_parameters(model).stored(OffloadConfig.load({"storage": keys}).stored)
 
 
 def frozen_of(engine: offload.Engine) -> dict[str, bytes]:

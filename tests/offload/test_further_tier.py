@@ -24,7 +24,7 @@ from offload.planning.plan.plan import Hardware
 from offload.tiers.memory import Memory
 from offload.tiers.tier import TIERS, Medium, Tier, register
 from offload.tools.memest.cli import main as memest_main
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -203,7 +203,7 @@ def test_memest_knows_it(
 
 def solved(tmp_path: Path, host_nbytes: int, **budget: Any) -> list[str]:
     keys = config(tmp_path, {}, budget=budget, optimizer={"chunk": 2048})
-    shape = discover(seeded(TinyLM), ("Block",)).shape()
+    shape = group_parameters(seeded(TinyLM), ("Block",)).shape()
     found = solve(OffloadConfig.load(keys), shape, Hardware(0, host_nbytes, host_nbytes, 1 << 30))
     assert found.best.fits
     return [placement.describe() for placement in found.best.plan.placements.values()]

@@ -22,7 +22,7 @@ from offload.planning.step.memory import find_copies
 from offload.tiers.tier import Tier
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from tests.offload.engine_cases import (
     DEVICE,
     HOST,
@@ -354,8 +354,8 @@ def test_a_model_that_only_fits_in_codes_is_not_refused(tmp_path: Path) -> None:
     there = Hardware(0, 512 << 10, 512 << 10, int(0.6 * values))
     plain = OffloadConfig.load(keys).for_inference()
     with pytest.raises(BudgetError, match="short of the"):
-        make_plan(plain, discover(model).shape(), there)
-    shape = discover(model).stored(chosen.stored).shape()
+        make_plan(plain, group_parameters(model).shape(), there)
+    shape = group_parameters(model).stored(chosen.stored).shape()
     plan = make_plan(chosen.for_inference(), shape, there)
     assert plan.total(Tier.NVME) < 0.5 * values
 

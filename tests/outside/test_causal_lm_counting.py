@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.tools.memest.source.read_model import read_model
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from tests.outside.zoo import MOST_NUMEL, NAMES, tiny_config
 
 transformers = pytest.importorskip("transformers")
@@ -74,7 +74,7 @@ def test_count_and_groups_equal_the_built_models(model_type: str, tmp_path: Path
         pytest.skip(f"{type(error).__name__}: {error}".split("\n")[0][:90])
     source = read_model(write(tmp_path, values))
     assert source.shape.numel == sum(param.numel() for param in model.parameters())
-    assert source.shape == discover(model).shape()
+    assert source.shape == group_parameters(model).shape()
 
 
 def llama_like(

@@ -23,7 +23,7 @@ from offload.process.child import child_environment
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import TIERS, Tier
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 
 ROOT = Path(__file__).parents[2]
 _PLENTY = Hardware(0, 1 << 40, 1 << 40, 1 << 42)
@@ -61,7 +61,7 @@ class Case:
 
     def shape(self) -> ModelShape:
         config = self.loaded()
-        return discover(build_meta_model(config), config.groups.blocks).shape()
+        return group_parameters(build_meta_model(config), config.groups.blocks).shape()
 
 
 def draw(size: str, seed: int, folder: Path) -> Case:

@@ -17,7 +17,7 @@ from offload.planning.activations.trace import SavedElsewhere, as_the_engine, fa
 from offload.planning.activations.traced_blocks import watched_blocks
 from offload.planning.activations.valueless import unpacked_sequences
 from offload.planning.plan.estimate import Workload
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,7 +46,7 @@ def real_facts(model: nn.Module, config: OffloadConfig, workload: Workload) -> A
 def _watched(
     model: nn.Module, config: OffloadConfig, workload: Workload, *, elsewhere: bool
 ) -> PassWatch:
-    units = discover(model, config.groups.blocks).units
+    units = group_parameters(model, config.groups.blocks).units
     run = run_of(model, trains=True)
     watch = PassWatch()
     away = SavedElsewhere(watch.live, in_place=True) if elsewhere else None

@@ -21,7 +21,7 @@ from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
 from offload.tools.memest.estimate.result import active_numel
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from offload.zero.ranks.sharding import Sharding
 from tests.planning.test_step_time import OneAfterTheOther
 
@@ -39,7 +39,7 @@ def model(chosen: int | None = 4, *, experts: bool = True, **keys: Any) -> Model
     config = transformers.Qwen3MoeConfig(**{**KEYS, **keys})
     with torch.device("meta"):
         built = transformers.Qwen3MoeForCausalLM(config)
-    return replace(discover(built, experts=experts).shape(), experts_per_token=chosen)
+    return replace(group_parameters(built, experts=experts).shape(), experts_per_token=chosen)
 
 
 def plan_of(shape: ModelShape, **keys: Any) -> tuple[Plan, OffloadConfig]:
@@ -102,7 +102,8 @@ def _net(ep_size: int) -> nn.Module:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_has_its_experts_and_a_part_of_their_states(stage: int) -> None:
-    shape, sharding = discover(_net(2), experts=False).shape(), Sharding.of(stage, None, 4, 0)
+    shape = group_parameters(_net(2), experts=False).shape()
+    sharding = Sharding.of(stage, None, 4, 0)
     config = OffloadConfig.load(
         {"budget": {"host": "1GiB"}, "zero": {"stage": stage}, "optimizer": {"chunk": 65536}}
     )
@@ -114,7 +115,7 @@ def test_a_rank_has_its_experts_and_a_part_of_their_states(stage: int) -> None:
         assert group.parameters == pages(numel * 4)
         assert group.gradients == pages(numel * 4 // part) + pages(numel * 4)
         assert 0 <= sum(group.records) - 8 * numel // part <= 4096  # two moments, and a page
-    assert active_numel(shape) == active_numel(discover(_net(1)).shape())
+    assert active_numel(shape) == active_numel(group_parameters(_net(1)).shape())
 
 
 # ---------------------------------------------------------------- beside the runtime
@@ -144,7 +145,7 @@ def test_a_step_with_experts_moves_the_predicted_bytes(monkeypatch: pytest.Monke
     in_turn = OneAfterTheOther(monkeypatch)
     torch.manual_seed(0)
     net = nn.Sequential(*(_Block() for _ in range(3)))
-    shape = discover(net).shape()
+    shape = group_parameters(net).shape()
     assert (len(shape.tables), shape.experts_per_token) == (3, 2)
     moved = []
     with offload.initialize(net, config) as engine:

@@ -19,7 +19,7 @@ from offload.planning.plan.estimate import Workload
 from offload.planning.step.memory import PlannedMemory
 from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 
 SETTLING, PASSES = 4, 20  # what stays in memory settles; those that count
 MODEL = {"layers": 6, "hidden": 64, "heads": 4, "vocab": 512}
@@ -62,7 +62,7 @@ def test_peaks_and_bytes_of_a_pass_are_predicted(name: str, tmp_path: Path) -> N
         per_pass = (dispatched.report().bytes_moved["nvme read"] - before) / PASSES
         peaks = {t: dispatched.report().tiers[t].peak_nbytes for t in ("host", "nvme")}
     meta = build_meta_model(config).requires_grad_(False)
-    shape = discover(meta, config.groups.blocks).shape()
+    shape = group_parameters(meta, config.groups.blocks).shape()
     facts = trace_activations(meta, config, workload, trains=False)
     estimate = PlannedMemory(plan, config, shape, facts, workload, Baseline(0)).estimate()
     assert peaks["nvme"] == estimate.ledger_peaks[Tier.NVME]

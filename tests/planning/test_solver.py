@@ -24,7 +24,7 @@ from offload.planning.plan.shortfalls import shortfalls
 from offload.tiers.tier import Tier
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 
 MIB, GIB = 1 << 20, 1 << 30
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -191,7 +191,7 @@ def test_everything_lives_on_a_gpu_that_has_room_for_activations_too():
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_fits_a_gpu(example: Path) -> None:
     config = OffloadConfig.load(example).owning_the_loop()
-    shape = discover(build_meta_model(config), ()).shape()
+    shape = group_parameters(build_meta_model(config), ()).shape()
     gpu, ram = (80, 510) if example.stem == "qwen3_30b_a3b" else (24, 126)
     assert make_plan(config, shape, Hardware(gpu * GIB, ram * GIB, ram * GIB, 2048 * GIB)).gpu
 

@@ -30,7 +30,7 @@ from offload.tiers.errors import BudgetError, ConfigError
 from offload.tiers.tier import Tier
 from offload.zero.groups.fetching import Fetchable, Fetcher
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from offload.zero.step.chunks import GroupUpdate
 from offload.zero.step.save_gate import SaveGate
 from offload.zero.step.update import UpdateQueue
@@ -80,7 +80,7 @@ class AtOnce(ThreadsBackend):
 
 
 def shape_of(config: OffloadConfig) -> ModelShape:
-    return discover(build_meta_model(config), config.groups.blocks).shape()
+    return group_parameters(build_meta_model(config), config.groups.blocks).shape()
 
 
 def train(

@@ -22,7 +22,7 @@ from offload.planning.plan.sizes import STAGING_BUFFERS, pages
 from offload.planning.step.memory import PlannedMemory
 from offload.tiers.ledger import StateClass
 from offload.zero.groups.layout import SHARD_ALIGN_NUMEL, Layout
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from offload.zero.ranks.collectives import Collectives
 from offload.zero.ranks.sharding import BUCKETS
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, losses_of, seeded
@@ -84,7 +84,7 @@ def _train(folder: Path, stage: int, where: str) -> Held:
             losses_of(engine, batches(1))
             engine.settle()
         tiers, plan = engine.report().tiers, engine.plan
-        shape = discover(build(), ()).shape()
+        shape = group_parameters(build(), ()).shape()
     facts = ActivationFacts(0, 0, 0, "", _NOTHING, _NOTHING)
     memory = PlannedMemory(plan, loaded, shape, facts, Workload(1, 1), Baseline(0))
     return Held(

@@ -25,7 +25,7 @@ from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
 from offload.zero.groups.model_shape import ModelShape
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from tests.tools.model_files import (
     TINY_LLAMA_NUMEL,
     entries_of,
@@ -223,7 +223,7 @@ def test_weights_saved_by_a_model_have_the_models_count(tmp_path: Path) -> None:
     model = small_model()
     save_file(model.state_dict(), tmp_path / "m.safetensors")
     shape = read_model(str(tmp_path / "m.safetensors")).shape
-    assert shape == discover(model).shape()
+    assert shape == group_parameters(model).shape()
 
 
 def test_an_index_reads_all_files_beside_it(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_buffers_and_quantized_weights_are_not_counted_and_that_is_said(tmp_path
 def test_a_function_is_built_without_memory() -> None:
     source = read_model(f"{__name__}:small_model")
     with torch.device("meta"):
-        assert source.shape == discover(small_model()).shape()
+        assert source.shape == group_parameters(small_model()).shape()
     assert source.kind is SourceKind.FACTORY
     assert source.build is not None
     assert all(param.is_meta for param in source.build().parameters())
@@ -301,7 +301,7 @@ def test_an_offload_configuration_names_the_built_in_model(text: str, tmp_path: 
     source = read_model(str(path))
     config = OffloadConfig.load(path)
     assert source.config == config
-    assert source.shape == discover(build_meta_model(config)).shape()
+    assert source.shape == group_parameters(build_meta_model(config)).shape()
     assert any("train:" in note for note in source.notes) is ("train" not in text)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from offload.tiers.errors import ConfigError
 from offload.zero.groups.model_shape import SMALL_UNIT_NUMEL
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 
 LARGE = int(SMALL_UNIT_NUMEL**0.5) + 1
 
@@ -30,16 +30,16 @@ class Model(nn.Module):
 
 
 def names(model: nn.Module, *classes: str) -> list[str]:
-    return [group.name for group in discover(model, classes).groups]
+    return [group.name for group in group_parameters(model, classes).groups]
 
 
 def test_a_tied_weight_is_in_one_group_that_both_units_need():
     model = Model()
     model.head.weight = model.embed.weight
-    found = discover(model)
-    assert [group.name for group in found.groups][-1] == "norm"
-    assert found.groups[0].params[0].names == ("embed.weight", "head.weight")
-    needs = {unit.name: unit.groups for unit in found.units}
+    grouping = group_parameters(model)
+    assert [group.name for group in grouping.groups][-1] == "norm"
+    assert grouping.groups[0].params[0].names == ("embed.weight", "head.weight")
+    needs = {unit.name: unit.groups for unit in grouping.units}
     assert needs["head"] == needs["embed"] == [0]
 
 
@@ -63,10 +63,11 @@ class Odd(nn.Module):
 def test_every_parameter_is_in_one_group_with_all_its_names():
     model = Odd()
     for classes in ((), ["LSTM"]):
-        found = discover(model, classes)
-        named = [name for group in found.groups for p in group.params for name in p.names]
+        grouping = group_parameters(model, classes)
+        named = [name for group in grouping.groups for p in group.params for name in p.names]
         assert sorted(named) == sorted(n for n, _ in model.named_parameters(remove_duplicate=False))
-        assert {i for unit in found.units for i in unit.groups} == set(range(len(found.groups)))
+        used = {index for unit in grouping.units for index in unit.groups}
+        assert used == set(range(len(grouping.groups)))
 
 
 def test_named_block_classes_replace_the_search():
@@ -76,14 +77,14 @@ def test_named_block_classes_replace_the_search():
 
 def test_a_class_that_is_not_in_the_model_is_an_error_naming_those_that_are():
     with pytest.raises(ConfigError, match=r"no module of class Blok .* Block, "):
-        discover(Model(), ["Blok"])
+        group_parameters(Model(), ["Blok"])
 
 
 def test_integer_and_complex_parameters_are_left_where_they_are():
     model = nn.Module()
     model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False)
-    assert discover(model).groups == []
+    assert group_parameters(model).groups == []
 
 
 @pytest.mark.parametrize("beside", [nn.Dropout(), nn.Identity(), None])
@@ -93,6 +94,6 @@ def test_an_expert_of_a_list_is_a_group_whatever_without_parameters_is_beside_it
     model.experts = nn.ModuleDict({str(i): nn.Linear(LARGE, LARGE) for i in range(2)})
     if beside is not None:
         model.experts["beside"] = beside
-    found = discover(model)
-    assert [g.name for g in found.groups if g.table] == ["experts.0", "experts.1"]
-    assert [u.name for u in found.units if u.table] == ["experts.0", "experts.1"]
+    grouping = group_parameters(model)
+    assert [g.name for g in grouping.groups if g.table] == ["experts.0", "experts.1"]
+    assert [u.name for u in grouping.units if u.table] == ["experts.0", "experts.1"]

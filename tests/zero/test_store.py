@@ -31,7 +31,7 @@ from offload.tiers.memory_tier import MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.layout import ParamSpec
-from offload.zero.groups.parameter_grouping import discover
+from offload.zero.groups.parameter_grouping import group_parameters
 from offload.zero.groups.store import NextUse, WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from tests.offload.engine_cases import LENGTH, VOCABULARY, TinyLM, seeded
@@ -104,7 +104,7 @@ def stored(model: nn.Module, homes: Homes, prefetch: int = 1) -> WeightStore:
         return values[spec.name]
 
     store = WeightStore(
-        discover(model), homes, torch.float32, torch.device("cpu"), prefetch=prefetch
+        group_parameters(model), homes, torch.float32, torch.device("cpu"), prefetch=prefetch
     )
     for group in store.groups:
         store.load(group, value)
@@ -126,7 +126,7 @@ def generate(model: nn.Module, count: int = 4) -> tuple[Tensor, list[Tensor]]:
 def largest(model: nn.Module) -> int:
     """Bytes of the slot of the largest group."""
     homes = _Counter()
-    WeightStore(discover(copy.deepcopy(model)), homes, torch.float32, torch.device("cpu"))
+    WeightStore(group_parameters(copy.deepcopy(model)), homes, torch.float32, torch.device("cpu"))
     return max(round_up(nbytes, PAGE_NBYTES) for nbytes in homes.sizes)
 
 

@@ -1,7 +1,7 @@
 """A model without its values: its parameters, and the groups that move together.
 
-All that planning needs to know. Made from modules by `Discovery.shape()`, or from a file's header;
-works without torch and without the model's code.
+All that planning needs to know. Made from modules by `ParameterGrouping.shape()`, or from a file's
+header; works without torch and without the model's code.
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ class ModelShape:
     @cached_property
     def tables(self) -> Mapping[str, tuple[int, ...]]:
         """The groups (by index) of each module of experts, by its name."""
-        found: dict[str, list[int]] = {}
+        indices_of: dict[str, list[int]] = {}
         for index, group in enumerate(self.groups):
             if group.table:
-                found.setdefault(group.table, []).append(index)
-        return {name: tuple(indices) for name, indices in found.items()}
+                indices_of.setdefault(group.table, []).append(index)
+        return {name: tuple(indices) for name, indices in indices_of.items()}
 
     @cached_property
     def joined(self) -> ModelShape:
         """Return the same model with the experts of a block in the block's group, where they are
-        not to move one by one: as `discover(..., experts=False)` has it, but for the order in a
-        group."""
+        not to move one by one: as `group_parameters(..., experts=False)` has it, but for the
+        order in a group."""
         home: dict[int, int] = {}  # an expert's group -> its block's
         block: UnitShape | None = None
         for unit in self.units:

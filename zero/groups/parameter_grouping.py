@@ -53,7 +53,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class Discovery:
+class ParameterGrouping:
     """A model's groups, and their parameters, each by all of its names. In the shape of a group
     DTensors are the parts that this rank has, and packed parameters their rows."""
 
@@ -70,7 +70,7 @@ class Discovery:
         groups, chosen = tuple(self.groups), self.experts_per_token
         return ModelShape(groups, tuple(units), chosen, self.cached)
 
-    def stored(self, storage: Storage | None) -> Discovery:
+    def stored(self, storage: Storage | None) -> ParameterGrouping:
         """Return the same with frozen weights as `storage` has them, apart from those that are
         trained; with None, unchanged.
 
@@ -110,10 +110,10 @@ def refuse_uninitialised(model: nn.Module) -> None:
             )
 
 
-def discover(
+def group_parameters(
     model: nn.Module, block_classes: Sequence[str] = (), *, experts: bool = True,
     frozen: bool = False, only: torch.dtype | None = None,
-) -> Discovery:  # fmt: skip
+) -> ParameterGrouping:  # fmt: skip
     """Return the groups and units of a model. `experts`: each expert is one of its own; where
     experts are spread over ranks in any case. `frozen`: nothing will be updated. `only`:
     parameters in other formats stay in the model.
@@ -126,7 +126,7 @@ def discover(
     rules = _Rules(model, block_classes, only, experts=experts)
     home: dict[int, int] = {}  # id(parameter) -> its group
     groups: list[GroupShape] = []
-    found: dict[tuple[str, ...], nn.Parameter] = {}
+    params_by_names: dict[tuple[str, ...], nn.Parameter] = {}
     units: list[Unit] = []
     seen: set[int] = set()
     for unit, params in rules.units(model):
@@ -138,7 +138,7 @@ def discover(
         if fresh:
             home.update((id(param), len(groups)) for param in fresh)
             named = {rules.names_of(param): param for param in fresh}
-            found.update(named)
+            params_by_names.update(named)
             shapes = (
                 ParamShape(
                     names, tuple(local_of(param).shape), param.requires_grad and not frozen
@@ -154,7 +154,7 @@ def discover(
         unit.groups = sorted({home[id(param)] for param in params})
         units.append(unit)
     chosen = experts_per_token_of(model) if any(group.table for group in groups) else None
-    return Discovery(groups, found, units, rules.packed, chosen)
+    return ParameterGrouping(groups, params_by_names, units, rules.packed, chosen)
 
 
 def _check_classes(block_classes: Sequence[str], model: nn.Module) -> None:
@@ -162,12 +162,12 @@ def _check_classes(block_classes: Sequence[str], model: nn.Module) -> None:
     if not block_classes:
         return
     with_params = (m for m in model.modules() if next(m.parameters(), None) is not None)
-    found = {type(module).__name__ for module in with_params}
+    classes = {type(module).__name__ for module in with_params}
     for name in block_classes:
-        if name not in found:
+        if name not in classes:
             raise ConfigError(
                 f"groups.blocks: the model has no module of class {name} with parameters; "
-                f"it has {', '.join(sorted(found))}"
+                f"it has {', '.join(sorted(classes))}"
             )
 
 
@@ -387,5 +387,5 @@ def experts_per_token_of(model: nn.Module) -> int | None:
 def _the_number(owners: Iterable[Any], names: Sequence[str]) -> int | None:
     """Return the number that attributes with these names have, if it is one."""
     values = (getattr(owner, name, None) for owner in owners for name in names)
-    found = {value for value in values if type(value) is int and value > 0}
-    return found.pop() if len(found) == 1 else None
+    numbers = {value for value in values if type(value) is int and value > 0}
+    return numbers.pop() if len(numbers) == 1 else None

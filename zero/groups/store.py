@@ -28,7 +28,7 @@ from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
 from offload.zero.groups.model_shape import GroupShape
-from offload.zero.groups.parameter_grouping import Discovery, Unit
+from offload.zero.groups.parameter_grouping import ParameterGrouping, Unit
 from offload.zero.hooks.handles import HandleTable, Keeper
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.session import in_backward
@@ -85,12 +85,12 @@ class WeightHomes(Protocol):
 
 
 class WeightStore:
-    """Owns the groups of `discovery`. Its methods are for the thread of the model."""
+    """Owns the groups of `grouping`. Its methods are for the thread of the model."""
 
     def __init__(
-        self, discovery: Discovery, homes: WeightHomes, dtype: torch.dtype, device: torch.device,
-        *, prefetch: int = 4, ranks: RankWeights | None = None, keeper: Keeper | None = None,
-        straight_from_codes: bool = False,
+        self, grouping: ParameterGrouping, homes: WeightHomes, dtype: torch.dtype,
+        device: torch.device, *, prefetch: int = 4, ranks: RankWeights | None = None,
+        keeper: Keeper | None = None, straight_from_codes: bool = False,
     ) -> None:  # fmt: skip
         """The model computes in `dtype` on `device`; `prefetch` groups are fetched ahead.
         `ranks` are those that share the weights, `keeper` takes saved activations.
@@ -99,8 +99,8 @@ class WeightStore:
         self.device = device
         self.own = FLOAT_OF[dtype]
         self._straight_from_codes = straight_from_codes
-        self.units = [unit for unit in discovery.units if not unit.is_packed]
-        self.packed = discovery.packed
+        self.units = [unit for unit in grouping.units if not unit.is_packed]
+        self.packed = grouping.packed
         self.tables: list[ExpertTable] = []
         self._tables: dict[int, ExpertTable] = {}  # by the index of a group
         self.ranks = RankWeights() if ranks is None else ranks
@@ -118,9 +118,9 @@ class WeightStore:
         self.whole = {id(row): id(each.param) for each in self.packed for row in each.rows}
         self._released = ReleasedParameters(self.group_of, self.packed_of)
         self._where: dict[int, tuple[ParamGroup, int]] = {}
-        for shape in discovery.groups:
-            self._add_group(shape, discovery.params)
-        self._add_tables(discovery)
+        for shape in grouping.groups:
+            self._add_group(shape, grouping.params)
+        self._add_tables(grouping)
         self.ranks.watch(self.groups, self.trace)
         self._handles = HandleTable(self.use, keeper)
         self._values: Values | None = None
@@ -144,11 +144,11 @@ class WeightStore:
         self.fetcher.add(group, shape.table)
         self._where.update((id(param), (group, number)) for number, param in enumerate(ordered))
 
-    def _add_tables(self, discovery: Discovery) -> None:
+    def _add_tables(self, grouping: ParameterGrouping) -> None:
         for packed in self.packed:
             packed.places = [self._where[id(row)] for row in packed.rows]
         tables: dict[str, ExpertTable] = {}
-        for unit in discovery.units:
+        for unit in grouping.units:
             if unit.table and unit.table not in tables:
                 tables[unit.table] = table = ExpertTable(unit.table)
                 if unit.is_packed:
@@ -158,7 +158,7 @@ class WeightStore:
                     table.packed = {
                         own[key]: packed for key, packed in self._packed.items() if key in own
                     }
-        for shape, group in zip(discovery.groups, self.groups, strict=True):
+        for shape, group in zip(grouping.groups, self.groups, strict=True):
             if shape.table:
                 self._tables[group.index] = tables[shape.table]
                 tables[shape.table].groups.append(group)

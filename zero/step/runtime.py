@@ -33,7 +33,7 @@ from offload.zero.gradients.gradient_paths import DevicePartials
 from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.gradients.loss_scale import LossScale
 from offload.zero.groups.group import ParamGroup
-from offload.zero.groups.parameter_grouping import Discovery
+from offload.zero.groups.parameter_grouping import ParameterGrouping
 from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
 from offload.zero.hooks.handles import Keeper
 from offload.zero.hooks.pipeline_stages import check_schedule
@@ -102,12 +102,12 @@ def _next_read(runtime: Runtime, index: int) -> float:
 
 
 class Runtime:
-    """Owns the groups of `discovery`. Its public methods are for the thread of the model."""
+    """Owns the groups of `grouping`. Its public methods are for the thread of the model."""
 
     def __init__(
-        self, discovery: Discovery, options: RuntimeOptions, homes: Homes, run: ParallelRunner,
-        staging: Sequence[torch.Tensor], loss_scale: LossScale | None, ranks: Ranks | None = None,
-        tensor_parallel: TensorParallel | None = None,
+        self, grouping: ParameterGrouping, options: RuntimeOptions, homes: Homes,
+        run: ParallelRunner, staging: Sequence[torch.Tensor], loss_scale: LossScale | None,
+        ranks: Ranks | None = None, tensor_parallel: TensorParallel | None = None,
     ) -> None:  # fmt: skip
         """`ranks` train together; None for one rank. `tensor_parallel` are the ranks that hold
         other parts of this rank's parameters; None if it holds whole parameters."""
@@ -127,7 +127,7 @@ class Runtime:
         with ExitStack() as begun:  # ends the threads started so far if a later line raises
             if ranks is not None:
                 memory = homes.shared_memory()
-                ep_size = max((group.ep_size for group in discovery.groups), default=1)
+                ep_size = max((group.ep_size for group in grouping.groups), default=1)
                 self.rank_work = SharedWork(
                     ranks, memory, options.dtype, options.reduce_dtype, ep_size,
                     wait_for_complete_groups=options.step_rules.in_backward,
@@ -135,7 +135,7 @@ class Runtime:
             begun.callback(self.rank_work.close)
             self.reductions = self.rank_work.reductions
             self.store = WeightStore(
-                discovery, homes, options.dtype, options.device, prefetch=options.prefetch,
+                grouping, homes, options.dtype, options.device, prefetch=options.prefetch,
                 ranks=self.rank_work, keeper=homes.activations,
             )  # fmt: skip
             self.groups, self.own, self.trace = self.store.groups, self.store.own, self.store.trace

@@ -48,7 +48,7 @@ from offload.swap.activations import LEAST_NBYTES, WHOLE
 from offload.swap.activations.activations import span_of
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, UnsupportedError
-from offload.zero.groups.parameter_grouping import Unit, discover
+from offload.zero.groups.parameter_grouping import Unit, group_parameters
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.recompute.recompute import Recomputation
 
@@ -78,7 +78,7 @@ def trace_activations(
     if not trains:
         model.eval()
     try:
-        units = discover(model, config.groups.blocks).units
+        units = group_parameters(model, config.groups.blocks).units
         passes = partial(
             _passes, model, units, config, workload, run, device or _device_of(config), trains
         )

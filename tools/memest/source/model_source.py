@@ -43,7 +43,7 @@ class UntraceableError(UnsupportedError):
 class ModelSource:
     """A model as memest knows it.
 
-    `shape` has the groups that `discover` finds in the module that will be trained.
+    `shape` has the groups that `group_parameters` finds in the module that will be trained.
     """
 
     name: str

@@ -109,10 +109,10 @@ def _weights_in(folder: Path, blocks: Sequence[str]) -> ModelSource | None:
 
 def read_named(source: str, blocks: Sequence[str]) -> ModelSource:
     """Return the model that a user's function returns."""
-    from offload.zero.groups.parameter_grouping import discover
+    from offload.zero.groups.parameter_grouping import group_parameters
 
     model = build_named(source)
-    shape = discover(model, blocks).shape()
+    shape = group_parameters(model, blocks).shape()
     if not shape.numel:
         raise ConfigError(f"{source}: the model has no parameters; nothing of it is trained")
     none_trained = "no parameter is trained: all have requires_grad=False"
@@ -232,11 +232,11 @@ def _from_weights(files: Sequence[Path], path: Path, blocks: Sequence[str]) -> M
     for a file that is none, or damaged."""
     from offload.tools.memest.source.weight_names import is_trainable, model_of_names
     from offload.weights.tensor_file import stored_tensors
-    from offload.zero.groups.parameter_grouping import discover
+    from offload.zero.groups.parameter_grouping import group_parameters
 
     tensors = stored_tensors(files)
     named = model_of_names(tensors)
-    shape = discover(named.model).shape()
+    shape = group_parameters(named.model).shape()
     if shape.numel == 0:
         formats = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
         raise ConfigError(f"{path}: holds no trainable weights: {formats or 'it is empty'}")

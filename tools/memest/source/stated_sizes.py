@@ -43,9 +43,9 @@ def built_in_shape(config: ModelConfig, blocks: Sequence[str] = ()) -> ModelShap
     own, also how many compute a token."""
 
     def find() -> ModelShape:
-        from offload.zero.groups.parameter_grouping import discover
+        from offload.zero.groups.parameter_grouping import group_parameters
 
-        shape = discover(built_in_model(config), blocks).shape()
+        shape = group_parameters(built_in_model(config), blocks).shape()
         return replace(shape, experts_per_token=config.experts_per_token) if shape.tables else shape
 
     parts = {"built-in": config.model_dump(mode="json"), "blocks": list(blocks)}

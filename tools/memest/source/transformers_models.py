@@ -65,11 +65,11 @@ def library_model(
     what was found of it before."""
 
     def find() -> LibraryModel:
-        from offload.zero.groups.parameter_grouping import discover
+        from offload.zero.groups.parameter_grouping import group_parameters
 
         print(_BUILDING, file=sys.stderr, flush=True)
         model: Any = build()
-        shape = discover(model, blocks).shape()
+        shape = group_parameters(model, blocks).shape()
         values = vars(model.config.get_text_config())
         sizes = (values.get(key) for key in _CONTEXT_KEYS)
         return LibraryModel(shape, next((n for n in sizes if isinstance(n, int) and n > 0), None))
