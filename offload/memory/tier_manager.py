@@ -45,10 +45,10 @@ from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import FLOAT_OF
-from offload.zero.groups.coded_layout import lay_out_codes
 from offload.zero.groups.layout import Layout
+from offload.zero.groups.quantized_layout import lay_out_codes
 from offload.zero.groups.store import NextUse
-from offload.zero.groups.weight_codes import WeightCodes
+from offload.zero.groups.weight_quantizer import WeightCodes
 from offload.zero.ranks.collectives import SharedMemory, Workspace
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.device_update import DeviceWork

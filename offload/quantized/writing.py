@@ -28,7 +28,7 @@ from offload.quantized import bitsandbytes, compressed_tensors
 from offload.quantized.matrix import Grouped, packed, piece_rows, unpacked
 from offload.tiers.errors import CheckpointError, ConfigError
 from offload.zero.groups.bits import FLOAT_OF, array_of
-from offload.zero.groups.coded_layout import refusal
+from offload.zero.groups.quantized_layout import refusal
 
 # whose files hold which format
 _LIBRARIES = {

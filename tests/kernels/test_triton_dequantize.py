@@ -9,10 +9,10 @@ import torch
 from offload.kernels.floats import Float
 from offload.kernels.gpu.triton_dequantize import dequantize_weights
 from offload.kernels.weight_formats import QuantType, WeightFormat
-from offload.zero.groups import weight_codes as group_codes
-from offload.zero.groups.coded_layout import lay_out_codes
+from offload.zero.groups import weight_quantizer as group_codes
 from offload.zero.groups.layout import ParamShape, lay_out
-from offload.zero.groups.weight_codes import WeightCodes
+from offload.zero.groups.quantized_layout import lay_out_codes
+from offload.zero.groups.weight_quantizer import WeightCodes
 from tests.kernels import reference, triton_device
 from tests.kernels.quantization_cases import (
     any_codes,

@@ -16,7 +16,7 @@ import offload
 from offload.errors import UnsupportedError
 from offload.kernels.floats import Array
 from offload.zero.groups.write_tracker import WriteTracker
-from offload.zero.hooks import coded_uses
+from offload.zero.hooks import quantized_ops
 from offload.zero.tensors.released import is_released
 from tests.offload.engine_cases import VOCABULARY, bits
 from tests.offload.storage_cases import FORMATS, WIDTH, adapted, in_precision, round_to
@@ -27,13 +27,13 @@ from tests.offload.test_storage import PLACEMENTS, quantized
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each product straight from codes."""
     counts: list[int] = []
-    multiply = coded_uses.multiply
+    multiply = quantized_ops.multiply
 
     def noted(x: Array, *rest: Any) -> None:
         counts.append(len(x))
         multiply(x, *rest)
 
-    monkeypatch.setattr(coded_uses, "multiply", noted)
+    monkeypatch.setattr(quantized_ops, "multiply", noted)
     return counts
 
 
@@ -121,15 +121,15 @@ def test_an_embedding_decodes_the_rows_that_are_looked_up(
     round_to(plain, "nf4")
     offload.dispatch(model, quantized(tmp_path, "nf4", "nvme"))
     with torch.no_grad(), offload.dispatched(model):
-        decode = offload.zero.groups.weight_codes.WeightCodes.decode
+        decode = offload.zero.groups.weight_quantizer.WeightCodes.decode
 
         def refused(*_: Any) -> None:
             raise AssertionError("dequantized as a whole")
 
-        monkeypatch.setattr(offload.zero.groups.weight_codes.WeightCodes, "decode", refused)
+        monkeypatch.setattr(offload.zero.groups.weight_quantizer.WeightCodes, "decode", refused)
         for ids in (tokens(1), tokens(3).view(3, 1), torch.zeros(2, 0, dtype=torch.long)):
             assert torch.equal(model.embed(ids), plain.embed(ids))
-        monkeypatch.setattr(offload.zero.groups.weight_codes.WeightCodes, "decode", decode)
+        monkeypatch.setattr(offload.zero.groups.weight_quantizer.WeightCodes, "decode", decode)
         with pytest.raises(IndexError, match="out of range"):
             model.embed(torch.tensor([10**6]))
 

@@ -153,7 +153,7 @@ class ParamGroup:
         self.device = device
         self.has_masters = False  # True: a write to a parameter has to reach its master, too
         # True: without gradients a module's call gathers only what has to be decoded, when it is
-        # needed, and computes with codes until then (coded_uses.py)
+        # needed, and computes with codes until then (quantized_ops.py)
         self.is_lazy = False
         self.pending_update = PendingUpdate()
         self.writes = WriteTracker(self.params, layout.params)

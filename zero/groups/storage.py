@@ -10,8 +10,8 @@ from itertools import chain
 
 from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.errors import ConfigError
-from offload.zero.groups.coded_layout import refusal
 from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.quantized_layout import refusal
 
 HEAD = "lm_head"  # stays as it is where nothing is said: its rounding is seen in every logit
 # Adapters of PEFT are small, and not rounded with the weights that they adapt, also where frozen.

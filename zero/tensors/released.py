@@ -7,7 +7,7 @@ subclass of its own, whose `__torch_function__` sees every use:
     packed (packed.py)     in a graph its rows as one tensor, where gradients come to the rows
     while a module is called    its group is gathered, and stays until the outermost call returns (a
                                 tied head written as `F.linear(x, embed.weight)`)
-    ... that left it in codes   few tokens are multiplied as they are stored (coded_uses.py),
+    ... that left it in codes   few tokens are multiplied as they are stored (quantized_ops.py),
                                 else the group is decoded, until that call returns
     in a graph                  gathered for that operation; what it saves becomes handles, and what
                                 would be a view of the values is a copy
@@ -36,10 +36,10 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.shared_views import check_format
-from offload.zero.groups.weight_codes import WeightCodes
-from offload.zero.hooks.coded_uses import StoredParam, compute
+from offload.zero.groups.weight_quantizer import WeightCodes
 from offload.zero.hooks.compilers import uncompiled
 from offload.zero.hooks.handles import HandleTable
+from offload.zero.hooks.quantized_ops import StoredParam, compute
 from offload.zero.hooks.session import Session
 from offload.zero.hooks.transforms import in_transform, refuse_in_transforms
 from offload.zero.tensors.local_tensors import is_dtensor

@@ -14,7 +14,7 @@ from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.accelerator import is_accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.bits import DTYPE_OF, array_of
-from offload.zero.groups.coded_layout import CodedLayout, CodedPart
+from offload.zero.groups.quantized_layout import CodedLayout, CodedPart
 
 _SHARED_NUMEL = 1 << 20
 

@@ -23,8 +23,8 @@ from torch.nn import functional
 from offload.kernels.cpu.quantization import dequantize_weights
 from offload.kernels.cpu.weight_products import MAX_ROWS, in_lane_order, multiply
 from offload.zero.groups.bits import flat_array
-from offload.zero.groups.coded_layout import CodedPart
-from offload.zero.groups.weight_codes import WeightCodes, split_codes
+from offload.zero.groups.quantized_layout import CodedPart
+from offload.zero.groups.weight_quantizer import WeightCodes, split_codes
 
 # Operations whose result is no view of what they read (`float` of other dtypes), and that write to
 # none of it.
