@@ -29,7 +29,7 @@ LONGEST_CYCLE = 1 << 14
 
 @dataclass(slots=True)
 class _Cycle:
-    """What the cycle under way has used so far."""
+    """The uses so far in the cycle under way, and where its passes and tables are among them."""
 
     uses: list[int] = field(default_factory=list)  # of items in no table
     last: int | None = None  # the use that a repeat in a row would repeat
