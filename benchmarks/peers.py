@@ -14,12 +14,12 @@ from typing import Any
 import typer
 
 from offload.bench.contenders import StepOptions, SystemSpec
-from offload.bench.ranks import SYSTEMS as OUR_RANKS
-from offload.bench.ranks import run_ranks as run_our_ranks
+from offload.bench.ranks import SYSTEMS as RANK_SYSTEMS
+from offload.bench.ranks import run_ranks as run_offload_ranks
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Say
 from offload.bench.step import HOST, NVME
-from offload.bench.step import run_step as run_our_step
+from offload.bench.step import run_step as run_offload_step
 from offload.cli.bench import BenchGroup, bench_app
 from offload.cli.errors import failing_io
 
@@ -45,7 +45,7 @@ ZERO3_RANKS = _zero3("deepspeed", "cpu")
 
 
 def run_step(options: StepOptions, say: Say) -> Record:
-    record = run_our_step(options, say, (ZERO3_CPU, ZERO3_NVME))
+    record = run_offload_step(options, say, (ZERO3_CPU, ZERO3_NVME))
     record.compare(ZERO3_NVME.label, NVME.label, "seconds")
     record.compare(NVME.label, ZERO3_NVME.label, "peak_rss_nbytes")
     record.compare(ZERO3_CPU.label, HOST.label, "seconds")
@@ -54,8 +54,8 @@ def run_step(options: StepOptions, say: Say) -> Record:
 
 
 def run_ranks(options: StepOptions, say: Say) -> Record:
-    record = run_our_ranks(options, say, (DDP, FSDP2, FSDP2_OFFLOAD, ZERO3_RANKS))
-    full, partly, *_ = (spec.label for spec in OUR_RANKS)
+    record = run_offload_ranks(options, say, (DDP, FSDP2, FSDP2_OFFLOAD, ZERO3_RANKS))
+    full, partly, *_ = (spec.label for spec in RANK_SYSTEMS)
     for of, to in (
         (full, FSDP2), (full, FSDP2_OFFLOAD), (full, ZERO3_RANKS), (partly, DDP),
     ):  # fmt: skip

@@ -68,5 +68,5 @@ def _adapter_values(engine: Engine, embeddings: Any) -> dict[str, Tensor]:
 
 
 def _value(engine: Engine, tensor: Tensor) -> Tensor:
-    is_ours = engine.store.spec_of(tensor) is not None
-    return tensor if not is_ours else engine.values.give_out(tensor)  # type: ignore[arg-type]
+    is_managed = engine.store.spec_of(tensor) is not None
+    return tensor if not is_managed else engine.values.give_out(tensor)  # type: ignore[arg-type]

@@ -281,7 +281,7 @@ def refuse_foreign_optimizers(store: WeightStore) -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not _watched or _is_ours(optimizer):
+    if not _watched or _is_offloads(optimizer):
         return
     for store in list(_watched):
         if store.unusable is None:
@@ -293,7 +293,7 @@ _watched: weakref.WeakSet[WeightStore] = weakref.WeakSet()
 _listen = functools.cache(lambda: register_optimizer_step_pre_hook(_check))
 
 
-def _is_ours(optimizer: Any) -> bool:
+def _is_offloads(optimizer: Any) -> bool:
     """Return whether an optimizer is an OffloadOptimizer, or wraps one."""
     while optimizer is not None and not isinstance(optimizer, OffloadOptimizer):
         inner = getattr(optimizer, "optimizer", None)

@@ -1,7 +1,7 @@
 """Slots of device memory, and the streams that bytes reach it by: `DeviceSlot` and `Links`.
 
 The model's stream reads a slot, copies fill it, and both go on after the call that began them has
-returned. So a slot keeps marks of what works in its memory; whoever gets that memory next waits
+returned. So a slot keeps marks of the work in its memory, and the next slot in that memory waits
 for them (`Fences`).
 """
 

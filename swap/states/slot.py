@@ -143,8 +143,8 @@ class Slot:
 
 
 class HostCopy:
-    """Pageable host memory for a copy of one state at a time, outside of any budget: whoever loads
-    states or reads them out works there, where they are at home or computed with on a device."""
+    """Pageable host memory for a copy of one state at a time, outside of any budget: there states
+    are loaded and read out that are at home or computed with on a device."""
 
     def __init__(self) -> None:
         self._lent: tuple[State, torch.Tensor] | None = None

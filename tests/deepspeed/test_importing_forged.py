@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed that somebody made up is imported or refused: with a typed error, and
+"""A forged checkpoint of DeepSpeed is imported or refused: with a typed error, and
 nothing of it is run."""
 
 from __future__ import annotations

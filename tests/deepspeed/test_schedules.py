@@ -56,9 +56,9 @@ def test_it_is_deepspeeds(kind: str, params: dict[str, Any]) -> None:
     expected = numbers(optimizer, getattr(theirs, kind)(optimizer, **params))
     actual = running(kind, params)
     for there, here in zip(expected, actual, strict=True):
-        for (lr, betas), (our_lr, our_betas) in zip(there, here, strict=True):
-            assert our_lr == pytest.approx(lr, rel=1e-12, abs=1e-18)
-            assert our_betas == pytest.approx(betas)
+        for (lr, betas), (actual_lr, actual_betas) in zip(there, here, strict=True):
+            assert actual_lr == pytest.approx(lr, rel=1e-12, abs=1e-18)
+            assert actual_betas == pytest.approx(betas)
 
 
 def test_warmup_holds_the_first_two_steps_as_deepspeed_does() -> None:

@@ -116,17 +116,17 @@ def open_files() -> set[str]:
     return {link for link in links if "/fd" not in link.split(" ", 1)[1]}
 
 
-def our_threads() -> set[str]:
+def offload_threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("offload")}
 
 
 def wait_until_closed(folder: Path) -> None:
-    """What closes a dropped engine is a thread of its own, after an update that is under way."""
+    """A thread of its own closes a dropped engine, after an update that is under way."""
     until = time.monotonic() + 30
-    while (our_threads() or swap_files(folder)) and time.monotonic() < until:
+    while (offload_threads() or swap_files(folder)) and time.monotonic() < until:
         gc.collect()
         time.sleep(0.01)
-    assert not our_threads()
+    assert not offload_threads()
     assert not swap_files(folder)
 
 
@@ -140,17 +140,17 @@ def test_nothing_is_left_after_close(tmp_path: Path, backend: str) -> None:
     keys = config(tmp_path, nvme={"paths": [str(tmp_path)], "backend": backend})
     with offload.initialize(seeded(TinyLM), keys) as engine:  # the first leaves torch's own threads
         losses_of(engine, batches(1))
-    assert not our_threads()
+    assert not offload_threads()
     files, threads = open_files(), process.num_threads()
     for _ in range(3):
         with offload.initialize(seeded(TinyLM), keys) as engine:
             losses_of(engine, batches(1))
-            assert our_threads()
+            assert offload_threads()
     del engine
     gc.collect()
     assert open_files() == files
     assert process.num_threads() <= threads
-    assert not our_threads()
+    assert not offload_threads()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -212,7 +212,7 @@ HONOURED = {  # the mixin adds to them, and calls the trainer's
     "save_model", "training_step",
 }  # fmt: skip
 REFUSED = {"_save_optimizer_and_scheduler"}  # in a trainer behind the mixin
-NOT_OURS = {"_move_model_to_device"}  # the engine moves the model
+UNCALLED = {"_move_model_to_device"}  # the engine moves the model
 
 
 def test_every_method_of_trainer_that_the_mixin_has_is_in_the_table() -> None:
@@ -220,7 +220,7 @@ def test_every_method_of_trainer_that_the_mixin_has_is_in_the_table() -> None:
     methods = {name for name, value in vars(trainers.OffloadMixin).items() if callable(value) or
                isinstance(value, staticmethod)}  # fmt: skip
     theirs = set(dir(transformers.Seq2SeqTrainer)) - set(dir(object))
-    assert (methods & theirs) - {"__init__", "__module__"} == HONOURED | REFUSED | NOT_OURS
+    assert (methods & theirs) - {"__init__", "__module__"} == HONOURED | REFUSED | UNCALLED
 
 
 def recording(base: Any, called: set[str], *but: str) -> Any:
@@ -278,7 +278,7 @@ def test_every_method_that_a_trainer_overrides_is_called_as_without_an_engine(
             if name != "plain":
                 trainer.engine.close()
     assert HONOURED - {"call_model_init"} <= plain
-    assert plain - behind == REFUSED | NOT_OURS
+    assert plain - behind == REFUSED | UNCALLED
     warned = "_issue_warnings_after_load"  # of what is an error here
     assert plain - front == {statics, warned}
 

@@ -24,7 +24,7 @@ from offload.zero.ranks.sharding import Sharding
 
 _MOST_TEXT_NBYTES = 500  # of an error's text sent to other ranks
 _FEW = 6  # numbers that go with the question
-_AFTER_OURS = timedelta(seconds=60)  # NCCL's own watch ends the process
+_NCCL_MARGIN = timedelta(seconds=60)  # NCCL's own watch, which ends the process, comes later
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Ranks:
         shards, replicas = ranks[first : first + place.ranks], ranks[place.rank :: place.ranks]
         limit = timedelta(seconds=self.watch.timeout_s)
         if accelerator.is_accelerator(self.device):
-            limit += _AFTER_OURS
+            limit += _NCCL_MARGIN
         with self.watch.during("the making of process groups"):
             gather, reduce, across = (_group_of(each, limit) for each in (shards, shards, replicas))
         return Collectives(gather, reduce, across, self.watch)
