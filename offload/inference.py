@@ -141,7 +141,7 @@ class Dispatched(TieredModel):
         self._open_tiers(config, dtype)
         self._store = WeightStore(
             grouping, self._tier_manager, dtype, self.device,
-            prefetch=int(self.config.prefetch), straight_from_codes=True,
+            prefetch=int(self.config.prefetch), multiply_quantized=True,
         )  # fmt: skip
         self._store.closed = self._CLOSED
         self._tier_manager.let_wait(lambda: False)  # no update will give back copies

@@ -46,9 +46,9 @@ from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.layout import Layout
-from offload.zero.groups.quantized_layout import lay_out_codes
+from offload.zero.groups.quantized_layout import lay_out_quantized
 from offload.zero.groups.store import NextUse
-from offload.zero.groups.weight_quantizer import WeightCodes
+from offload.zero.groups.weight_quantizer import WeightQuantizer
 from offload.zero.ranks.collectives import SharedMemory, Workspace
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.device_update import DeviceWork
@@ -181,7 +181,7 @@ class TierManager:
     ) -> State:
         """Return a state for weights whose home is quantized, as they cross every link."""
         kind, state_class = FLOAT_OF[self._dtype], StateClass.PARAMETERS
-        codec = WeightCodes(lay_out_codes(layout, self._itemsize), kind, self._run)
+        codec = WeightQuantizer(lay_out_quantized(layout, self._itemsize), kind, self._run)
         stored = codec.stored_nbytes(nbytes)
         home = self._computed_with(tier, label, stored, piece, state_class, next_use)
         if self.plan.gpu:

@@ -9,10 +9,10 @@ import torch
 from offload.kernels.floats import Float
 from offload.kernels.gpu.triton_dequantize import dequantize_weights
 from offload.kernels.weight_formats import QuantType, WeightFormat
-from offload.zero.groups import weight_quantizer as group_codes
+from offload.zero.groups import weight_quantizer
 from offload.zero.groups.layout import ParamShape, lay_out
-from offload.zero.groups.quantized_layout import lay_out_codes
-from offload.zero.groups.weight_quantizer import WeightCodes
+from offload.zero.groups.quantized_layout import lay_out_quantized
+from offload.zero.groups.weight_quantizer import WeightQuantizer
 from tests.kernels import reference, triton_device
 from tests.kernels.quantization_cases import (
     any_codes,
@@ -48,16 +48,16 @@ def test_a_bad_argument_is_named() -> None:
 def test_a_groups_codec_uses_it_where_its_bytes_are(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = ParamShape(("up",), (6, 128), False, WeightFormat(QuantType.INT4))
     layout = lay_out([stored, ParamShape(("norm",), (100,), False)])
-    coded = lay_out_codes(layout, 2)
-    codec = WeightCodes(coded, Float.BF16)
+    quantized = lay_out_quantized(layout, 2)
+    codec = WeightQuantizer(quantized, Float.BF16)
     values = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).bfloat16()
     given = values.view(torch.uint8)
-    expected, kept = torch.ones_like(given), torch.ones(coded.stored_nbytes, dtype=torch.uint8)
+    expected, kept = torch.ones_like(given), torch.ones(quantized.stored_nbytes, dtype=torch.uint8)
     codec.encode(given, kept)
     codec.decode(kept, expected)
     actual = torch.zeros_like(given).to(DEVICE)
     with monkeypatch.context() as patched:
-        patched.setattr(group_codes, "is_accelerator", lambda device: True)
-        patched.setattr(group_codes, "dequantize_weights", None)
+        patched.setattr(weight_quantizer, "is_accelerator", lambda device: True)
+        patched.setattr(weight_quantizer, "dequantize_weights", None)
         codec.decode(kept.to(DEVICE), actual)
     assert torch.equal(actual.cpu(), expected)

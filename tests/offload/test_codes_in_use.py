@@ -113,7 +113,7 @@ def test_gradients_and_autocast_are_computed_with_dequantized_values(
         assert len(products) == 4
 
 
-def test_an_embedding_decodes_the_rows_that_are_looked_up(
+def test_an_embedding_dequantizes_the_rows_that_are_looked_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = adapted(1).requires_grad_(False)
@@ -121,15 +121,15 @@ def test_an_embedding_decodes_the_rows_that_are_looked_up(
     round_to(plain, "nf4")
     offload.dispatch(model, quantized(tmp_path, "nf4", "nvme"))
     with torch.no_grad(), offload.dispatched(model):
-        decode = offload.zero.groups.weight_quantizer.WeightCodes.decode
+        decode = offload.zero.groups.weight_quantizer.WeightQuantizer.decode
 
         def refused(*_: Any) -> None:
             raise AssertionError("dequantized as a whole")
 
-        monkeypatch.setattr(offload.zero.groups.weight_quantizer.WeightCodes, "decode", refused)
+        monkeypatch.setattr(offload.zero.groups.weight_quantizer.WeightQuantizer, "decode", refused)
         for ids in (tokens(1), tokens(3).view(3, 1), torch.zeros(2, 0, dtype=torch.long)):
             assert torch.equal(model.embed(ids), plain.embed(ids))
-        monkeypatch.setattr(offload.zero.groups.weight_quantizer.WeightCodes, "decode", decode)
+        monkeypatch.setattr(offload.zero.groups.weight_quantizer.WeightQuantizer, "decode", decode)
         with pytest.raises(IndexError, match="out of range"):
             model.embed(torch.tensor([10**6]))
 
@@ -189,7 +189,7 @@ def test_what_a_forward_writes_is_kept(tmp_path: Path) -> None:
         assert torch.equal(block.down.bias, before[1] + 1)
 
 
-def test_an_interrupt_amid_decoding_leaves_nothing_gathered(
+def test_an_interrupt_amid_dequantization_leaves_nothing_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = adapted(1).requires_grad_(False)

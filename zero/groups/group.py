@@ -152,8 +152,8 @@ class ParamGroup:
         self.copies = state if isinstance(state, RankCopies) else RankCopies()
         self.device = device
         self.has_masters = False  # True: a write to a parameter has to reach its master, too
-        # True: without gradients a module's call gathers only what has to be decoded, when it is
-        # needed, and computes with codes until then (quantized_ops.py)
+        # True: without gradients a module's call gathers only what has to be dequantized, when it
+        # is needed, and computes with quantized weights until then (quantized_ops.py)
         self.is_lazy = False
         self.pending_update = PendingUpdate()
         self.writes = WriteTracker(self.params, layout.params)
@@ -175,8 +175,8 @@ class ParamGroup:
         return bool(self._users)
 
     @property
-    def is_left_in_codes(self) -> bool:
-        """Whether a module's call has entered, and nothing was decoded since."""
+    def is_left_quantized(self) -> bool:
+        """Whether a module's call has entered, and nothing was dequantized since."""
         return self.is_lazy and self.is_entered and not self.is_gathered
 
     def fall_behind(self, catch_up: Callable[[], None]) -> None:

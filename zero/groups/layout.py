@@ -87,8 +87,8 @@ class Layout:
         return self.numel_trainable if paged else self.numel
 
     @property
-    def is_stored(self) -> bool:
-        """Whether some parameters are stored in codes; then all are frozen."""
+    def is_quantized(self) -> bool:
+        """Whether some parameters are stored quantized; then all are frozen."""
         return any(spec.stored is not None for spec in self.params)
 
     @property

@@ -41,7 +41,7 @@ class GroupShape:
 
     def sharding(self, of_all: Sharding) -> Sharding:
         """Return the ranks among which the group's states are shared: for spread experts, those
-        that have the same ones; a group that is stored in codes is whole on each."""
+        that have the same ones; a group that is stored quantized is whole on each."""
         if any(param.stored is not None for param in self.params):
             return ALONE
         return of_all.of_experts(self.ep_size)
@@ -126,9 +126,9 @@ class ModelShape:
         """Return the same model with frozen weights as `storage` has them, apart from those that
         are trained, with None as it is. It must be the last of these changes.
 
-        A group with weights in codes is one of frozen parameters alone: nothing of it is updated,
+        A group with quantized weights is one of frozen parameters alone: nothing of it is updated,
         and its bytes at home are not those that the model computes with. So a unit that trains some
-        of its parameters (adapters) and has others in codes has two groups:
+        of its parameters (adapters) and has others quantized has two groups:
 
             before    layers.0          ├ lora_A, lora_B ┤├ q_proj, k_proj, ..., norms ┤
             after     layers.0          ├ lora_A, lora_B ┤
@@ -180,7 +180,7 @@ class ModelShape:
 
 def _cut(group: GroupShape, storage: Storage) -> list[GroupShape]:
     """Return a group with its weights as they are stored, or its trained parameters and its frozen
-    ones where these are stored in codes."""
+    ones where these are stored quantized."""
     params = tuple(
         replace(param, stored=storage.format) if storage.stores(param) else param
         for param in group.params

@@ -1,9 +1,9 @@
-"""The layout of a group's parameters among stored codes.
+"""The layout of a quantized group's parameters at home.
 
     in a slot   ├─── q_proj ───┤├─ norm ─┤├────── up_proj ──────┤   `zero.groups.layout`
-    stored      ├ codes ┤├─ norm ─┤├─── codes ───┤                  `kernels.weight_formats`, or raw
+    stored      ├ int4 ─┤├─ norm ─┤├─── int4 ────┤                  `kernels.weight_formats`, or raw
 
-Parts follow each other in the same order, each on a cache line, so that a part can be decoded
+Parts follow each other in the same order, each on a cache line, so that a part can be dequantized
 once the stored bytes up to its end are there. Padding of the slot is not stored; it reads as zeros.
 """
 
@@ -19,7 +19,7 @@ from offload.zero.groups.layout import Layout, ParamSpec
 
 
 @dataclass(frozen=True, slots=True)
-class CodedPart:
+class QuantizedPart:
     """One parameter. Ranges are bytes of the two buffers."""
 
     spec: ParamSpec
@@ -29,10 +29,10 @@ class CodedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedLayout:
+class QuantizedLayout:
     """The stored buffer of a group, 1D."""
 
-    parts: tuple[CodedPart, ...]
+    parts: tuple[QuantizedPart, ...]
     nbytes: int  # of the group's buffer in a slot
     stored_nbytes: int
 
@@ -55,7 +55,7 @@ def refusal(shape: Sequence[int], weights: WeightFormat) -> str | None:
     return None
 
 
-def lay_out_codes(layout: Layout, itemsize: int) -> CodedLayout:
+def lay_out_quantized(layout: Layout, itemsize: int) -> QuantizedLayout:
     """Return the stored buffer of one rank's group, whose elements have `itemsize` bytes in a slot.
 
     Raises ValueError if a parameter cannot be stored as its spec says (see `refusal`).
@@ -74,7 +74,7 @@ def lay_out_codes(layout: Layout, itemsize: int) -> CodedLayout:
             stored = weights.stored_nbytes(spec.numel)
         begin = spec.offset * itemsize
         values, there = slice(begin, begin + nbytes), slice(end, end + stored)
-        parts.append(CodedPart(spec, values, there, weights))
+        parts.append(QuantizedPart(spec, values, there, weights))
         end = round_up(there.stop, LINE_NBYTES)
     # no state is empty
-    return CodedLayout(tuple(parts), layout.numel * itemsize, max(end, LINE_NBYTES))
+    return QuantizedLayout(tuple(parts), layout.numel * itemsize, max(end, LINE_NBYTES))

@@ -35,8 +35,8 @@ class Storage:
     skip: tuple[str, ...] | None = None  # None: HEAD, where there is one
 
     def stores(self, param: ParamShape) -> bool:
-        """Return whether a parameter is stored in codes: a matrix that is frozen, of which no name
-        is skipped. Norms and biases have one dimension, filters of convolutions more than two."""
+        """Return whether a parameter is stored quantized: a frozen matrix, of which no name is
+        skipped. Norms and biases have one dimension, filters of convolutions more than two."""
         return (
             not param.trainable
             and _is_matrix(param)
@@ -73,7 +73,7 @@ class Storage:
         frozen = [param for param in params if not param.trainable]
         if not frozen:
             return (
-                "all parameters are trained, and a trained weight is not stored in codes; freeze "
+                "all parameters are trained, and a trained weight is not stored quantized; freeze "
                 "some before offload.initialize (peft.get_peft_model does), or remove storage"
             )
         left = [param for param in frozen if _is_matrix(param)]
@@ -120,8 +120,8 @@ def _runs(parts: Sequence[str]) -> Iterator[str]:
 
 def _last_names(params: Sequence[ParamShape]) -> list[str]:
     """Return names of the innermost modules."""
-    found = (name.rpartition(".")[0].rpartition(".")[2] for p in params for name in p.names)
-    return [name for name in dict.fromkeys(found) if name and not name.isdigit()]
+    names = (name.rpartition(".")[0].rpartition(".")[2] for p in params for name in p.names)
+    return [name for name in dict.fromkeys(names) if name and not name.isdigit()]
 
 
 def _listing(names: Sequence[str]) -> str:

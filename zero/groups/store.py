@@ -90,15 +90,15 @@ class WeightStore:
     def __init__(
         self, grouping: ParameterGrouping, homes: WeightHomes, dtype: torch.dtype,
         device: torch.device, *, prefetch: int = 4, ranks: RankWeights | None = None,
-        keeper: Keeper | None = None, straight_from_codes: bool = False,
+        keeper: Keeper | None = None, multiply_quantized: bool = False,
     ) -> None:  # fmt: skip
         """The model computes in `dtype` on `device`; `prefetch` groups are fetched ahead.
         `ranks` are those that share the weights, `keeper` takes saved activations.
-        `straight_from_codes`: without gradients few tokens are multiplied so."""
+        `multiply_quantized`: without gradients few tokens are multiplied with weights as stored."""
         self.dtype = dtype
         self.device = device
         self.own = FLOAT_OF[dtype]
-        self._straight_from_codes = straight_from_codes
+        self._multiply_quantized = multiply_quantized
         self.units = [unit for unit in grouping.units if not unit.is_packed]
         self.packed = grouping.packed
         self.tables: list[ExpertTable] = []
@@ -138,7 +138,7 @@ class WeightStore:
             index, shape.name, layout, ordered, self.dtype, state, self.device,
             self._released.classes_of, shape.ep_size,
         )  # fmt: skip
-        group.is_lazy = self._straight_from_codes and state.has_codes
+        group.is_lazy = self._multiply_quantized and state.has_codes
         group.writes.check_assigned = self._released.check_assigned
         self.groups.append(group)
         self.fetcher.add(group, shape.table)
@@ -173,7 +173,7 @@ class WeightStore:
                 index, shape.name, numel, lambda: fetcher.next_use(index), edge, stride
             )
 
-        if layout.is_stored:  # whole on every rank: codes are few bytes, and never change
+        if layout.is_quantized:  # whole on every rank: it has few bytes, which never change
             return make(layout.numel, layout.edge, None)
         return self.ranks.of(shape.ep_size).parameters(
             make,

@@ -1,4 +1,4 @@
-"""Frozen weights in 8 or 4 bits: the codec of a whole group (a `swap.Codec`)."""
+"""Quantizes the frozen weights of a whole group to 8 or 4 bits (a `swap.Codec`)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.accelerator import is_accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.bits import DTYPE_OF, array_of
-from offload.zero.groups.quantized_layout import CodedLayout, CodedPart
+from offload.zero.groups.quantized_layout import QuantizedLayout, QuantizedPart
 
 _SHARED_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
-class WeightCodes:
-    """Codes of one group's buffer, as `layout` places them. `run` shares ranges of groups of
+class WeightQuantizer:
+    """Quantizes one group's buffer, as `layout` places it. `run` shares ranges of groups of
     elements (tens to hundreds) among threads; their distribution changes no bit."""
 
-    layout: CodedLayout
+    layout: QuantizedLayout
     kind: Float  # of the values in a slot
     run: Runner = serial
 
-    def runner(self, part: CodedPart) -> Runner:
+    def runner(self, part: QuantizedPart) -> Runner:
         """Return the runner for a parameter: small ones are not worth waking a thread for."""
         return self.run if part.spec.numel >= _SHARED_NUMEL else serial
 
@@ -43,28 +43,28 @@ class WeightCodes:
             stored[end : part.stored.start].zero_()
             end = part.stored.stop
             self._check(part, values[part.values])
-            self.encode_part(part, values[part.values], stored[part.stored])
+            self._quantize(part, values[part.values], stored[part.stored])
         stored[end:].zero_()
 
     def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
         for part in self.layout.parts:
             self._check(part, values[part.values])
         for part in self.layout.parts:
-            now, codes = values[part.values], stored[part.stored]
+            now, kept = values[part.values], stored[part.stored]
             was = torch.empty_like(now)
-            self.decode_part(part, codes, was)
+            self._dequantize(part, kept, was)
             if not torch.equal(now, was):
-                self.encode_part(part, now, codes)
+                self._quantize(part, now, kept)
 
     def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
         end = 0
         for part in self.layout.parts:
             values[end : part.values.start].zero_()
             end = part.values.stop
-            self.decode_part(part, stored[part.stored], values[part.values])
+            self._dequantize(part, stored[part.stored], values[part.values])
         values[end:].zero_()
 
-    def _check(self, part: CodedPart, values: torch.Tensor) -> None:
+    def _check(self, part: QuantizedPart, values: torch.Tensor) -> None:
         """Raise UnsupportedError for values that are not finite: elements that share a scale with
         one would be lost, too."""
         if part.weights is None or not part.spec.numel:
@@ -77,8 +77,8 @@ class WeightCodes:
                 f"to storage.skip{wider if self.kind is Float.FP16 else ''}"
             )
 
-    def encode_part(self, part: CodedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
-        """Encode one parameter; both arguments are its own bytes, in host memory."""
+    def _quantize(self, part: QuantizedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
+        """Quantize one parameter; both arguments are its own bytes, in host memory."""
         if part.weights is None:
             stored.copy_(values)
             return
@@ -88,8 +88,8 @@ class WeightCodes:
         arrays = array_of(values, self.kind), words.numpy().view(np.uint32), codes.numpy()
         quantize_weights(*arrays, part.weights, self.kind, self.runner(part))
 
-    def decode_part(self, part: CodedPart, stored: torch.Tensor, values: torch.Tensor) -> None:
-        """The reverse of `encode_part`."""
+    def _dequantize(self, part: QuantizedPart, stored: torch.Tensor, values: torch.Tensor) -> None:
+        """The reverse of `_quantize`."""
         if part.weights is None:
             values.copy_(stored)
             return

@@ -119,9 +119,9 @@ class WeightValues:
 
     def accept(self, group: ParamGroup, indices: Sequence[int]) -> None:
         """Send written parameters of a gathered group home, and update what is made from them.
-        Weights in codes have the values that the codes give afterwards.
+        Quantized weights are rounded to what is stored.
 
-        Raises UnsupportedError for weights in codes on several ranks, which each have all of them.
+        Raises UnsupportedError for quantized weights on several ranks, which each have all of them.
         """
         specs = (group.layout.params[index] for index in indices)
         stored = [f"{s.name}, stored in {s.stored.name}," for s in specs if s.stored is not None]

@@ -1,13 +1,13 @@
 """Computing with a group's weights as they are stored, where no gradients are recorded.
 
-    F.linear(x, coded)         at most MAX_ROWS rows of x: `kernels.cpu.weight_products`
-    F.embedding(ids, coded)    decodes the rows of ids
-    norms, products, sums      with parameters that are stored as they are
+    F.linear(x, quantized)      at most MAX_ROWS rows of x: `kernels.cpu.weight_products`
+    F.embedding(ids, quantized) dequantizes the rows of ids
+    norms, products, sums       with parameters that are stored as they are
 
-None of these writes values into a slot; everything else decodes the whole group. Which way is taken
-depends on the operation and the shapes of its inputs, and on whether the group's values are
-gathered by then (`gathered`, an operation before that needed them), never on where the codes live
-or what copies memory holds: a product straight from codes adds up in another order.
+None of these writes values into a slot; everything else dequantizes the whole group. Which way is
+taken depends on the operation and the shapes of its inputs, and on whether the group's values are
+gathered by then (`gathered`, an operation before that needed them), never on where the group lives
+or what copies memory holds: a product with quantized weights adds up in another order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.nn import functional
 from offload.kernels.cpu.quantization import dequantize_weights
 from offload.kernels.cpu.weight_products import MAX_ROWS, in_lane_order, multiply
 from offload.zero.groups.bits import flat_array
-from offload.zero.groups.quantized_layout import CodedPart
-from offload.zero.groups.weight_quantizer import WeightCodes, split_codes
+from offload.zero.groups.quantized_layout import QuantizedPart
+from offload.zero.groups.weight_quantizer import WeightQuantizer, split_codes
 
 # Operations whose result is no view of what they read (`float` of other dtypes), and that write to
 # none of it.
@@ -40,9 +40,9 @@ _PURE = frozenset(
 class StoredParam:
     """A parameter in its group's stored bytes."""
 
-    part: CodedPart
+    part: QuantizedPart
     stored: torch.Tensor  # its own bytes, 1D uint8 in host memory; kept while there is a view
-    codec: WeightCodes
+    codec: WeightQuantizer
     dtype: torch.dtype
 
     @property
@@ -62,7 +62,7 @@ def compute(
     find: Find,
 ) -> Any:  # fmt: skip
     """Return the result of `function` for released parameters that `find` knows; NotImplemented if
-    it takes their decoded values. Gradients are not recorded meanwhile."""
+    it takes their dequantized values. Gradients are not recorded meanwhile."""
     if function is functional.embedding:
         return _embedding(*args, **kwargs, find=find)
     if function is functional.linear:
@@ -72,10 +72,10 @@ def compute(
     if name not in _PURE or "out" in kwargs:
         return NotImplemented
     values = [*args, *kwargs.values()]
-    found = [find(value) for value in values]
-    if any(each and (each.part.weights or (name == "float" and each.is_fp32)) for each in found):
+    params = [find(value) for value in values]
+    if any(each and (each.part.weights or (name == "float" and each.is_fp32)) for each in params):
         return NotImplemented
-    values = [each.plain() if each else value for value, each in zip(values, found, strict=True)]
+    values = [each.plain() if each else value for value, each in zip(values, params, strict=True)]
     return function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
 

@@ -114,8 +114,8 @@ class UnitHooks:
 
     def _groups_in(self, module: nn.Module) -> list[ParamGroup]:
         """Return the groups with a parameter of a module."""
-        found = [self._where.get(id(param)) for param in module.parameters()]
-        return list(dict.fromkeys(group for group in found if group is not None))
+        owners = [self._where.get(id(param)) for param in module.parameters()]
+        return list(dict.fromkeys(group for group in owners if group is not None))
 
     @interrupted_in_waits
     def _begin(
@@ -217,20 +217,20 @@ class UnitHooks:
                 call.experts.remove(user)
 
     def join_call(self, groups: Sequence[ParamGroup]) -> bool:
-        """Let the outermost call under way use `groups`, too; what a call has left in codes is
-        decoded until that call ends. False if there is none."""
+        """Let the outermost call under way use `groups`, too; what a call has left
+        quantized is dequantized until that call ends. False if there is none."""
         if not self._calls:
             return False
         refuse_transforms()
         for group in groups:
-            if group.is_left_in_codes:
-                self._decode(group)
+            if group.is_left_quantized:
+                self._dequantize(group)
             else:
                 self._enter([group], self._calls[0])
         return True
 
     @interrupted_in_waits  # half gathered, a group would not be released
-    def _decode(self, group: ParamGroup) -> None:
+    def _dequantize(self, group: ParamGroup) -> None:
         group.gather()
         self._handles.note(group)
 

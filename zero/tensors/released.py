@@ -4,11 +4,11 @@ A released parameter keeps its identity, shape and hooks; its data is a placehol
 subclass of its own, whose `__torch_function__` sees every use:
 
     metadata                    shape, dtype, .grad, hooks: answered as they are
-    packed (packed.py)     in a graph its rows as one tensor, where gradients come to the rows
+    packed (packed.py)          in a graph its rows as one tensor, where gradients come to the rows
     while a module is called    its group is gathered, and stays until the outermost call returns (a
                                 tied head written as `F.linear(x, embed.weight)`)
-    ... that left it in codes   few tokens are multiplied as they are stored (quantized_ops.py),
-                                else the group is decoded, until that call returns
+    ... that left it quantized  few tokens are multiplied as it is stored (quantized_ops.py),
+                                else the group is dequantized, until that call returns
     in a graph                  gathered for that operation; what it saves becomes handles, and what
                                 would be a view of the values is a copy
     otherwise                   it acts as a `PagedTensor`: read when needed, written through,
@@ -36,7 +36,7 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
 from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.shared_views import check_format
-from offload.zero.groups.weight_quantizer import WeightCodes
+from offload.zero.groups.weight_quantizer import WeightQuantizer
 from offload.zero.hooks.compilers import uncompiled
 from offload.zero.hooks.handles import HandleTable
 from offload.zero.hooks.quantized_ops import StoredParam, compute
@@ -227,8 +227,8 @@ class ReleasedParameters:
         if name == "as_strided":
             function = functools.partial(_as_strided, function)
         groups = list(dict.fromkeys(self._group_of(param) for param in params))
-        in_codes = all(group.is_left_in_codes for group in groups)
-        if in_codes and not torch.is_grad_enabled() and not in_transform():
+        is_quantized = all(group.is_left_quantized for group in groups)
+        if is_quantized and not torch.is_grad_enabled() and not in_transform():
             found = compute(function, name, args, kwargs, self._stored)
             if found is not NotImplemented:
                 return found
@@ -263,14 +263,14 @@ class ReleasedParameters:
                 )
 
     def _stored(self, value: Any) -> StoredParam | None:
-        """Return the stored bytes of a released parameter whose group has codes; None for any other
-        value."""
+        """Return the stored bytes of a released parameter whose group is quantized; None for any
+        other value."""
         if type(value) not in self._released:
             return None
         found = self._find(value)
         assert found is not None, "released parameters are managed ones"
         codec, stored = found[0].state.codes()
-        assert isinstance(codec, WeightCodes), "of frozen weights"
+        assert isinstance(codec, WeightQuantizer), "of frozen weights"
         part = codec.layout.parts[found[1]]
         return StoredParam(part, stored[part.stored], codec, found[0].dtype)
 

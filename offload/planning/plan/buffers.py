@@ -226,7 +226,7 @@ def gather_room(model: ModelShape, itemsize: int) -> int:
     """The bytes for whole parameters on a rank that keeps only its shards: those of the largest
     unit and of the following group, or of all groups. `model` is cut into shards."""
     whole = [
-        0 if group.ep_size > 1 or group.layout.is_stored else pages(group.layout.numel * itemsize)
-        for group in model.groups
+        0 if each.ep_size > 1 or each.layout.is_quantized else pages(each.layout.numel * itemsize)
+        for each in model.groups
     ]
     return min(sum(whole), largest_unit(model, whole) + max(whole, default=0))

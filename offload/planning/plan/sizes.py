@@ -16,7 +16,7 @@ from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.layout import Layout
 from offload.zero.groups.model_shape import GroupShape, ModelShape
-from offload.zero.groups.quantized_layout import lay_out_codes
+from offload.zero.groups.quantized_layout import lay_out_quantized
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.records import RecordFormat
 
@@ -123,21 +123,21 @@ def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBy
     return GroupBytes(
         name=group.name or "(root)",
         layout=layout,
-        parameters=pages(stored_nbytes(group, sizes.itemsize)) if layout.is_stored else values,
+        parameters=pages(stored_nbytes(group, sizes.itemsize)) if layout.is_quantized else values,
         gradients=pages_or_none(layout.shard_trainable * itemsize) + before,
         records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
         table=group.table,
-        dequantized=values if layout.is_stored else 0,
+        dequantized=values if layout.is_quantized else 0,
     )
 
 
 def stored_nbytes(group: GroupShape, itemsize: int) -> int:
     """The bytes of a group's parameters at home as stored: quantized, or values without padding."""
     layout = group.layout
-    if layout.is_stored:
-        return lay_out_codes(layout, itemsize).stored_nbytes
+    if layout.is_quantized:
+        return lay_out_quantized(layout, itemsize).stored_nbytes
     return group.numel * itemsize
 
 
