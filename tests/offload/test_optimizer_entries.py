@@ -52,8 +52,8 @@ class Pair:
 
     def both(self, do: Callable[[Any, list[nn.Parameter]], Any]) -> tuple[Any, Any]:
         """The results of `do(optimizer, params)`."""
-        theirs, ours = (do(o, list(m.parameters())) for m, o in self.sides)
-        return theirs, ours
+        expected, actual = (do(o, list(m.parameters())) for m, o in self.sides)
+        return expected, actual
 
     def assert_same(self) -> None:
         for (name, p), q in zip(

@@ -49,11 +49,11 @@ class Slices:
 
     def gradient(self, name: str) -> Tensor | None:
         """The gradient of the packed parameter: None if no expert has one."""
-        found = [leaf[name].grad for leaf in self.leaves]
-        if all(each is None for each in found):
+        gradients = [leaf[name].grad for leaf in self.leaves]
+        if all(each is None for each in gradients):
             return None
         zeros = torch.zeros_like(self.packed[name][0])
-        return torch.stack([zeros if each is None else each for each in found])
+        return torch.stack([zeros if each is None else each for each in gradients])
 
 
 def packed_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -79,11 +79,11 @@ def sliced(modules: Sequence[nn.Module]) -> Iterator[list[Slices]]:
             experts.detach(module)
 
 
-def equal_or_no_tokens(found: Tensor | None, expected: Tensor | None) -> bool:
+def equal_or_no_tokens(actual: Tensor | None, expected: Tensor | None) -> bool:
     """Whether gradients have the same bits; none at all is a gradient of zeros."""
-    if found is None or expected is None:
-        return all(each is None or not each.any() for each in (found, expected))
-    return found.dtype == expected.dtype and torch.equal(found, expected)
+    if actual is None or expected is None:
+        return all(each is None or not each.any() for each in (actual, expected))
+    return actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
 class Config:

@@ -53,8 +53,8 @@ def assert_streams(name: str, folder: Path) -> None:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert ended.returncode == 0, ended.stderr[-2000:]
         peaks[part] = json.loads(ended.stdout.splitlines()[-1])
-    for part, found in peaks.items():
-        assert found["after"] <= found["training"] + LIMIT, (part, peaks)
+    for part, peak in peaks.items():
+        assert peak["after"] <= peak["training"] + LIMIT, (part, peaks)
 
 
 def measured(train: Callable[[], None], then: Callable[[], None]) -> None:

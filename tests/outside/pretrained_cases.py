@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import offload
 from offload.tiered_model import DTYPES
 from tests.offload.engine_cases import HOST, assert_same_bits, bits, config
-from tests.outside.zoo import MOST_NUMEL, NAMES, tiny_config, transformers
+from tests.outside.zoo import MAX_NUMEL, NAMES, tiny_config, transformers
 
 FILE = "model.safetensors"
 
@@ -27,7 +27,7 @@ def saved(folder: Path, model_type: str, *, shard: str = "1GB", **settings: Any)
     kind: Any = getattr(transformers, NAMES[model_type])
     with torch.device("meta"):
         numel = sum(p.numel() for p in kind(copy.deepcopy(shape)).parameters())
-    if numel > MOST_NUMEL:
+    if numel > MAX_NUMEL:
         raise ValueError(f"{numel} parameters after shrinking")
     torch.manual_seed(0)
     kind(shape).save_pretrained(folder, max_shard_size=shard)
@@ -70,27 +70,27 @@ def assert_same_model(plain: Any, engine: offload.Engine) -> None:
         p.requires_grad for p in plain.parameters()
     ]
     with engine.gathered():
-        expected, found = tensors_of(plain), tensors_of(model)
-        assert found.keys() == expected.keys()
+        expected, actual = tensors_of(plain), tensors_of(model)
+        assert actual.keys() == expected.keys()
         wrong = [
-            name for name, tensor in found.items()
+            name for name, tensor in actual.items()
             if tensor.dtype != expected[name].dtype or tensor.shape != expected[name].shape
             or bits(tensor.detach().clone()) != bits(expected[name].detach())
         ]  # fmt: skip
-    assert not wrong, f"{len(wrong)} of {len(found)} differ: {wrong[:5]}"
+    assert not wrong, f"{len(wrong)} of {len(actual)} differ: {wrong[:5]}"
     assert model.config.to_dict() == plain.config.to_dict()
     assert model.training == plain.training
     if plain.can_generate():
         assert model.generation_config.to_dict() == plain.generation_config.to_dict()
 
 
-def assert_same_files(found: Path, expected: Path) -> None:
-    names = [sorted(path.name for path in folder.iterdir()) for folder in (found, expected)]
+def assert_same_files(actual: Path, expected: Path) -> None:
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (actual, expected)]
     assert names[0] == names[1]
     for name in names[0]:
         if name.endswith(".safetensors"):
-            loaded = [load_file(folder / name) for folder in (found, expected)]
+            loaded = [load_file(folder / name) for folder in (actual, expected)]
             assert_same_bits(*loaded)
             assert [t.dtype for t in loaded[0].values()] == [t.dtype for t in loaded[1].values()]
         else:
-            assert (found / name).read_text() == (expected / name).read_text()
+            assert (actual / name).read_text() == (expected / name).read_text()

@@ -49,8 +49,8 @@ def main() -> None:
     gc.collect()
     machine.trim_memory()
     baseline = machine.peak_rss_nbytes()
-    found = train(folder, swap, host_mib)
-    print(json.dumps({**found, "baseline": baseline, "peak": machine.peak_rss_nbytes()}))
+    sizes = train(folder, swap, host_mib)
+    print(json.dumps({**sizes, "baseline": baseline, "peak": machine.peak_rss_nbytes()}))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:  # [T, D], [T, K] -> [T, D]
         weights = self.gate(x).softmax(-1).gather(1, chosen)
         if self.packed:
-            found: Tensor = self.experts(x, chosen, weights)
-            return x + found
+            routed: Tensor = self.experts(x, chosen, weights)
+            return x + routed
         assert isinstance(self.experts, nn.ModuleList), "not packed"
         for number, expert in enumerate(self.experts):
             tokens, place = (chosen == number).nonzero(as_tuple=True)

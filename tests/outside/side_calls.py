@@ -141,8 +141,8 @@ def _x(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _ids(*shape: int, most: int = 11) -> Tensor:
-    return torch.randint(most, shape, generator=torch.Generator().manual_seed(1))
+def _ids(*shape: int, limit: int = 11) -> Tensor:
+    return torch.randint(limit, shape, generator=torch.Generator().manual_seed(1))
 
 
 def _padded(rows: int, columns: int, *, whole: bool = False) -> Tensor:

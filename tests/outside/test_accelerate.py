@@ -129,11 +129,11 @@ def test_a_models_weights_are_saved_as_those_of_a_plain_accelerator(tmp_path: Pa
         accelerator = integration.OffloadAccelerator(cpu=True)
         prepared, _ = accelerator.prepare(model, engine.optimizer)
         accelerator.save_model(prepared, tmp_path / "found")
-    expected, found = (
+    expected, actual = (
         safetensors.load_file(tmp_path / folder / "model.safetensors")
         for folder in ("expected", "found")
     )
-    assert_same_bits({name: found[name] for name in expected}, expected)
+    assert_same_bits({name: actual[name] for name in expected}, expected)
 
 
 def test_saving_between_the_passes_of_a_step_is_refused(tmp_path: Path) -> None:

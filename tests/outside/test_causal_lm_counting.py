@@ -18,7 +18,7 @@ from torch import nn
 
 from offload.tools.memest.source.read_model import read_model
 from offload.zero.groups.parameter_grouping import group_parameters
-from tests.outside.zoo import MOST_NUMEL, NAMES, tiny_config
+from tests.outside.zoo import MAX_NUMEL, NAMES, tiny_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,7 +60,7 @@ def build(model_type: str) -> tuple[nn.Module, dict[str, Any]]:
         with torch.device("meta"):
             model = model_class(copy.deepcopy(settings))
     values = json.loads(settings.to_json_string(use_diff=True))
-    if sum(p.numel() for p in model.parameters()) <= MOST_NUMEL:
+    if sum(p.numel() for p in model.parameters()) <= MAX_NUMEL:
         model = model_class(settings)
     return model, {**values, "architectures": [NAMES[model_type]]}
 

@@ -31,7 +31,7 @@ from tests.outside.pretrained_cases import (
     saved,
 )
 from tests.outside.trainer_cases import quiet
-from tests.outside.zoo import MOST_NUMEL, NAMES, build, tiny_config, transformers
+from tests.outside.zoo import MAX_NUMEL, NAMES, build, tiny_config, transformers
 
 LEAST_EQUAL = 120  # of the 178 that transformers 5.17 has: 34 do not build, 6 are not tiny
 BUDGET = {"host": "64MiB", "nvme": "256MiB"}
@@ -72,11 +72,11 @@ def assert_equal_step(plain: nn.Module, engine: offload.Engine, tokens: Tensor) 
     expected_loss = loss_and_gradients(plain, tokens)
     loss = loss_and_gradients(engine.module, tokens)
     assert bits(loss) == bits(expected_loss), (loss, expected_loss)
-    found = gradients_of(engine)
+    actual = gradients_of(engine)
     expected = {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys()
-    wrong = [name for name in found if bits(found[name]) != bits(expected[name])]
-    assert not wrong, f"{len(wrong)} of {len(found)} gradients differ: {wrong[:4]}"
+    assert actual.keys() == expected.keys()
+    wrong = [name for name in actual if bits(actual[name]) != bits(expected[name])]
+    assert not wrong, f"{len(wrong)} of {len(actual)} gradients differ: {wrong[:4]}"
 
 
 @pytest.mark.sample(20)
@@ -106,11 +106,11 @@ def test_two_steps_on_nvme_equal_plain_pytorch(model_type: str, tmp_path: Path) 
 def generated(model: Any, tokens: Tensor) -> tuple[list[list[int]], list[bytes]]:
     """New tokens, and the logits that they were chosen from."""
     torch.manual_seed(1)
-    found = model.generate(
+    output = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, min_new_tokens=3,
         do_sample=False, use_cache=True, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
-    return found.sequences.tolist(), [bits(each) for each in found.logits]
+    return output.sequences.tolist(), [bits(each) for each in output.logits]
 
 
 @pytest.mark.sample(40)
@@ -138,7 +138,7 @@ def test_it_begins_on_the_meta_device_as_on_the_cpu(model_type: str, tmp_path: P
     with without_offload():
         shape = tiny_config(model_type)
         model = on_meta(lambda: kind(copy.deepcopy(shape)))
-        if sum(param.numel() for param in model.parameters()) > MOST_NUMEL:
+        if sum(param.numel() for param in model.parameters()) > MAX_NUMEL:
             pytest.skip("not tiny")
         kind(copy.deepcopy(shape))
     start = partial(begun, tmp_path, model, budget={"host": "64MiB", "nvme": "64MiB"})
@@ -146,9 +146,9 @@ def test_it_begins_on_the_meta_device_as_on_the_cpu(model_type: str, tmp_path: P
         with pytest.raises(UnsupportedError, match="nothing gives a value"):
             start()
         return
-    found = start()
+    actual = start()
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    assert_begun_alike(found, lambda: kind(copy.deepcopy(shape)))
+    assert_begun_alike(actual, lambda: kind(copy.deepcopy(shape)))
     equal["begun"] += 1
 
 

@@ -39,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def values(folder: Path) -> dict[str, Tensor]:
     """The values that transformers loads."""
-    found = CAUSAL.from_pretrained(folder)
-    return {name: param.detach() for name, param in found.named_parameters()}
+    model = CAUSAL.from_pretrained(folder)
+    return {name: param.detach() for name, param in model.named_parameters()}
 
 
 def opened(folder: Path) -> dict[str, Tensor]:
@@ -89,8 +89,8 @@ def test_codes_are_those_of_storage(
             assert bits(value) == bits(expected), name
         elif code == "int8" and dtype != torch.float32:  # scales in the weight's format
             error = (value.double() - expected.double()).abs().view(-1, group_size).amax(1)
-            most = expected.double().abs().view(-1, group_size).amax(1)
-            assert bool((error <= most / 127 * 0.52 + most * 2**-8).all())
+            largest = expected.double().abs().view(-1, group_size).amax(1)
+            assert bool((error <= largest / 127 * 0.52 + largest * 2**-8).all())
         else:
             assert bits(value) == bits(stored(expected, code, group_size)), name
 
@@ -112,9 +112,9 @@ def test_transformers_loads_the_same_values(code: str, dtype: str, tmp_path: Pat
     if code == "nf4":
         loaded = loaded.dequantize(torch.float32)
     expected = dict(loaded.named_parameters())
-    found = opened(tmp_path / "out")
-    assert sum(is_linear(name) for name in found) == 14
-    for name, value in found.items():
+    tensors = opened(tmp_path / "out")
+    assert sum(is_linear(name) for name in tensors) == 14
+    for name, value in tensors.items():
         assert bits(value.float()) == bits(expected[name].detach().float()), name
 
 
@@ -125,8 +125,8 @@ def test_packed_experts_of_a_dispatched_model_are_written(tmp_path: Path) -> Non
     with offload.dispatched(model):
         offload.compress(model, tmp_path / "out", storage="int4", group_size=32)
     offload.compress(folder, tmp_path / "expected", storage="int4", group_size=32)
-    found, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
-    assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
+    actual, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
+    assert {n: bits(t) for n, t in actual.items()} == {n: bits(t) for n, t in expected.items()}
 
 
 def test_an_exported_checkpoint_is_compressed_as_the_folder_it_came_from(
@@ -138,8 +138,8 @@ def test_an_exported_checkpoint_is_compressed_as_the_folder_it_came_from(
     export(tmp_path / "checkpoint", tmp_path / "exported")
     for source, out in (tmp_path / "exported", "out"), (folder, "expected"):
         offload.compress(source, tmp_path / out, storage="int4", group_size=32)
-    found, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
-    assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
+    actual, expected = (load_file(tmp_path / name / FILE) for name in ("out", "expected"))
+    assert {n: bits(t) for n, t in actual.items()} == {n: bits(t) for n, t in expected.items()}
     said = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert said["ignore"] == ["lm_head"]
 
@@ -181,8 +181,8 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "wrote" in result.output
     assert (tmp_path / "out/tokenizer_config.json").is_file()
-    found = opened(tmp_path / "out")
-    assert sum(is_linear(name) for name in found) == 14
+    tensors = opened(tmp_path / "out")
+    assert sum(is_linear(name) for name in tensors) == 14
     (folder / "tokenizer_config.json").unlink()
 
 
@@ -202,11 +202,11 @@ def test_experts_are_in_codes_each_by_itself(code: str, model_type: str, tmp_pat
     offload.compress(folder, tmp_path / "out", storage=code, group_size=32)
     files = load_file(tmp_path / "out" / FILE)
     assert not any("experts" in name and name.endswith(".weight") for name in files)
-    found, before = opened(tmp_path / "out"), values(folder)
-    experts = {name for name in found if ".experts." in name}
+    after, before = opened(tmp_path / "out"), values(folder)
+    experts = {name for name in after if ".experts." in name}
     assert len(experts) == 4
     for name in experts:
         flat = before[name].unflatten(-1, (-1, 32)).float()
-        error = (found[name].float() - before[name].float()).unflatten(-1, (-1, 32)).abs()
-        most = flat.abs().amax(-1, keepdim=True)
-        assert bool((error <= most / (127 if code == "int8" else 7) * 0.52).all()), name
+        error = (after[name].float() - before[name].float()).unflatten(-1, (-1, 32)).abs()
+        largest = flat.abs().amax(-1, keepdim=True)
+        assert bool((error <= largest / (127 if code == "int8" else 7) * 0.52).all()), name

@@ -50,13 +50,13 @@ def model(tmp_path: Path) -> Iterator[Any]:
 def generated(model: Any, **how: Any) -> Tensor:
     torch.manual_seed(1)
     keys = {"max_new_tokens": 6, "do_sample": False, **how}
-    found: Tensor = model.generate(TOKENS, attention_mask=MASK, **keys)
-    return found
+    tokens: Tensor = model.generate(TOKENS, attention_mask=MASK, **keys)
+    return tokens
 
 
 def alone(model: Any, **how: Any) -> Tensor:
-    found: Tensor = model.generate(TOKENS[:1], max_new_tokens=6, do_sample=False, **how)
-    return found
+    tokens: Tensor = model.generate(TOKENS[:1], max_new_tokens=6, do_sample=False, **how)
+    return tokens
 
 
 WAYS: dict[str, Callable[[Any], Tensor]] = {

@@ -100,8 +100,8 @@ def test_what_fsdp2_saved_sharded_an_engine_goes_on_with(tmp_path: Path) -> None
     with offload.initialize(model, settings(tmp_path, {})) as engine:
         dcp.load({"app": AppState(model, engine.optimizer)}, checkpoint_id=tmp_path / "fsdp")
         assert engine.optimizer.param_groups[0]["lr"] == 1e-2
-        found = train(model, engine.optimizer, 3, seed=1)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        actual = train(model, engine.optimizer, 3, seed=1)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])

@@ -46,9 +46,9 @@ def test_what_the_comment_says_is_what_memest_says(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     comment = comment_of(name)
-    found = re.search(r"^memest (\S+) (.*?)\n\nsays:", comment, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    folder, options = found[1], shlex.split(found[2].replace("\\\n", " "))
+    command = re.search(r"^memest (\S+) (.*?)\n\nsays:", comment, re.MULTILINE | re.DOTALL)
+    assert command is not None
+    folder, options = command[1], shlex.split(command[2].replace("\\\n", " "))
     assert f'offload.from_pretrained("{folder}", "examples/{name}.yaml")' in comment
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "config.json").write_text(json.dumps(MODELS[name]))

@@ -38,9 +38,9 @@ class Run:
         """All states in the end. The run ends and begins anew after each of the steps `cuts`."""
         start = 0
         for stop in sorted({*cuts, self._steps}):
-            found = self._part(placement, start, stop)
+            states = self._part(placement, start, stop)
             start = stop
-        return found
+        return states
 
     def _part(self, placement: dict[str, str], start: int, stop: int) -> dict[str, Tensor]:
         own = {
@@ -79,11 +79,11 @@ class Run:
 
 
 def states_of(engine: offload.Engine) -> dict[str, Tensor]:
-    found = {}
+    states = {}
     for name, param in engine.module.named_parameters():
-        found[name] = engine.values.full(param)
-        found.update({f"{name} {k}": v for k, v in engine.values.read_state(param).items()})
-    return found
+        states[name] = engine.values.full(param)
+        states.update({f"{name} {k}": v for k, v in engine.values.read_state(param).items()})
+    return states
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -108,6 +108,6 @@ def test_runs_that_are_cut_have_the_bits_of_one(
     expected = whole.go(HOST)
     monkeypatch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", 0)
     split = Run(tmp_path / "split", packed=packed, steps=steps, **CASES[case])
-    found = split.go(NVME, cuts)
-    assert_same_bits(found, expected)
+    actual = split.go(NVME, cuts)
+    assert_same_bits(actual, expected)
     assert all(torch.equal(*pair) for pair in zip(split.losses, whole.losses, strict=True))

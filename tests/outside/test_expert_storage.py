@@ -57,9 +57,9 @@ def test_dispatched_experts_compute_with_dequantized_values(kind: str, tmp_path:
     plain = rounded(copy.deepcopy(model))
     offload.dispatch(model, config(tmp_path, {"parameters": "nvme"}, **STORAGE))
     with torch.no_grad(), offload.dispatched(model) as owner:
-        found = model(tokens(), use_cache=False).logits
+        actual = model(tokens(), use_cache=False).logits
         expected = plain(tokens(), use_cache=False).logits
-        assert bits(found) == bits(expected)
+        assert bits(actual) == bits(expected)
         assert bits(model.state_dict()[EXPERTS]) == bits(plain.state_dict()[EXPERTS])
         quantized = [group for group in owner.plan.groups if group.dequantized]
         assert len([g for g in quantized if g.table]) == (0 if kind == "eager" else 16)

@@ -206,8 +206,8 @@ def loss_of(model: Any, number: int) -> Tensor:
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens.flip(0)
     torch.manual_seed(number)  # dropout and jitter that no key turns off
-    found = model(**inputs)
-    values = found.logits if hasattr(found, "logits") else found.last_hidden_state
+    output = model(**inputs)
+    values = output.logits if hasattr(output, "logits") else output.last_hidden_state
     loss: Tensor = values.float().square().mean()
     return loss
 
@@ -240,24 +240,24 @@ def compare(
         optimizer={"type": "adamw", "lr": 1e-2, "weight_decay": 0.1}, **way.keys,
     )  # fmt: skip
     results = []
-    for least, number in (0, tables), (1 << 40, 0):
-        patch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", least)
+    for min_numel, number in (0, tables), (1 << 40, 0):
+        patch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", min_numel)
         with offload.initialize(build_model(), settings) as engine:
             assert len(engine.store.tables) == number
-            found = {}
+            result = {}
             for step in range(2):
                 loss = loss_of(engine.module, step)
                 engine.backward(loss)
-                found[f"loss {step}"] = loss.detach()
+                result[f"loss {step}"] = loss.detach()
                 gradients = gradients_of(engine.module)
-                found |= {f"{name}.grad {step}": each for name, each in gradients.items()}
+                result |= {f"{name}.grad {step}": each for name, each in gradients.items()}
                 if step == 0:
                     assert bits(loss) == bits(expected)
                     assert_same_bits(gradients, gradients_of(plain))
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
             engine.check_integrity()
-            results.append({**found, **states_of(engine)})
+            results.append({**result, **states_of(engine)})
     assert_same_bits(*results)
 
 
@@ -266,8 +266,8 @@ def tables_of(architecture: str, model: nn.Module) -> int:
         return 0
     if architecture in LISTS:
         return 4
-    found = packed_experts(model).values()
-    return sum(len(module.down_proj) > 1 for module in found)  # type: ignore[arg-type]
+    modules = packed_experts(model).values()
+    return sum(len(module.down_proj) > 1 for module in modules)  # type: ignore[arg-type]
 
 
 @pytest.mark.sample(*SAMPLE)
@@ -344,9 +344,9 @@ def test_what_the_router_adds_to_the_loss_has_its_gradients(
     def loss_with_routing(model: Any, number: int) -> Tensor:
         torch.manual_seed(number)
         tokens = torch.arange(3 + number, 11 + number).view(2, 4)
-        found = model(input_ids=tokens, labels=tokens)
-        assert found.aux_loss > 0
-        loss: Tensor = found.loss
+        output = model(input_ids=tokens, labels=tokens)
+        assert output.aux_loss > 0
+        loss: Tensor = output.loss
         return loss
 
     compare(build_model, loss_with_routing, WAYS["nvme"], 2, tmp_path, monkeypatch)

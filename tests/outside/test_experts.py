@@ -86,9 +86,9 @@ def draw(seed: int) -> Case:
         param.requires_grad_(choose.random() < 0.8)
     T, K = choose.choice([0, 1, 2, 5, 33, 64, 200]), choose.randint(1, min(E, 5))
     # Of one expert the default counts pairs of no expert, too.
-    most = E + (choose.random() < 0.3 and E > 1)
+    limit = E + (choose.random() < 0.3 and E > 1)
     index = torch.randint(
-        0, most if choose.random() < 0.7 else (most + 1) // 2, (T, K), generator=g
+        0, limit if choose.random() < 0.7 else (limit + 1) // 2, (T, K), generator=g
     )
     weights_dtype = dtype if choose.random() < 0.7 else torch.float32
     return Case(
@@ -104,17 +104,17 @@ def differences(case: Case) -> list[str]:
     """The names of what differs from the default."""
     expected = case.run()
     with sliced([case.module]) as (slices,):
-        found = case.run()
+        actual = case.run()
     for name in slices.packed:
-        assert found[name] is None
-        found[name] = slices.gradient(name)
+        assert actual[name] is None
+        actual[name] = slices.gradient(name)
     used = sorted({e for e in case.index.flatten().tolist() if e < case.shape.experts})
     used = used or slices.announced[0]  # without tokens, one stands for all
     assert slices.announced[0] == used == slices.used[: len(used)]
     assert len(used) <= max(1, case.index.numel())
     untouched = set(range(case.shape.experts)) - set(used)
     assert all(leaf.grad is None for e in untouched for leaf in slices.leaves[e].values())
-    return [name for name in expected if not equal_or_no_tokens(found[name], expected[name])]
+    return [name for name in expected if not equal_or_no_tokens(actual[name], expected[name])]
 
 
 @pytest.mark.slow
@@ -136,10 +136,10 @@ def test_frozen_experts_leave_the_gradients_of_the_others(name: str | None) -> N
     expected = case.run()
     slices = Slices(module, frozen=lambda expert, each: expert == 1 and name in (None, each))
     experts.attach(module, slices)
-    found = case.run()
+    actual = case.run()
     experts.detach(module)
     for each in ("out", "hidden", "weights"):
-        assert equal_or_no_tokens(found[each], expected[each])
+        assert equal_or_no_tokens(actual[each], expected[each])
     for each in slices.packed:
         for expert, leaf in enumerate(slices.leaves):
             if leaf[each].requires_grad:

@@ -70,12 +70,12 @@ def test_experts_are_packed_as_in_memory(
     plain = CAUSAL.from_pretrained(tmp_path / "out")
     assert plain.dtype == DTYPES[dtype or "fp32"]
     plain.save_pretrained(tmp_path / "expected", max_shard_size="20KB", save_original_format=False)
-    found, expected = (
+    actual, expected = (
         {name: tensor for file in (tmp_path / each).glob("*.safetensors")
          for name, tensor in load_file(file).items()}
         for each in ("out", "expected")
     )  # fmt: skip
-    assert_same_bits(found, expected)
+    assert_same_bits(actual, expected)
 
 
 def test_a_head_and_its_settings_are_those_that_were_trained(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_of_a_model_that_is_not_of_transformers_the_configuration_is_given(tmp_p
     source.mkdir()
     (source / "config.json").write_text('{"model_type": "mine", "torch_dtype": "float16"}')
     export(tmp_path / "checkpoint", tmp_path / "out", "bf16", source)
-    found = json.loads((tmp_path / "out/config.json").read_text())
-    assert found == {"model_type": "mine", "dtype": "bfloat16"}
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written == {"model_type": "mine", "dtype": "bfloat16"}
     (source / "config.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
         export(tmp_path / "checkpoint", tmp_path / "another", None, source)

@@ -68,8 +68,8 @@ def plainly(folder: Path, prompt: str, **sampling: Any) -> str:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     ids = own([prompt], return_tensors="pt")["input_ids"]
     torch.manual_seed(7)
-    found = model.generate(ids, max_new_tokens=12, **sampling)
-    return str(own.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
+    tokens = model.generate(ids, max_new_tokens=12, **sampling)
+    return str(own.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 # ---------------------------------------------------------------- the text

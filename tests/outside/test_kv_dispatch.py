@@ -141,15 +141,15 @@ def test_a_prompt_is_computed_once_and_used_again(tmp_path: Path) -> None:
 @on_a_gpu_too
 def test_8_bits_are_the_same_in_every_tier_and_near(tmp_path: Path) -> None:
     expected = torch.stack(generated(llama()).logits)
-    found = []
+    logits = []
     budget = {"host": "8MiB", **DEVICE_BUDGET}
     for kv in PLACEMENTS:
         for tokens in (32, 4096):
             keys = {"kv": {"dtype": "int8", "tokens": tokens}, "budget": budget}
             with dispatched(llama(), tmp_path, kv, **keys) as owner:
-                found.append(torch.stack(generated(owner.module).logits))
-    assert all(torch.equal(each, found[0]) for each in found)
-    assert 0 < (found[0] - expected).abs().max() < 0.01 * expected.abs().max()
+                logits.append(torch.stack(generated(owner.module).logits))
+    assert all(torch.equal(each, logits[0]) for each in logits)
+    assert 0 < (logits[0] - expected).abs().max() < 0.01 * expected.abs().max()
 
 
 # -------------------------------------------------------------------------------- budgets

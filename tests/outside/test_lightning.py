@@ -99,8 +99,8 @@ class Lit(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 def keys_for(folder: Path, placement: str = "nvme", **keys: Any) -> dict[str, Any]:
     """Without an optimizer: that is the module's."""
-    found = settings(folder, PLACEMENTS[placement], **keys)
-    return found if "optimizer" in keys else {k: v for k, v in found.items() if k != "optimizer"}
+    made = settings(folder, PLACEMENTS[placement], **keys)
+    return made if "optimizer" in keys else {k: v for k, v in made.items() if k != "optimizer"}
 
 
 def trainer_for(folder: Path, strategy: Any = "auto", **keys: Any) -> Any:
@@ -125,10 +125,10 @@ def fit(
     return module, trainer
 
 
-def assert_equal_runs(found: Any, expected: Any) -> None:
-    assert_close(found.losses, expected.losses)
-    assert_close(found.evaluated, expected.evaluated)
-    assert_close(values_of(found), values_of(expected))
+def assert_equal_runs(actual: Any, expected: Any) -> None:
+    assert_close(actual.losses, expected.losses)
+    assert_close(actual.evaluated, expected.evaluated)
+    assert_close(values_of(actual), values_of(expected))
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -138,10 +138,10 @@ def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
     clip = {"gradient_clip_val": CLIP}
     expected, _ = fit(tmp_path / "plain", **clip)
     strategy = strategies.OffloadStrategy(keys_for(tmp_path, placement))
-    found, trainer = fit(tmp_path / "offload", strategy, **clip)
-    assert_equal_runs(found, expected)
+    actual, trainer = fit(tmp_path / "offload", strategy, **clip)
+    assert_equal_runs(actual, expected)
     assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}
-    losses, weights = found.losses, values_of(found)
+    losses, weights = actual.losses, values_of(actual)
     assert_scheduler_is_saved(strategy.engine)
     strategy.engine.close()
 
@@ -184,8 +184,8 @@ class Meta(Lit):
 
 def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    found, _ = fit(tmp_path / "offload", strategy, Meta())
-    losses, weights = found.losses, values_of(found)
+    begun, _ = fit(tmp_path / "offload", strategy, Meta())
+    losses, weights = begun.losses, values_of(begun)
     strategy.engine.close()
     again = strategies.OffloadStrategy(keys_for(tmp_path))
     saved = tmp_path / "offload" / "epoch=1.ckpt"
@@ -197,22 +197,22 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
     third = strategies.OffloadStrategy(keys_for(tmp_path), weights=saved)
     module = Meta()
     trainer_for(tmp_path / "third", third).validate(module, rows(2), verbose=False)
-    assert module.evaluated == found.evaluated[-2 * len(module.evaluated) : -len(module.evaluated)]
+    assert module.evaluated == begun.evaluated[-2 * len(module.evaluated) : -len(module.evaluated)]
     third.engine.close()
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_precisions_are_the_engines(precision: str, tmp_path: Path) -> None:
     configured = {"bf16-true": "bf16", "16-true": "fp16"}[precision]
-    found = []
+    losses = []
     for name, trainers, keys in [("a", precision, {}), ("b", None, {"precision": configured})]:
         strategy = strategies.OffloadStrategy(keys_for(tmp_path, "host", **keys))
         module, _ = fit(tmp_path / name, strategy, precision=trainers)
         assert strategy.engine.config.precision == configured
-        found.append(module.losses)
+        losses.append(module.losses)
         strategy.engine.close()
-    assert found[0] == found[1]
-    assert found[0][-1] < found[0][0]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
 
 
 class Manual(Lit):
@@ -233,8 +233,8 @@ def test_manual_optimization(tmp_path: Path) -> None:
     keys = {"accumulate_grad_batches": 1}
     expected, _ = fit(tmp_path / "plain", module=seeded(Manual), **keys)
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    found, _ = fit(tmp_path / "offload", strategy, seeded(Manual), **keys)
-    assert_equal_runs(found, expected)
+    actual, _ = fit(tmp_path / "offload", strategy, seeded(Manual), **keys)
+    assert_equal_runs(actual, expected)
     strategy.engine.close()
 
 
@@ -263,8 +263,8 @@ def test_two_processes_train_as_ddp_does(tmp_path: Path) -> None:
             command, capture_output=True, text=True, timeout=300, env=environment
         )
         assert ended.returncode == 0, ended.stderr[-3000:]
-    expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("ddp", "offload"))
-    assert_close(found, expected)
+    expected, actual = (torch.load(tmp_path / f"{name}.pt") for name in ("ddp", "offload"))
+    assert_close(actual, expected)
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {

@@ -157,8 +157,8 @@ def test_evaluation_prediction_and_saving_before_and_after_training(
         each.save_model(str(tmp_path / type(each).__name__))
         each.train()
     assert_close(logged(trainer), logged(plain))
-    found = [each.predict(Rows(4, seed=3)).predictions for each in (plain, trainer)]
-    assert_close(torch.from_numpy(found[1]), torch.from_numpy(found[0]))
+    predictions = [each.predict(Rows(4, seed=3)).predictions for each in (plain, trainer)]
+    assert_close(torch.from_numpy(predictions[1]), torch.from_numpy(predictions[0]))
 
 
 def test_a_model_on_the_meta_device_begins_with_the_engine(
@@ -362,10 +362,10 @@ def test_two_ranks_train_save_and_resume_as_with_ddp(tmp_path: Path) -> None:
         timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    plain, found = (json.loads((tmp_path / f"{k}.json").read_text()) for k in ("plain", "offload"))
-    assert len(found["whole"]["loss"]) == 6
-    assert_close(found["whole"], plain["whole"])
-    assert found["resumed"] == found["whole"]
+    plain, actual = (json.loads((tmp_path / f"{k}.json").read_text()) for k in ("plain", "offload"))
+    assert len(actual["whole"]["loss"]) == 6
+    assert_close(actual["whole"], plain["whole"])
+    assert actual["resumed"] == actual["whole"]
     models = [
         values_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-model"))
         for name in ("plain", "offload", "again")

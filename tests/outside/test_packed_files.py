@@ -162,8 +162,8 @@ def test_every_architecture(made: Any, tmp_path: Path, architecture: str) -> Non
     split, whole = made(lazy, split=True), made(opened, split=False)
     assert_equal(split, whole)
     for engine, name in ((split, "split"), (whole, "whole")):
-        found = engine.module(input_ids=torch.tensor([[3, 4, 5]]))
-        values = found.logits if hasattr(found, "logits") else found.last_hidden_state
+        output = engine.module(input_ids=torch.tensor([[3, 4, 5]]))
+        values = output.logits if hasattr(output, "logits") else output.last_hidden_state
         engine.backward(values.float().square().mean())
         engine.optimizer.step()
         StreamedSave.install(engine.module, engine)

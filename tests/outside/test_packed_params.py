@@ -58,8 +58,8 @@ class Pair:
         self._patch.setattr(
             parameter_grouping, "SMALL_UNIT_NUMEL", 0
         )  # blocks, as in a large model
-        for least, home in (1 << 40, "host"), (0, place):
-            self._patch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", least)
+        for min_numel, home in (1 << 40, "host"), (0, place):
+            self._patch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", min_numel)
             model = tiny()
             groups = prepare(model)
             given = {} if groups is None else {"parameters": groups}
@@ -84,9 +84,9 @@ class Pair:
             for engine in self.engines:
                 if before is not None:
                     before(engine, number)
-                found = (loss or loss_of)(engine, tokens)
-                engine.backward(found)
-                losses.append(found.item())
+                value = (loss or loss_of)(engine, tokens)
+                engine.backward(value)
+                losses.append(value.item())
                 if after is not None:
                     after(engine, number)
                 engine.optimizer.step()
@@ -106,8 +106,8 @@ class Pair:
 
 
 def loss_of(engine: Engine, tokens: Tensor) -> Tensor:
-    found: Tensor = engine.module(tokens, labels=tokens).loss
-    return found
+    loss: Tensor = engine.module(tokens, labels=tokens).loss
+    return loss
 
 
 def param(engine: Engine, name: str = NAME) -> Any:

@@ -59,7 +59,7 @@ def adapted(kind: str, base: Any = None) -> Any:
 
 def train(model: Any, optimizer: Any) -> list[tuple[float, float]]:
     """Losses and gradient norms."""
-    found = []
+    rows = []
     model.train()
     for batch in DataLoader(Rows(20, seed=1), batch_size=2):
         loss = model(**batch).loss
@@ -67,15 +67,15 @@ def train(model: Any, optimizer: Any) -> list[tuple[float, float]]:
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         model.zero_grad()
-        found.append((loss.item(), float(norm)))
-    return found
+        rows.append((loss.item(), float(norm)))
+    return rows
 
 
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
     tokens = torch.arange(2 * LENGTH).remainder(VOCABULARY).view(2, LENGTH)
-    found: Tensor = model.eval()(input_ids=tokens).logits.clone()
-    return found
+    logits: Tensor = model.eval()(input_ids=tokens).logits.clone()
+    return logits
 
 
 def without_engine(kind: str, values: dict[str, Tensor]) -> Any:
@@ -160,11 +160,11 @@ def test_a_trainers_adapters_are_saved_without_the_models_values(
     monkeypatch.undo()
     trainer.engine.close()
     safetensors = pytest.importorskip("safetensors.torch")
-    expected, *found = (
+    expected, *saved = (
         safetensors.load_file(tmp_path / name / "adapter_model.safetensors")
         for name in ("expected", "found", "again")
     )
-    for each in found:
+    for each in saved:
         assert each.keys() == expected.keys()
         assert all(torch.equal(each[name], expected[name]) for name in expected)
 
@@ -199,9 +199,9 @@ def test_adapters_are_trained_on_a_base_in_4_bits(kind: str, tmp_path: Path) -> 
             loss = model(**batch).loss
             loss.backward()
             assert torch.equal(loss.detach(), plain_loss.detach())
-            found = {n: engine.gradient(p) for n, p in model.named_parameters()}
+            actual = {n: engine.gradient(p) for n, p in model.named_parameters()}
             for name, gradient in gradients.items():
-                assert torch.equal(found[name], gradient), name
+                assert torch.equal(actual[name], gradient), name
             engine.optimizer.zero_grad()
             assert train(model, engine.optimizer) == expected
             trained = values_of(model)

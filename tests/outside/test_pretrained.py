@@ -180,14 +180,14 @@ def test_a_folder_in_any_format_is_loaded_in_any_precision(
 # -------------------------------------------------------------------------- before it trains
 def step_losses(model: Any, optimizer: Any) -> list[float]:
     tokens = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(2))
-    found = []
+    losses = []
     for _ in range(3):
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def nothing(model: Any) -> None:
@@ -277,9 +277,9 @@ def test_the_model_is_never_whole_in_ram(kind: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"},
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    found = json.loads(out.stdout.splitlines()[-1])
-    most = (host_mib << 20) + 3 * found["largest"] + (64 << 20)
-    assert found["peak"] - found["baseline"] < most < found["model"], found
+    measured = json.loads(out.stdout.splitlines()[-1])
+    limit = (host_mib << 20) + 3 * measured["largest"] + (64 << 20)
+    assert measured["peak"] - measured["baseline"] < limit < measured["model"], measured
 
 
 # --------------------------------------------------------------------------------- refusals

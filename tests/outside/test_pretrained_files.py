@@ -76,8 +76,8 @@ def header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def first(entries: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(e for name, e in entries.items() if name != "__metadata__")
-    return found
+    entry: dict[str, Any] = next(e for name, e in entries.items() if name != "__metadata__")
+    return entry
 
 
 def by_two_dots(folder: Path) -> None:

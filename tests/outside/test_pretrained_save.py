@@ -124,10 +124,10 @@ def test_what_was_opened_is_saved_from_where_it_is(
         monkeypatch.setattr(type(model), "state_dict", valueless)
         model.save_pretrained(tmp_path / "found", **dict(keys))
         monkeypatch.undo()
-    found, expected = (tmp_path / name for name in ("found", "expected"))
-    assert {p.name for p in found.iterdir()} == {p.name for p in expected.iterdir()}
+    actual, expected = (tmp_path / name for name in ("found", "expected"))
+    assert {p.name for p in actual.iterdir()} == {p.name for p in expected.iterdir()}
     for path in expected.glob("*.safetensors"):
-        assert_same_bits(safetensors.load_file(found / path.name), safetensors.load_file(path))
+        assert_same_bits(safetensors.load_file(actual / path.name), safetensors.load_file(path))
 
 
 def test_a_model_of_whose_tensors_files_have_several_as_one_keeps_its_names(

@@ -67,10 +67,10 @@ def test_the_model_is_one_with_ordinary_weights(name: str, tmp_path: Path) -> No
     assert not hasattr(model.config, "quantization_config")
     keys = config(tmp_path, HOST, budget={"host": "64MiB"})
     with offload.initialize(model, keys) as engine, engine.gathered():
-        found = {n: p.detach().clone() for n, p in model.named_parameters()}
+        actual = {n: p.detach().clone() for n, p in model.named_parameters()}
     assert len(values) == 14
-    assert {n: bits(t) for n, t in found.items()} == {
-        n: bits(values.get(n, before.get(n)).float()) for n in found
+    assert {n: bits(t) for n, t in actual.items()} == {
+        n: bits(values.get(n, before.get(n)).float()) for n in actual
     }
 
 
@@ -133,8 +133,8 @@ def test_compressed_tensors_gives_the_same_values(
 def read(folder: Path, settings: Any) -> dict[str, Tensor]:
     from offload.weights.lazy_tensors import lazy_tensors
 
-    found = lazy_tensors([folder / FILE], settings)
-    return {name: lazy.value() for name, lazy in found.items()}
+    tensors = lazy_tensors([folder / FILE], settings)
+    return {name: lazy.value() for name, lazy in tensors.items()}
 
 
 @pytest.mark.sample(7)
@@ -176,9 +176,9 @@ def test_what_transformers_quantizes_with_bitsandbytes_is_read_as_it_dequantizes
         tmp_path / "model", quantization_config=transformers.BitsAndBytesConfig(**keys)
     )
     quantized.save_pretrained(tmp_path / "quantized")
-    found = dict(offload.open_pretrained(tmp_path / "quantized").named_parameters())
+    params = dict(offload.open_pretrained(tmp_path / "quantized").named_parameters())
     for name, param in quantized.dequantize(torch.float32).named_parameters():
-        value = found[name].value()  # type: ignore[attr-defined]
+        value = params[name].value()  # type: ignore[attr-defined]
         if "c_" in name and name.endswith("weight"):  # it dequantizes into linear layers
             value = value.t()
         assert bits(value.contiguous()) == bits(param.detach().to(value.dtype)), name

@@ -49,8 +49,8 @@ class Own(transformers.PreTrainedModel):  # type: ignore[name-defined,misc]
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.inner(input_ids, output_hidden_states=True).hidden_states[-1]
-        found: torch.Tensor = self.head(hidden) * self.scale.sum()
-        return found
+        output: torch.Tensor = self.head(hidden) * self.scale.sum()
+        return output
 
 
 class Reward(nn.Module):
@@ -63,8 +63,8 @@ class Reward(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.base(input_ids, output_hidden_states=True).hidden_states[-1]
-        found: torch.Tensor = self.value(hidden)
-        return found
+        values: torch.Tensor = self.value(hidden)
+        return values
 
 
 def around(kind: Callable[[Any], nn.Module], base: Any) -> Any:
@@ -84,11 +84,11 @@ def both(opened: Open) -> Any:
 def loss_of(model: Any) -> torch.Tensor:
     tokens = torch.arange(16).view(2, 8)
     if isinstance(model, transformers.EncoderDecoderModel):
-        found = model(input_ids=tokens, decoder_input_ids=tokens).logits
+        output = model(input_ids=tokens, decoder_input_ids=tokens).logits
     else:
-        found = model(input_ids=tokens)
-        found = getattr(found, "logits", found)
-    loss: torch.Tensor = found.float().pow(2).mean()
+        output = model(input_ids=tokens)
+        output = getattr(output, "logits", output)
+    loss: torch.Tensor = output.float().pow(2).mean()
     return loss
 
 

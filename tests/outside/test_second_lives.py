@@ -289,9 +289,9 @@ def run(steps: list[tuple[str, dict[str, Any]]], folder: Path) -> None:
     lives.close()
 
 
-def compare(found: Any, expected: Any, atol: float, where: str) -> None:
+def compare(actual: Any, expected: Any, atol: float, where: str) -> None:
     torch.testing.assert_close(
-        found, expected, rtol=0, atol=atol, msg=lambda text: f"{where}: {text}"
+        actual, expected, rtol=0, atol=atol, msg=lambda text: f"{where}: {text}"
     )
 
 

@@ -57,7 +57,7 @@ class Case:
 
 
 @dataclass
-class Found:
+class Outcome:
     """What a call gave and left behind."""
 
     outputs: list[Tensor]
@@ -65,7 +65,7 @@ class Found:
     gradients: dict[str, Tensor]
     values: dict[str, Tensor]
 
-    def compare(self, expected: Found) -> Iterator[str]:
+    def compare(self, expected: Outcome) -> Iterator[str]:
         for what in ("outputs", "slopes"):
             own, theirs = getattr(self, what), getattr(expected, what)
             if [_described(x) for x in own] != [_described(x) for x in theirs]:
@@ -114,11 +114,11 @@ def run(model: nn.Module, case: Case, *, backward: bool) -> tuple[list[Tensor], 
     seed()
     contexts: dict[str, Any] = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
     with contexts.get(case.mode, torch.enable_grad)():
-        found = tensors_in(WAYS[case.way](model, args, kwargs))
-    loss = [x.float().square().sum() for x in found if x.requires_grad]
+        outputs = tensors_in(WAYS[case.way](model, args, kwargs))
+    loss = [x.float().square().sum() for x in outputs if x.requires_grad]
     if loss and backward:
         torch.stack(loss).sum().backward()
-    return [x.detach() for x in found], [x.grad for x in inputs if x.grad is not None]
+    return [x.detach() for x in outputs], [x.grad for x in inputs if x.grad is not None]
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
@@ -151,21 +151,21 @@ def compare(case: Case, folder: Path) -> list[str] | str:
     except Exception as error:  # noqa: BLE001 - a case that PyTorch itself cannot run
         return f"plain PyTorch raises {type(error).__name__}"
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    expected = Found(outputs, slopes, gradients, values_of(plain))
+    expected = Outcome(outputs, slopes, gradients, values_of(plain))
     place = PLACES[case.place]
     keys = config(folder, place, budget=BUDGET, **blocks_of(offloaded, case.cut))
     if case.begin == "initialize":
         with offload.initialize(offloaded, keys) as engine:
             outputs, slopes = run(offloaded, case, backward=True)
-            found = Found(outputs, slopes, gradients_of(engine), values_of(offloaded))
+            actual = Outcome(outputs, slopes, gradients_of(engine), values_of(offloaded))
             engine.check_integrity()
     else:
         keys["placement"] = {"parameters": place["parameters"]}
         offload.dispatch(offloaded, keys)
         with offload.dispatched(offloaded):
             outputs, slopes = run(offloaded, case, backward=False)
-            found = Found(outputs, slopes, {}, values_of(offloaded))
-    return list(found.compare(expected))
+            actual = Outcome(outputs, slopes, {}, values_of(offloaded))
+    return list(actual.compare(expected))
 
 
 @pytest.fixture(autouse=True)
@@ -187,13 +187,13 @@ def test_modules_called_from_the_side_have_the_bits_of_plain_pytorch(
     wrong = []
     for case in drawn(number, SET if long else CASES):
         try:
-            found = compare(case, tmp_path)
+            outcome = compare(case, tmp_path)
         except Exception as error:  # noqa: BLE001 - all that do not fit are named together
-            found = [f"{type(error).__name__}: {error}"]
-        if isinstance(found, str):
-            outcomes[found] += 1
-        elif found:
-            wrong.append(f"{case}: {', '.join(found)}")
+            outcome = [f"{type(error).__name__}: {error}"]
+        if isinstance(outcome, str):
+            outcomes[outcome] += 1
+        elif outcome:
+            wrong.append(f"{case}: {', '.join(outcome)}")
         else:
             outcomes["equal"] += 1
     print(dict(outcomes), "wrong:", len(wrong))

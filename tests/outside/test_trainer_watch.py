@@ -56,12 +56,12 @@ def test_rows_are_what_trainer_logs(precision: dict[str, bool], tmp_path: Path, 
     callback = WatchCallback(loggers=[kept], tokens=100, every=1)
     trainer = trainer_of(tmp_path, callback, disable_tqdm=False, **precision)
     trainer.train()
-    found = logged(trainer)
+    expected = logged(trainer)
     assert [step for step, _ in kept.rows] == [1, 2, 3, 4]
-    assert kept.of("loss") == pytest.approx(found["loss"], rel=1e-3 if precision else 1e-6)
-    assert kept.of("gradient_norm") == pytest.approx(found["grad_norm"], rel=1e-6)
+    assert kept.of("loss") == pytest.approx(expected["loss"], rel=1e-3 if precision else 1e-6)
+    assert kept.of("gradient_norm") == pytest.approx(expected["grad_norm"], rel=1e-6)
     evaluated = [value for value in kept.of("validation_loss") if value is not None]
-    assert evaluated == pytest.approx(found["eval_loss"])
+    assert evaluated == pytest.approx(expected["eval_loss"])
     assert kept.closed == 1
     said = capfd.readouterr().err
     assert "step 4/4 | loss " in said

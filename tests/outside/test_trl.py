@@ -52,11 +52,11 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
 
 
-def sentences(count: int, least: int, most: int, generator: torch.Generator) -> list[str]:
+def sentences(count: int, shortest: int, longest: int, generator: torch.Generator) -> list[str]:
     """Of random words."""
 
     def sentence() -> str:
-        length = int(torch.randint(least, most, (), generator=generator))
+        length = int(torch.randint(shortest, longest, (), generator=generator))
         words = torch.randint(WORDS, (length,), generator=generator).tolist()
         return " ".join(f"w{word}" for word in words)
 

@@ -82,9 +82,9 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_close(found: Any, expected: Any) -> None:
+def assert_close(actual: Any, expected: Any) -> None:
     """Numbers, lists and dictionaries of them, to `CLOSE`."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=CLOSE)
 
 
 @contextlib.contextmanager

@@ -37,16 +37,16 @@ def trainer_of(kind: str, folder: Path) -> Any:
 def train(kind: str, folder: Path) -> dict[str, Any]:
     trainer = trainer_of(kind, folder)
     trainer.train()
-    found = {"whole": logged(trainer)}
+    results = {"whole": logged(trainer)}
     trainer.save_model(str(folder / f"{kind}-model"))
     if kind == "offload":
         trainer.engine.close()
         again = trainer_of(kind, folder)
         again.train(resume_from_checkpoint=str(folder / kind / "checkpoint-3"))
-        found["resumed"] = logged(again)
+        results["resumed"] = logged(again)
         again.save_model(str(folder / "again-model"))
         again.engine.close()
-    return found
+    return results
 
 
 def main() -> None:
@@ -54,9 +54,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for kind in "offload", "plain":
         with quiet():
-            found = train(kind, folder)
+            results = train(kind, folder)
         if dist.get_rank() == 0:
-            (folder / f"{kind}.json").write_text(json.dumps(found))
+            (folder / f"{kind}.json").write_text(json.dumps(results))
     dist.barrier()
     os._exit(0)  # DDP over gloo waits for ever, now and then, where it is destroyed
 

@@ -33,7 +33,7 @@ SHRINK: dict[str, Any] = {
     "is_decoder": True, "use_cache": False,
 }  # fmt: skip
 # Parameters beyond this make a model not tiny: the shrink dictionary does not reach its sizes.
-MOST_NUMEL = 3_000_000
+MAX_NUMEL = 3_000_000
 
 
 def tiny_config(model_type: str) -> Any:
@@ -49,7 +49,7 @@ def build(model_type: str) -> nn.Module:
     model_class = getattr(transformers, NAMES[model_type])
     with torch.device("meta"):
         numel = sum(p.numel() for p in model_class(copy.deepcopy(settings)).parameters())
-    if numel > MOST_NUMEL:
+    if numel > MAX_NUMEL:
         raise ValueError(f"{numel} parameters after shrinking")
     torch.manual_seed(0)
     model: nn.Module = model_class(settings)
