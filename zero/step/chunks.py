@@ -9,9 +9,10 @@ back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from offload.kernels.cpu.noise import Noise, noise_of
@@ -20,7 +21,8 @@ from offload.swap.device.streams import StreamEvent
 from offload.swap.states.state import HostPiece, State
 from offload.swap.threads.transfer import Transfer
 from offload.zero.groups.group import ParamGroup
-from offload.zero.step.optimizer_state import OptimizerState
+from offload.zero.step.lazy_updates import ZeroUpdates
+from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 from offload.zero.step.records import RecordFormat
 
 
@@ -49,6 +51,24 @@ class Segment:
             yield Segment(self.start, self.stop, scalars, step, missed, graded)
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms of an update: the parameters that have a gradient, and each one's numbers."""
+
+    indices: tuple[int, ...] = ()  # of the parameters in their group
+    hypers: tuple[Hyper, ...] = ()
+    scales: tuple[float, ...] = ()  # what gradients were multiplied with
+
+    @classmethod
+    def of(cls, state: OptimizerState, hyper_of: HyperOf, grad_scale: float) -> Terms:
+        """Return the terms of a group's next update, if the step scales gradients so."""
+        params, gradients = state.group.params, state.gradients
+        hypers = {i: hyper_of(params[i]) for i in np.flatnonzero(gradients.passes).tolist()}
+        there = {index: hyper for index, hyper in hypers.items() if hyper is not None}
+        scales = tuple(grad_scale * gradients.factor(index) for index in there)
+        return cls(tuple(there), tuple(there.values()), scales)
+
+
 @dataclass(slots=True)
 class GroupUpdate:
     """One group's pending update."""
@@ -71,6 +91,52 @@ class GroupUpdate:
     def can_begin(self) -> bool:
         """Whether the update need not wait for other ranks."""
         return self.state.gradients.is_reduced_locally or not self.has_gradients
+
+
+def segments_of(state: OptimizerState, terms: Terms, missed: ZeroUpdates) -> list[Segment]:
+    """Return the segments of a group's next update, with all that it `missed`, for the parameters
+    in this rank's part. Changes nothing."""
+    segments, missed = [], dict(missed)
+    # most parameters share them; by id, since hashing a Hyper takes longer than all else
+    scalars: dict[tuple[int, int, float], Scalars] = {}
+    steps = (state.steps[list(terms.indices)] + 1).tolist()
+    for index, hyper, scale, step in zip(
+        terms.indices, terms.hypers, terms.scales, steps, strict=True
+    ):
+        part = state.parts.get(index)
+        key = (id(hyper), step, scale)
+        if key not in scalars:
+            scalars[key] = hyper.scalars(step, scale)
+        before = missed.pop(index, ())
+        if part is not None:
+            spec = part.spec
+            segments.append(Segment(spec.offset, spec.stop, scalars[key], step, before))
+    for index, (*before, (numbers, step)) in missed.items():  # without gradients
+        part = state.parts.get(index)
+        if part is not None:
+            spec = part.spec
+            segments.append(
+                Segment(spec.offset, spec.stop, numbers, step, before, has_gradient=False)
+            )
+    return _merged(segments)
+
+
+def _merged(pieces: Sequence[Segment]) -> list[Segment]:
+    """Return neighbouring segments with equal numbers as one (fewer, longer kernel calls)."""
+    merged: list[Segment] = []
+    for piece in sorted(pieces, key=lambda segment: segment.start):
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.stop == piece.start
+            and last.step == piece.step
+            and (last.scalars is piece.scalars or last.scalars == piece.scalars)
+            and (last.has_gradient, last.missed) == (piece.has_gradient, piece.missed)
+        ):
+            merged[-1] = replace(last, stop=piece.stop)
+        else:
+            merged.append(piece)
+    return merged
 
 
 @dataclass(slots=True)

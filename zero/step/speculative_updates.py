@@ -25,18 +25,10 @@ from dataclasses import dataclass
 from offload.swap.states.state import Undoable
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.ledger import OldBytes
-from offload.zero.step.optimizer_state import Hyper, OptimizerState
+from offload.zero.step.chunks import Terms
+from offload.zero.step.optimizer_state import OptimizerState
 
 _LONGEST_PAUSE = 64  # steps
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The terms of an update: the parameters that have a gradient, and each one's numbers."""
-
-    indices: tuple[int, ...]  # of the parameters in their group
-    hypers: tuple[Hyper | None, ...]
-    scales: tuple[float, ...]  # what gradients were multiplied with
 
 
 @dataclass(slots=True)

@@ -27,7 +27,6 @@ from functools import partial
 
 import numpy as np
 
-from offload.kernels.rules import Scalars
 from offload.swap.states.trace import Trace
 from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
@@ -39,12 +38,12 @@ from offload.zero.gradients.norms import GradientNorms, clip_coefficient
 from offload.zero.groups.group import ParamGroup
 from offload.zero.ranks.reduction import Reductions
 from offload.zero.ranks.tensor_parallel import TensorParallel
-from offload.zero.step.chunks import GroupUpdate, Segment
+from offload.zero.step.chunks import GroupUpdate, Terms, segments_of
 from offload.zero.step.lazy_updates import LazyUpdates, ZeroUpdates
 from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 from offload.zero.step.save_gate import SaveGate
-from offload.zero.step.speculative_updates import SpeculativeUpdates, Terms
-from offload.zero.step.update import UpdateQueue, merge
+from offload.zero.step.speculative_updates import SpeculativeUpdates
+from offload.zero.step.update import UpdateQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +199,13 @@ class Stepper:
             assert self.hyper_source is not None, "set with the optimizer, before any backward"
             if self._hyper_ahead is None:
                 self._hyper_ahead = self.hyper_source()
-            terms = self._terms(state, self._hyper_ahead, 1.0 / self.loss_scale_of_gradients)
-            if None in terms.hypers or len(terms.indices) < len(state.steps):
+            terms = Terms.of(state, self._hyper_ahead, 1.0 / self.loss_scale_of_gradients)
+            if len(terms.indices) < len(state.steps):
                 return
             state.gradients.close()
             if not self.speculative.begin(state, terms):
                 return
-            update = self._group_update(state, terms, {})
+            update = self._made(state, terms, {})
             with self._lock:
                 self._read_by_update.setdefault(state.group.index, False)
             self._updates.submit([update], first=True)
@@ -409,7 +408,7 @@ class Stepper:
         """Yield the groups whose update on trial is that of this step."""
         for index in self.speculative:
             state = self._states[index]
-            terms = self._terms(state, hyper_of, grad_scale)
+            terms = Terms.of(state, hyper_of, grad_scale)
             if self.speculative.keeps(index, terms):
                 state.steps[list(terms.indices)] += 1
                 state.group.invalidate()
@@ -421,10 +420,10 @@ class Stepper:
     ) -> None:  # fmt: skip
         updates = []
         for state in states:
-            terms = self._terms(state, hyper_of, grad_scale)
+            terms = Terms.of(state, hyper_of, grad_scale)
             missed = self._missed.take(state, terms.indices)
             state.group.pending_update.catch_up = None
-            updates.append(self._group_update(state, terms, missed))
+            updates.append(self._made(state, terms, missed))
             state.steps[list(terms.indices)] += 1
             state.group.invalidate()
         with self._lock:
@@ -436,37 +435,12 @@ class Stepper:
             if not update.state.parts:  # this rank updates no part of the group
                 update.state.gradients.landed.then(partial(_end, update))
 
-    def _terms(self, state: OptimizerState, hyper_of: HyperOf, grad_scale: float) -> Terms:
-        gradients = state.gradients
-        hypers = [hyper_of(param) for param in state.group.params]
-        indices = [i for i in np.flatnonzero(gradients.passes).tolist() if hypers[i] is not None]
-        scales = [grad_scale * gradients.factor(index) for index in indices]
-        return Terms(tuple(indices), tuple(hypers[index] for index in indices), tuple(scales))
-
-    def _group_update(
-        self, state: OptimizerState, terms: Terms, missed: ZeroUpdates
-    ) -> GroupUpdate:
+    def _made(self, state: OptimizerState, terms: Terms, missed: ZeroUpdates) -> GroupUpdate:
         """Return the next update of a group. Changes nothing."""
-        group, segments = state.group, []
-        missed = dict(missed)
-        # most parameters share them; by id, since hashing a Hyper takes longer than all else
-        scalars: dict[tuple[int, int, float], Scalars] = {}
-        steps = (state.steps[list(terms.indices)] + 1).tolist()
-        for index, hyper, scale, step in zip(
-            terms.indices, terms.hypers, terms.scales, steps, strict=True
-        ):
-            part = state.parts.get(index)
-            assert hyper is not None, "in a param group"
-            key = (id(hyper), step, scale)
-            if key not in scalars:
-                scalars[key] = hyper.scalars(step, scale)
-            before = missed.pop(index, ())
-            if part is not None:
-                spec = part.spec
-                segments.append(Segment(spec.offset, spec.stop, scalars[key], step, before))
-        segments += _without_gradients(state, missed)
-        ready: Transfer[None] = Transfer(f"the optimizer update of {group.name}")
-        return GroupUpdate(state, merge(segments), ready, lambda: self._update_done(group.index))
+        name, index = state.group.name, state.group.index
+        ready: Transfer[None] = Transfer(f"the optimizer update of {name}")
+        segments = segments_of(state, terms, missed)
+        return GroupUpdate(state, segments, ready, lambda: self._update_done(index))
 
     # ---------------------------------------------------------------- missed steps
     @defer_signals
@@ -477,7 +451,7 @@ class Stepper:
             state = self._states[group.index]
             missed = self._missed.take(state)
             group.pending_update.catch_up = None
-            segments = merge(_without_gradients(state, missed))
+            segments = segments_of(state, Terms(), missed)
             ready: Transfer[None] = Transfer(f"the steps that {group.name} missed")
             if segments:
                 made = GroupUpdate(state, segments, ready, lambda: None, has_gradients=False)
@@ -504,19 +478,6 @@ class Stepper:
             self._states[index].gradients.clear()
             with self._lock:
                 self._read_by_update.pop(index, None)
-
-
-def _without_gradients(state: OptimizerState, updates: ZeroUpdates) -> list[Segment]:
-    """Return the segments of updates without gradients, for the parameters in this rank's part."""
-    segments = []
-    for index, (*before, (scalars, step)) in updates.items():
-        part = state.parts.get(index)
-        if part is not None:
-            spec = part.spec
-            segments.append(
-                Segment(spec.offset, spec.stop, scalars, step, before, has_gradient=False)
-            )
-    return segments
 
 
 def _end(update: GroupUpdate, _: Transfer[None]) -> None:

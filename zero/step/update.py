@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -33,7 +32,7 @@ from offload.tiers.tier import Residency
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import array_of
 from offload.zero.groups.fetching import Fetcher, PendingUpdates
-from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
+from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate
 from offload.zero.step.device_update import DeviceUpdate, DeviceWork
 from offload.zero.step.save_gate import SaveGate
 
@@ -350,21 +349,3 @@ def next_update(trace: Trace, index: int) -> float:
     """Return the uses until a group's optimizer states are needed: behind its first use of the next
     cycle."""
     return trace.next_cycle_use(index) + 0.5
-
-
-def merge(pieces: Sequence[Segment]) -> list[Segment]:
-    """Return neighbouring segments with equal numbers as one (fewer, longer kernel calls)."""
-    merged: list[Segment] = []
-    for piece in sorted(pieces, key=lambda segment: segment.start):
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.stop == piece.start
-            and last.step == piece.step
-            and (last.scalars is piece.scalars or last.scalars == piece.scalars)
-            and (last.has_gradient, last.missed) == (piece.has_gradient, piece.missed)
-        ):
-            merged[-1] = replace(last, stop=piece.stop)
-        else:
-            merged.append(piece)
-    return merged
