@@ -118,7 +118,7 @@ class EngineModule(nn.Module):
         self._passes_divided = 0  # since the last call of step
         self._passes_counted = 0  # of the model since the last step, at the last call of step
         self._grad_norm: float | None = None
-        self.offload.steps.checks_passes = False
+        self.offload.steps.passes.are_checked = False
         _ENGINES.add(self)
 
     # ---------------------------------------------------------------- forward and backward
@@ -168,7 +168,7 @@ class EngineModule(nn.Module):
 
     def _check_divided(self) -> None:
         """Raise StateError after a backward of the loop's own."""
-        passes = self.offload.steps.passes_since_step
+        passes = self.offload.steps.passes.since_step()
         divided, self._passes_divided = self._passes_divided, 0
         arrived, self._passes_counted = passes > self._passes_counted, passes
         steps = self.gradient_accumulation_steps()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from offload.zero.ranks.ranks import Ranks
     from offload.zero.step.optimizer_state import OptimizerState
     from offload.zero.step.save_gate import SaveGate
+    from offload.zero.step.stepper import PassCounts
 
 
 class Steps(Protocol):
@@ -27,11 +28,7 @@ class Steps(Protocol):
 
     taken: int
     skipped: int
-    checks_passes: bool
-
-    @property
-    def passes_since_step(self) -> int:
-        """The backward passes whose gradients wait for a step."""
+    passes: PassCounts
 
     def beside_save(self) -> AbstractContextManager[tuple[SaveGate, int]]: ...
     def forget(self) -> None: ...

@@ -190,7 +190,7 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
                 stepper = engine._runtime.stepper
                 stepper.speculative.on, stepper.speculative.passes = (
                     True,
-                    stepper.passes_since_step + 1,
+                    stepper.passes.since_step() + 1,
                 )
             with engine.no_sync() if action.local else nullcontext():
                 engine.module(tokens).backward()

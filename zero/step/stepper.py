@@ -70,6 +70,53 @@ class StepOutcome:
     skipped: bool
 
 
+class PassCounts:
+    """The backward passes since the last step, by group and parameter."""
+
+    def __init__(self, states: Sequence[OptimizerState], per_step: int) -> None:
+        """`per_step` passes are to come before each step."""
+        self._all = [np.zeros_like(state.steps) for state in states]
+        self.readable = [np.zeros_like(state.steps) for state in states]  # by an update, now
+        self._per_step = per_step
+        self.are_checked = True  # False: the caller of the step counts them
+        self._was_short = False  # the last step had fewer than `per_step`
+        self.unstepped = False  # gradients arrived since the last step or zero_grad
+
+    def add(self, group: int, index: int, *, readable: bool) -> None:
+        """Note that a parameter got its gradient of one pass."""
+        self.unstepped = True
+        self._all[group][index] += 1
+        self.readable[group][index] += readable
+
+    def since_step(self, *, readable: bool = False) -> int:
+        """Return the passes whose gradients wait for a step: the most that any parameter has."""
+        passes = self.readable if readable else self._all
+        return max((int(each.max()) for each in passes if each.size), default=0)
+
+    def forget(self) -> None:
+        """Begin to count from 0."""
+        for passes in (*self._all, *self.readable):
+            passes[:] = 0
+
+    def check(self, *, first: bool) -> None:
+        """Compare the passes before a step, or the `first` one, with `gradient_accumulation_steps`.
+        That key skips no step, so a loop that counts on it for that (as with DeepSpeed) would step
+        too often."""
+        if not self.are_checked:
+            return
+        passes = self.since_step()
+        is_short = 0 < passes < self._per_step
+        if is_short and (first or self._was_short):
+            raise StateError(
+                f"gradient_accumulation_steps: {self._per_step} says that so many backward "
+                f"passes come before each optimizer.step(), and this step came after {passes}; it "
+                "neither skips steps nor divides the loss. Call optimizer.step() and zero_grad() "
+                f"after every {self._per_step} passes and divide the loss by "
+                f"{self._per_step}, or set gradient_accumulation_steps: {passes}"
+            )
+        self._was_short = is_short
+
+
 class Stepper:
     """Decides steps over `states`. For the thread of the model."""
 
@@ -88,7 +135,6 @@ class Stepper:
         self._trace = trace
         self._loss_scale = loss_scale
         self.taken = self.skipped = 0
-        self._unstepped = False  # gradients arrived since the last step or zero_grad
         self._lock = threading.RLock()
         # groups whose gradients an update reads, and whether they are cleared after that
         self._read_by_update: dict[int, bool] = {}
@@ -98,16 +144,11 @@ class Stepper:
         # told which groups' gradients have no values any more, and why
         self.on_used_up: Callable[[Sequence[int], str], None] = lambda groups, why: None
         self.loss_scale_of_gradients = 1.0  # accumulated gradients have to be divided by it
-        self.checks_passes = True  # False: the caller of the step counts them
-        self._short_step: int | None = None  # passes of the last step, if fewer than configured
         self._hyper_ahead: HyperOf | None = None  # what the first update ahead of the step used
         self._ahead: set[int] = set()  # groups whose update has begun ahead of the step
         self._reductions = Reductions() if reductions is None else reductions
         self.norms = GradientNorms(states, self._reductions, tensor_parallel)
-        # backward passes since the last step, by group and parameter: those whose gradients an
-        # update may read now, and all
-        self._arrived = [np.zeros_like(state.steps) for state in states]
-        self._passes = [np.zeros_like(state.steps) for state in states]
+        self.passes = PassCounts(states, rules.passes)
         alone = not self._reductions.has_others
         self._missed = LazyUpdates(states, tables, alone=alone)
         self.speculative = SpeculativeUpdates(
@@ -117,12 +158,7 @@ class Stepper:
     @property
     def has_unstepped_gradients(self) -> bool:
         """Whether there are gradients that arrived since the last step, and were not dropped."""
-        return self._unstepped and any(state.gradients.has_any for state in self._states)
-
-    @property
-    def passes_since_step(self) -> int:
-        """The backward passes whose gradients wait for a step: the most that any parameter has."""
-        return max((int(each.max()) for each in self._passes if each.size), default=0)
+        return self.passes.unstepped and any(state.gradients.has_any for state in self._states)
 
     @contextmanager
     def beside_save(self) -> Iterator[tuple[SaveGate, int]]:
@@ -154,13 +190,11 @@ class Stepper:
     def arrived(self, state: OptimizerState, index: int, *, readable: bool = True) -> None:
         """Note that parameter `index` got its gradient of one backward pass. `readable`: an update
         may read it before the step; otherwise it is reduced with other ranks' in the step."""
-        self._unstepped = True
         self.norms.invalidate()
-        self._passes[state.group.index][index] += 1
+        self.passes.add(state.group.index, index, readable=readable)
         if not readable:
             return
-        arrived = self._arrived[state.group.index]
-        arrived[index] += 1
+        arrived = self.passes.readable[state.group.index]
         if self._rules.in_backward:
             if (arrived >= self._rules.passes).all():
                 begin = partial(self._update_ahead, state)
@@ -218,8 +252,8 @@ class Stepper:
         with.
         """
         self._check_hypers_ahead(hyper_of)
-        self._check_passes()
-        self._unstepped = False
+        self.passes.check(first=self.taken + self.skipped == 0)
+        self.passes.unstepped = False
         self.agree("a step")
         for state in self._states:
             state.gradients.close()
@@ -230,7 +264,7 @@ class Stepper:
         skip = not finite and self._rules.skip_nonfinite
         if self._loss_scale is not None:
             self._loss_scale.update(overflow=not finite)
-        passes = max((int(each.max()) for each in self._arrived if each.size), default=0)
+        passes = self.passes.since_step(readable=True)
         clip = 1.0
         redone = self.speculative.counts.redone
         if skip:
@@ -284,7 +318,7 @@ class Stepper:
         """
         self._refuse_to_drop(self._ahead)
         self.speculative.take_back_all()
-        self._unstepped = False
+        self.passes.unstepped = False
         self.norms.invalidate()
         self._reductions.discard()
         for state in self._states:
@@ -293,8 +327,7 @@ class Stepper:
 
     def _forget_passes(self) -> None:
         self._hyper_ahead = None
-        for passes in (*self._passes, *self._arrived):
-            passes[:] = 0
+        self.passes.forget()
 
     def drop(self, state: OptimizerState, indices: Sequence[int]) -> None:
         """Forget the gradients of some parameters of a group, as `zero_grad` does."""
@@ -326,7 +359,7 @@ class Stepper:
         """Forget all gradients and the updates begun ahead of a step: a load is about to replace
         the weights that they changed. For settled states."""
         self.speculative.take_back_all()
-        self._unstepped = False
+        self.passes.unstepped = False
         self.nonfinite.end_row()
         self._reductions.discard()
         self.norms.invalidate()
@@ -348,26 +381,8 @@ class Stepper:
 
     def changed(self) -> None:
         """Note that a gradient was written or scaled."""
-        self._unstepped = True
+        self.passes.unstepped = True
         self.norms.invalidate()
-
-    def _check_passes(self) -> None:
-        """Compare the passes before a step with `gradient_accumulation_steps`. That key skips no
-        step, so a loop that counts on it for that (as with DeepSpeed) would step too often."""
-        if not self.checks_passes:
-            return
-        passes = self.passes_since_step
-        is_short = 0 < passes < self._rules.passes
-        short_before = self._short_step is not None or self.taken + self.skipped == 0
-        if is_short and short_before:
-            raise StateError(
-                f"gradient_accumulation_steps: {self._rules.passes} says that so many backward "
-                f"passes come before each optimizer.step(), and this step came after {passes}; it "
-                "neither skips steps nor divides the loss. Call optimizer.step() and zero_grad() "
-                f"after every {self._rules.passes} passes and divide the loss by "
-                f"{self._rules.passes}, or set gradient_accumulation_steps: {passes}"
-            )
-        self._short_step = passes if is_short else None
 
     def _wait_for_reading_updates(self) -> None:
         """Wait for updates that read gradients: a group has one update at a time, and what
