@@ -10,7 +10,7 @@ from offload.memory.memory_guard import MemoryGuardReport
 from offload.tiers.ledger import TierAccount
 from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import format_bytes
-from offload.zero.step.speculative_updates import SpeculationCounts
+from offload.zero.step.deferred_updates import SpeculationCounts
 
 if TYPE_CHECKING:
     from offload.zero.step.runtime import Runtime
@@ -117,7 +117,7 @@ class Report(TierTraffic):
             skipped_steps=runtime.stepper.skipped,
             gradient_norm=None if last is None else last.gradient_norm,
             loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
-            trials=replace(runtime.stepper.speculative.counts),
+            trials=replace(runtime.stepper.policy.counts),
             **traffic,
         )
 

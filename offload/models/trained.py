@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from offload.zero.gradients.loss_scale import LossScale
     from offload.zero.groups.store import WeightStore
     from offload.zero.ranks.ranks import Ranks
+    from offload.zero.step.deferred_updates import DeferredUpdates
     from offload.zero.step.optimizer_state import OptimizerState
-    from offload.zero.step.save_gate import SaveGate
     from offload.zero.step.stepper import PassCounts
 
 
@@ -29,8 +29,8 @@ class Steps(Protocol):
     taken: int
     skipped: int
     passes: PassCounts
+    policy: DeferredUpdates
 
-    def beside_save(self) -> AbstractContextManager[tuple[SaveGate, int]]: ...
     def forget(self) -> None: ...
 
 

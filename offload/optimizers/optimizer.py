@@ -63,7 +63,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Be the one that steps: updates in backward go by its param groups."""
         self.engine = engine
         this = weakref.ref(self)  # the runtime must not keep the engine alive
-        self._runtime.stepper.hyper_source = lambda: _alive(this).hyper_of()
+        self._runtime.stepper.policy.hyper_source = lambda: _alive(this).hyper_of()
 
     @property
     def state(self) -> Any:

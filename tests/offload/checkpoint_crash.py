@@ -39,7 +39,7 @@ _CALLS = {
 }  # fmt: skip
 # what happens to an update on trial, in whichever thread
 _EVENTS: list[tuple[type, str]] = [
-    (SpeculativeUpdates, "begin"), (SpeculativeUpdates, "keeps"),
+    (SpeculativeUpdates, "begin"), (SpeculativeUpdates, "_begun"),
     (SpeculativeUpdates, "take_back"), (SpeculativeUpdates, "_end"),
     (VersionedFile, "keep_old"), (VersionedFile, "_commit"), (VersionedFile, "drop_old"),
     (VersionedFile, "go_back"), (BlockStore, "write"), (BlockStore, "read"), (BlockStore, "free"),

@@ -19,7 +19,7 @@ import offload
 from offload.engine import Engine
 from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.tier import Tier
-from offload.zero.step.speculative_updates import SpeculationCounts
+from offload.zero.step.deferred_updates import SpeculationCounts
 
 WORDS, ON_HOST = 50, {"parameters": "host", "gradients": "host", "optimizer": "host"}
 ON_NVME = dict.fromkeys(ON_HOST, "nvme")
@@ -86,7 +86,7 @@ Program = list[tuple[int, list[str]]]  # of each step: backward passes, and acts
 
 def run(engine: Engine, program: Program, *, force: bool) -> tuple[list[Any], dict[str, Tensor]]:
     """What the loop sees, and the values in the end. `force`: every step begins with trials."""
-    model, optimizer, trials = engine.module, engine.optimizer, engine._runtime.stepper.speculative
+    model, optimizer, trials = engine.module, engine.optimizer, engine._runtime.stepper.policy
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     drawn, seen = torch.Generator().manual_seed(0), []
     for passes, acts in program:
@@ -235,7 +235,7 @@ def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path)
     for interrupted in False, True:
         with engine_of(1, tmp_path, ON_NVME, optimizer={"chunk": 16384}) as engine:
             _step(engine, words)
-            trials, updates = engine._runtime.stepper.speculative, engine._runtime.updates
+            trials, updates = engine._runtime.stepper.policy, engine._runtime.updates
             go_on, step_here = threading.Event(), updates._step_here
 
             def late(chunk: Any, go_on: Any = go_on, real: Any = step_here) -> None:
@@ -245,7 +245,7 @@ def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path)
             engine.settle()
             updates._step_here = late  # type: ignore[method-assign]
             engine.backward(loss_of(engine.module, words))
-            assert list(trials)
+            assert trials._terms
             if interrupted:
                 with pytest.raises(KeyboardInterrupt):
                     _interrupted_settle(engine, go_on)
@@ -301,7 +301,7 @@ def test_without_memory_for_old_weights_updates_wait_for_the_step(tmp_path: Path
 def test_where_the_disk_has_become_full_nothing_is_tried(tmp_path: Path) -> None:
     words = torch.arange(21).view(3, 7)
     with engine_of(1, tmp_path, ON_NVME) as engine:
-        engine._runtime.stepper.speculative._free = lambda: 4096
+        engine._runtime.stepper.policy.free_nbytes = lambda: 4096
         for _ in range(3):
             _step(engine, words)
         assert not engine.report().trials.kept

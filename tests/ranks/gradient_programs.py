@@ -188,7 +188,7 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
             tokens = action.tokens[dist.get_rank()]
             if variant.tries:
                 stepper = engine._runtime.stepper
-                stepper.speculative.on, stepper.speculative.passes = (
+                stepper.policy.on, stepper.policy.passes = (
                     True,
                     stepper.passes.since_step() + 1,
                 )

@@ -47,7 +47,7 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
 from offload.zero.step.chunks import ChunkBytes
-from offload.zero.step.stepper import Stepper
+from offload.zero.step.deferred_updates import DeferredUpdates
 from offload.zero.step.update import UpdateQueue
 from tests.swap.checked_kernels import follow_kernels, operations, span_of, strided
 from tests.swap.happens_before import Agent, Clock, Order, Race, merge
@@ -61,7 +61,7 @@ _HAND_OVERS = (
     # methods that record something under a lock, and methods that find it there
     ([(UpdateQueue, "submit")], [(UpdateQueue, "_begin_group")]),
     ([(UpdateQueue, "_announce")], [(UpdateQueue, "is_pending")]),
-    ([(Stepper, "_update_done")], [(Stepper, "_clear")]),
+    ([(DeferredUpdates, "_done")], [(DeferredUpdates, "clear")]),
     ([(CachedFileState, "mark_dirty")], [(CachedFileState, "write_back")]),
     (
         [(VersionedFile, "_commit")],

@@ -91,7 +91,7 @@ class Table:
             tables=[table] if replays else [],
         )  # fmt: skip
         self.stepper.norms.add_in([[(0, 0)]])  # where both tables have the same gradient
-        self.stepper.hyper_source = lambda: self.hyper
+        self.stepper.policy.hyper_source = lambda: self.hyper
 
     def _packed(self, place: int, name: str) -> PackedParam:
         rows = [group.params[place] for group in self.groups]
@@ -181,7 +181,7 @@ class Table:
 
     def content(self) -> dict[str, Any]:
         """All that is kept, once every step is made."""
-        self.stepper.catch_up_all()
+        self.stepper.policy.complete_steps()
         self.updates.settle()
         found: dict[str, Any] = {}
         for index, state in enumerate(self.states):
@@ -331,7 +331,7 @@ def test_parameters_in_no_param_group_or_frozen_meanwhile_are_left_alone(make: M
 
 # ------------------------------------------------------------------ the log
 def log_of(table: Table) -> Any:
-    return table.stepper._missed
+    return table.stepper.policy.missed
 
 
 def test_experts_without_later_uses_catch_up_in_the_end(

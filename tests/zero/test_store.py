@@ -38,9 +38,9 @@ from tests.offload.engine_cases import LENGTH, VOCABULARY, TinyLM, seeded
 from tests.swap.test_quantized_state import Nibbles
 
 TRAINER = [
-    "block_state", "chunks", "device_update", "gradient_handles", "gradient_hooks",
-    "gradient_paths", "gradients", "optimizer_state", "rank_work", "records", "recompute",
-    "reduction", "runtime", "stepper", "update", "values",
+    "block_state", "chunks", "deferred_updates", "device_update", "gradient_handles",
+    "gradient_hooks", "gradient_paths", "gradients", "optimizer_state", "rank_work", "records",
+    "recompute", "reduction", "runtime", "stepper", "update", "values",
 ]  # fmt: skip
 
 

@@ -492,7 +492,7 @@ class GradientHandles:
         self._refuse_ahead(source.state, source.index)
 
     def _refuse_ahead(self, state: OptimizerState, index: int) -> None:
-        if self._stepper.updates_in_backward:
+        if self._stepper.policy.in_backward:
             name = state.group.layout.params[index].name
             raise StateError(
                 f"{name}.grad cannot be changed: optimizer.in_backward updates parameters while "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -62,3 +62,8 @@ class OptimizerState:
         """Whether nothing of this group ever moves."""
         states = (self.group.state, self.gradients.state, *self.records)
         return all(state.in_place for state in states)
+
+    def count_update(self, indices: Sequence[int]) -> None:
+        """Count one more update of these parameters."""
+        self.steps[list(indices)] += 1
+        self.group.invalidate()

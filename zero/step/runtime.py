@@ -97,7 +97,7 @@ class RuntimeOptions:
 
 
 def _next_read(runtime: Runtime, index: int) -> float:
-    done = index in runtime.stepper.speculative and not runtime.updates.is_pending(index)
+    done = index in runtime.stepper.policy and not runtime.updates.is_pending(index)
     return math.inf if done else next_update(runtime.trace, index)
 
 
@@ -335,8 +335,7 @@ class Runtime:
     def settle(self) -> None:
         """Make the lazy updates of all missed steps, wait for pending updates and for all moves,
         and raise the error of any of them."""
-        self.stepper.speculative.take_back_all()
-        self.stepper.catch_up_all()
+        self.stepper.policy.complete_steps()
         self.updates.settle()
         for state in self.optimizer_states:
             for each in (state.group.state, state.gradients.state, *state.records):

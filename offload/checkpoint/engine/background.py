@@ -109,7 +109,7 @@ class BackgroundSave:
         for number in fixed:
             saver.write_parameters(number)
         with defer_signals:
-            gate, lent = held.enter_context(engine.steps.beside_save())
+            gate, lent = held.enter_context(engine.steps.policy.beside_save())
         room = min(lent, _room_on_disk(engine, folder.path, saver.nbytes()))
         gate.close(_held(engine, saver, snapshots, fixed), room)
         saver.on_bytes = self._check
