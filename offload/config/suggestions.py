@@ -50,9 +50,9 @@ def unknown_key(path: KeyPath, root: type[BaseModel]) -> str:
 
 def _only_home(name: str, root: type[BaseModel]) -> str | None:
     """Return the least nested key of that name in another section."""
-    homes = sorted(_paths_to(name, root), key=len)
-    alone = len(homes) == 1 or (len(homes) > 1 and len(homes[0]) < len(homes[1]))
-    return ".".join(homes[0]) if alone else None
+    paths = sorted(_paths_to(name, root), key=len)
+    alone = len(paths) == 1 or (len(paths) > 1 and len(paths[0]) < len(paths[1]))
+    return ".".join(paths[0]) if alone else None
 
 
 def _paths_to(name: str, model: type[BaseModel]) -> Iterator[tuple[str, ...]]:

@@ -39,7 +39,7 @@ from offload.tiers.units import round_up
 
 _PART_NBYTES = 1 << 20
 _SENT_NBYTES = 16 << 20  # after so many the device begins to write, and need not at the end
-_MOST_NUMEL = 1 << 60
+_MAX_NUMEL = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +196,9 @@ def parse_header(
     try:
         entries = bounded_json.parse(read(8, length))
         entries.pop("__metadata__", None)
-        found = {name: _stored(name, entry, file, 8 + length) for name, entry in entries.items()}
-        _check_places(found, 8 + length, nbytes)
-        return found
+        tensors = {name: _stored(name, entry, file, 8 + length) for name, entry in entries.items()}
+        _check_places(tensors, 8 + length, nbytes)
+        return tensors
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{what} has a damaged header ({error!s:.200}); load another checkpoint"
@@ -212,7 +212,7 @@ def _stored(name: str, entry: Any, file: str, data_start: int) -> StoredTensor:
     start, stop = entry["data_offsets"]
     if any(type(number) is not int for number in (*info.shape, start, stop)):
         raise TypeError(f"{name} has sizes that are no integers")
-    if min(info.shape, default=0) < 0 or math.prod(max(1, n) for n in info.shape) > _MOST_NUMEL:
+    if min(info.shape, default=0) < 0 or math.prod(max(1, n) for n in info.shape) > _MAX_NUMEL:
         raise ValueError(f"{name} has shape {info.shape}")
     if stop - start != info.nbytes:
         raise ValueError(f"{name} lies at {start}..{stop}")
