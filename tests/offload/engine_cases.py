@@ -125,18 +125,18 @@ def parameters_of(engine: offload.Engine) -> dict[str, Tensor]:
 
 def states_of(engine: offload.Engine) -> dict[str, Tensor]:
     """Parameters, masters, moments and step counts, by name."""
-    found = parameters_of(engine)
+    states = parameters_of(engine)
     for name, param in engine.module.named_parameters():
         if engine.store.group_of(param) is not None:
             state = engine.values.read_state(param)
-            found.update({f"{name} {key}": value for key, value in state.items()})
-    return found
+            states.update({f"{name} {key}": value for key, value in state.items()})
+    return states
 
 
 def gradients_of(engine: offload.Engine) -> dict[str, Tensor]:
     """Copies of the accumulated gradients, by name."""
-    found = {n: engine.gradient(p) for n, p in engine.module.named_parameters()}
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+    gradients = {n: engine.gradient(p) for n, p in engine.module.named_parameters()}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 def assert_scheduler_is_saved(engine: offload.Engine) -> None:
@@ -209,7 +209,7 @@ def said_by(program: Path, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def least_budget(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, str]:
+def min_budget(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, str]:
     """The budget with the bytes of host memory that a refusal asks for."""
     budget = {**DEVICE_BUDGET, "host": "4KiB", "nvme": "64MiB"}
     with pytest.raises(BudgetError) as refusal:

@@ -119,6 +119,6 @@ class Interrupted:
         self.losses.append(loss)
 
 
-def same_losses(found: Sequence[float], expected: Sequence[float]) -> bool:
+def same_losses(actual: Sequence[float], expected: Sequence[float]) -> bool:
     """Equal wherever a loss is known."""
-    return all(a == b or a != a for a, b in zip(found, expected, strict=True))
+    return all(a == b or a != a for a, b in zip(actual, expected, strict=True))

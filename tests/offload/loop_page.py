@@ -25,8 +25,8 @@ their results; `python -m tests.offload.loop_page` writes it again.
 """
 
 
-def line(row: Row, found: str) -> str:
-    return f"| {row.text.replace('|', chr(92) + '|')} | {found} |"
+def line(row: Row, outcome: str) -> str:
+    return f"| {row.text.replace('|', chr(92) + '|')} | {outcome} |"
 
 
 def page(lines: dict[str, str]) -> Iterator[str]:

@@ -245,12 +245,12 @@ def flat_buffer(t: Trial) -> Numbers:
 @row(GRADIENTS, "`p.grad.mean()`, `.std()`, `.sum()`, `.histc()`, `.tolist()`, `.numpy()`, `[0]`")
 def log_more(t: Trial) -> Numbers:
     def log() -> list[float]:
-        found = []
+        logged = []
         for p in t.params:
             g: Any = p.grad
-            found += [g.mean(), g.std(), g.sum(), g.histc(4).max(), g.flatten()[0], g[0].sum()]
-            found += [torch.tensor(g.tolist()).max(), array(g).max(), g.cpu().numpy().min()]
-        return [float(each) for each in found]
+            logged += [g.mean(), g.std(), g.sum(), g.histc(4).max(), g.flatten()[0], g[0].sum()]
+            logged += [torch.tensor(g.tolist()).max(), array(g).max(), g.cpu().numpy().min()]
+        return [float(each) for each in logged]
 
     return t.train(clip=log)
 
@@ -414,8 +414,8 @@ def copied_gradients(t: Trial) -> Numbers:
         torch.save({n: p.grad for n, p in t.model.named_parameters()}, file)
         file.seek(0)
         loaded = torch.load(file, weights_only=True)
-        found = [copy.deepcopy(t.params[0].grad), pickle.loads(pickle.dumps(t.params[1].grad))]
-        return [each.sum().item() for each in [*found, *loaded.values()]]
+        copied = [copy.deepcopy(t.params[0].grad), pickle.loads(pickle.dumps(t.params[1].grad))]
+        return [each.sum().item() for each in [*copied, *loaded.values()]]
 
     return t.train(clip=copies)
 
@@ -496,10 +496,10 @@ def ema(t: Trial) -> Numbers:
     kept = {n: p.data.clone() for n, p in t.model.named_parameters()}
     for name, p in t.model.named_parameters():
         p.data.copy_(shadow[name])
-    found = t.loss(*t.data()[0]).item()
+    shadowed = t.loss(*t.data()[0]).item()
     for name, p in t.model.named_parameters():
         p.data = kept[name]
-    return [found, *t.train(2)]
+    return [shadowed, *t.train(2)]
 
 
 def average_before(t: Trial) -> None:
@@ -590,7 +590,7 @@ def lists_and_arrays(t: Trial) -> Numbers:
 
 @row(WEIGHTS, "writing to the entries of `model.state_dict()`: `own[name].copy_(x)`")
 def write_state_dict(t: Trial) -> Numbers:
-    found = t.train()
+    numbers = t.train()
 
     def load(values: float) -> None:  # nothing of the dict outlives this
         own = t.model.state_dict()
@@ -603,10 +603,10 @@ def write_state_dict(t: Trial) -> Numbers:
     own = t.model.state_dict()
     weight = next(value for name, value in own.items() if name.endswith("weight"))
     weight.mul_(0.5)
-    found += [float(v.sum()) for v in t.model.state_dict().values()]
+    numbers += [float(v.sum()) for v in t.model.state_dict().values()]
     weight.add_(0.1)
-    found += t.train()
-    return found
+    numbers += t.train()
+    return numbers
 
 
 @row(WEIGHTS, "`model.load_state_dict(earlier)` in the middle of training")
@@ -1115,12 +1115,12 @@ def deepcopied(t: Trial) -> Numbers:
 @row(COPIES, "`copy.deepcopy(model.state_dict())`, `torch.save(model.state_dict())`")
 def copied_state(t: Trial) -> Numbers:
     t.train(2)
-    found = copy.deepcopy(t.model.state_dict())
+    copied = copy.deepcopy(t.model.state_dict())
     file = io.BytesIO()
     torch.save(t.model.state_dict(), file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    return [each.sum().item() for each in [*found.values(), *saved.values()]]
+    return [each.sum().item() for each in [*copied.values(), *saved.values()]]
 
 
 @row(COPIES, "`pickle.dumps(model)`")
@@ -1196,20 +1196,20 @@ def compiled_blocks(t: Trial) -> Numbers:
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
-    found: list[Any] = []
+    outcome: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            outcome.append(call())
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits
-            found.append(error)
+            outcome.append(error)
 
     thread = threading.Thread(target=run, name="evaluation")
     thread.start()
     thread.join()
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 @row(COPIES, "evaluation in another thread, during a forward")
@@ -1231,8 +1231,8 @@ def func_grad(t: Trial) -> Numbers:
     def loss_of(params: dict[str, Tensor]) -> Tensor:
         return ((torch.func.functional_call(t.model, params, (x,)) - y) ** 2).mean()
 
-    found = torch.func.grad(loss_of)({n: p.detach() for n, p in t.model.named_parameters()})
-    return [each.norm().item() for each in found.values()]
+    gradients = torch.func.grad(loss_of)({n: p.detach() for n, p in t.model.named_parameters()})
+    return [each.norm().item() for each in gradients.values()]
 
 
 @row(OPTIMIZERS, "a head put into the model after `initialize`")

@@ -64,8 +64,8 @@ class Trial:
         return [(drawn(BATCH, WIDTH), drawn(BATCH, OUT)) for _ in range(count)]
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        found: Tensor = ((self.model(x) - y) ** 2).mean()
-        return found
+        loss: Tensor = ((self.model(x) - y) ** 2).mean()
+        return loss
 
     def train(self, count: int = STEPS, **parts: Callable[[], Any] | None) -> list[float]:
         """The loop that most rows change in one place: `before` the forward, `clip` after
@@ -91,10 +91,10 @@ def _call(part: Callable[[], Any] | None) -> Any:
     return None if part is None else part()
 
 
-def _numbers(found: Any) -> list[float]:
-    if isinstance(found, (float, int)) or (isinstance(found, Tensor) and found.numel() == 1):
-        return [float(found)]
-    return [float(each) for each in found] if isinstance(found, (tuple, list)) else []
+def _numbers(logged: Any) -> list[float]:
+    if isinstance(logged, (float, int)) or (isinstance(logged, Tensor) and logged.numel() == 1):
+        return [float(logged)]
+    return [float(each) for each in logged] if isinstance(logged, (tuple, list)) else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +175,13 @@ def _run(row: Row, start: Callable[[nn.Module], Any], device: str = "cpu") -> Ou
 def result(row: Row, placements: Iterable[str] = tuple(PLACEMENTS)) -> str:
     """What the page says of a row; AssertionError where the loop trains wrongly in silence."""
     expected = plain(row)
-    found = {where: offloaded(row, where) for where in placements}
-    for where, outcome in found.items():
+    outcomes = {where: offloaded(row, where) for where in placements}
+    for where, outcome in outcomes.items():
         if outcome.error is None:
             _assert_near(f"{row.name} on {where}", expected, outcome)
-    errors = {str(where): outcome.error for where, outcome in found.items()}
+    errors = {str(where): outcome.error for where, outcome in outcomes.items()}
     if not any(errors.values()):
-        one, *others = found.values()
+        one, *others = outcomes.values()
         for other in others:
             _assert_same_bits(row.name, one, other)
         return PLAIN
@@ -197,14 +197,14 @@ def _words(error: Exception | None) -> str:
     return f"`{type(error).__name__}`: {' '.join(str(error).split())}".replace("|", "\\|")
 
 
-def _assert_near(what: str, expected: Outcome, found: Outcome) -> None:
-    assert len(expected.logged) == len(found.logged), what
-    for number, (a, b) in enumerate(zip(expected.logged, found.logged, strict=True)):
+def _assert_near(what: str, expected: Outcome, actual: Outcome) -> None:
+    assert len(expected.logged) == len(actual.logged), what
+    for number, (a, b) in enumerate(zip(expected.logged, actual.logged, strict=True)):
         assert abs(a - b) <= 1e-6 * max(1.0, abs(a)), f"{what}: number {number}: {b} for {a}"
-    assert expected.weights.keys() == found.weights.keys(), what
+    assert expected.weights.keys() == actual.weights.keys(), what
     for name, weight in expected.weights.items():
-        difference = (weight.cpu().double() - found.weights[name].cpu().double()).abs().max().item()
-        assert difference <= 1e-6, f"{what}: {name} differs by {difference}"
+        error = (weight.cpu().double() - actual.weights[name].cpu().double()).abs().max().item()
+        assert error <= 1e-6, f"{what}: {name} differs by {error}"
 
 
 def _assert_same_bits(what: str, one: Outcome, other: Outcome) -> None:

@@ -31,8 +31,8 @@ class Adapted(nn.Module):
         self.up = nn.Linear(RANK, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + torch.tanh(self.base(x) + self.up(self.down(x)))
-        return found
+        output: Tensor = x + torch.tanh(self.base(x) + self.up(self.down(x)))
+        return output
 
 
 def build(layers: int) -> nn.Sequential:
@@ -76,9 +76,9 @@ def main() -> None:
     gc.collect()
     machine.trim_memory()
     baseline = machine.peak_rss_nbytes()
-    found = train(LAYERS, swap, STEPS)
-    found |= {"rss": machine.peak_rss_nbytes() - baseline, "host": parse_bytes(HOST)}
-    print(json.dumps({**found, "layers": LAYERS, "steps": STEPS}))
+    measured = train(LAYERS, swap, STEPS)
+    measured |= {"rss": machine.peak_rss_nbytes() - baseline, "host": parse_bytes(HOST)}
+    print(json.dumps({**measured, "layers": LAYERS, "steps": STEPS}))
 
 
 if __name__ == "__main__":

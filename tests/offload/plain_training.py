@@ -55,9 +55,11 @@ def trained_plainly(
     return gradients, dict(model.named_parameters()), dict(model.named_buffers())
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
+def assert_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
         pair = value.cpu(), expected[name].detach().cpu()
         torch.testing.assert_close(*pair, rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 

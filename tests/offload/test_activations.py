@@ -257,9 +257,9 @@ def test_several_forwards_before_any_backward_in_any_order(folder: Path) -> None
                 losses[index].backward(retain_graph=index == 0)
             losses[0].backward()
             del losses
-            found = {n: e.gradient(p) for n, p in e.module.named_parameters()}
+            of_name = {n: e.gradient(p) for n, p in e.module.named_parameters()}
             assert_nothing_left(e)
-            return {n: g for n, g in found.items() if g is not None}
+            return {n: g for n, g in of_name.items() if g is not None}
 
     assert_same_bits(gradients("nvme"), gradients("device"))
 
@@ -414,7 +414,7 @@ def test_transformers_own_checkpointing_is_not_doubled(folder: Path) -> None:
 
     def losses(tier: str, check: Any, own: bool = False) -> list[float]:
         model = seeded(lambda: build(own))
-        found = []
+        values = []
         blocks = {"blocks": ["LlamaDecoderLayer"]}  # small as they are
         with offload.initialize(model, keys(folder, tier, check, NVME, groups=blocks)) as e:
             model.train()
@@ -425,9 +425,9 @@ def test_transformers_own_checkpointing_is_not_doubled(folder: Path) -> None:
                 loss.backward()
                 e.optimizer.step()
                 e.optimizer.zero_grad()
-                found.append(loss.item())
+                values.append(loss.item())
             assert_nothing_left(e)
-        return found
+        return values
 
     expected = losses("device", False)
     assert losses("nvme", "selective") == expected

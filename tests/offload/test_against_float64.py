@@ -57,8 +57,8 @@ def test_weights_are_no_farther_from_float64s_than_torchs(
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         with engine.gathered(model.weights[0]):
-            found = model.weights[0].detach().double().clone()
+            trained = model.weights[0].detach().double().clone()
     exact, torchs = plain(torch.float64), plain(torch.float32)
     distance = float((torchs - exact).norm())
-    assert float((found - exact).norm()) <= 1.1 * distance
+    assert float((trained - exact).norm()) <= 1.1 * distance
     assert distance < 1e-5 * float(exact.norm())

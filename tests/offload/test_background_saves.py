@@ -37,8 +37,8 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
-    least_budget,
     losses_of,
+    min_budget,
     seeded,
     states_of,
 )
@@ -57,12 +57,12 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def slow(seed: int = 0, most_s: float = 0.01) -> Iterator[None]:
+def slow(seed: int = 0, max_s: float = 0.01) -> Iterator[None]:
     """The thread of a save stops after each piece, for a while."""
     check, draw = BackgroundSave._check, random.Random(seed)
 
     def sleeping(self: BackgroundSave, nbytes: int) -> None:
-        time.sleep(draw.choice([0, draw.uniform(0, most_s)]))
+        time.sleep(draw.choice([0, draw.uniform(0, max_s)]))
         check(self, nbytes)
 
     BackgroundSave._check = sleeping  # type: ignore[method-assign]
@@ -108,7 +108,7 @@ def drawn_keys(draw: random.Random, folder: Path) -> tuple[dict[str, Any], int]:
         clip_grad_norm=clip, optimizer=optimizer, prefetch=draw.choice([0, "auto", 8]),
     )  # fmt: skip
     if draw.random() < 0.5 and homes["activations"]["tier"] == "device":
-        keys["budget"] = least_budget(TinyLM, keys)
+        keys["budget"] = min_budget(TinyLM, keys)
     if draw.random() < 0.5:  # nvme, too, has no more than is needed
         with offload.initialize(seeded(TinyLM), keys) as engine:
             saved = engine.plan.activations
@@ -230,7 +230,7 @@ def test_what_users_write_meanwhile_is_not_in_it(
     tmp_path: Path, placement: dict[str, Any], precision: str
 ) -> None:
     keys = config(tmp_path, placement, precision=precision)
-    with slow(most_s=0.05), offload.initialize(seeded(TinyLM), keys) as engine:
+    with slow(max_s=0.05), offload.initialize(seeded(TinyLM), keys) as engine:
         losses_of(engine, batches(1))
         entries = engine.optimizer.state_dict()
         losses_of(engine, batches(1, seed=2))
@@ -298,7 +298,7 @@ def test_buffers_steps_and_numbers_are_those_of_the_call(
 def test_the_next_save_a_load_and_close_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with slow(most_s=0.05), offload.initialize(seeded(TinyLM), config(tmp_path, NVME)) as engine:
+    with slow(max_s=0.05), offload.initialize(seeded(TinyLM), config(tmp_path, NVME)) as engine:
         losses_of(engine, batches(1))
         for name in ("a", "b"):
             engine.save_checkpoint(tmp_path / name, wait=False)
@@ -314,7 +314,7 @@ def test_the_next_save_a_load_and_close_wait_for_it(
 
 
 def test_an_engine_that_is_dropped_completes_it(tmp_path: Path) -> None:
-    with slow(most_s=0.05):
+    with slow(max_s=0.05):
         engine = offload.initialize(seeded(TinyLM), config(tmp_path, HOST))
         losses_of(engine, batches(1))
         engine.save_checkpoint(tmp_path / "saved", wait=False)
@@ -453,7 +453,7 @@ def test_a_ctrl_c_while_close_waits_ends_it_and_leaves_the_checkpoint_before(
     engine.save_checkpoint(tmp_path / "saved")
     before = files_of(tmp_path / "saved")
     losses_of(engine, batches(1, seed=2))
-    with slow(most_s=0.2):
+    with slow(max_s=0.2):
         held = Held(monkeypatch)
         engine.save_checkpoint(tmp_path / "saved", wait=False)
 

@@ -176,8 +176,8 @@ def test_autograd_grad_returns_gradients_and_accumulates_none(make: MakeEngine) 
     expected = torch.autograd.grad(tokens_loss(model, tokens), trainable)
     engine = make(seeded(TinyLM))
     trainable = [p for p in engine.module.parameters() if p.requires_grad]
-    found = torch.autograd.grad(tokens_loss(engine.module, tokens), trainable)
-    assert [bits(g) for g in found] == [bits(g) for g in expected]
+    actual = torch.autograd.grad(tokens_loss(engine.module, tokens), trainable)
+    assert [bits(g) for g in actual] == [bits(g) for g in expected]
     assert gradients_of(engine) == {}
 
 

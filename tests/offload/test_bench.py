@@ -70,8 +70,8 @@ def check(record: dict[str, Any], bench: str) -> dict[str, dict[str, Any]]:
 
 
 def _values(row: dict[str, Any], measure: str) -> list[float]:
-    found: list[float] = row["measures"].get(measure) or [row["facts"][measure]]
-    return found
+    values: list[float] = row["measures"].get(measure) or [row["facts"][measure]]
+    return values
 
 
 # ---------------------------------------------------------------- the commands

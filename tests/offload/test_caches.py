@@ -44,14 +44,14 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def losses(model: Any, optimizer: Any, **more: Any) -> list[float]:
     """The loop of the README."""
-    found = []
+    values = []
     for batch in batches():
         loss = model(**batch, **more).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        values.append(loss.item())
+    return values
 
 
 def plain_losses(values: dict[str, Any]) -> list[float]:

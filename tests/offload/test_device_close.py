@@ -48,14 +48,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 @pytest.fixture
 def given_back(monkeypatch: pytest.MonkeyPatch, world: World) -> list[bool]:
     """For each memory that is given back: whether all streams were done."""
-    real, found = HostMemory.close, list[bool]()
+    real, idle = HostMemory.close, list[bool]()
 
     def close(memory: HostMemory) -> None:
-        found.append(all(stream.idle for stream in world.streams))
+        idle.append(all(stream.idle for stream in world.streams))
         real(memory)
 
     monkeypatch.setattr(HostMemory, "close", close)
-    return found
+    return idle
 
 
 def trained(folder: Path) -> offload.Engine:

@@ -181,10 +181,10 @@ class Run:
     def __init__(self, model: Net) -> None:
         self.model = model
         self.hooks: list[Any] = []
-        self.found: list[bytes] = []
+        self.noted: list[bytes] = []
 
     def note(self, *values: Any) -> None:
-        self.found += [
+        self.noted += [
             bits(value.detach().float().contiguous()) if isinstance(value, Tensor) else
             repr(value).encode() for value in values
         ]  # fmt: skip
@@ -331,16 +331,16 @@ def stops(run: Run, draw: random.Random) -> None:
 
 
 def in_a_thread(run: Run, draw: random.Random) -> None:
-    seed, found = draw.randrange(99), []
+    seed, values = draw.randrange(99), []
 
     @torch.no_grad()
     def call() -> None:
-        found.append(run.called(seed))
+        values.append(run.called(seed))
 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    run.note(*found)
+    run.note(*values)
 
 
 def exchanges(run: Run, draw: random.Random) -> None:
@@ -421,7 +421,7 @@ def run_one(seed: int, folder: Path) -> None:
             done.append(step.__name__)
             step(plain, random.Random(chance))
             step(model, random.Random(chance))
-            assert model.found == plain.found, (seed, keys, done)
+            assert model.noted == plain.noted, (seed, keys, done)
         dispatched.check_integrity()
         for group in dispatched.store.groups:
             assert not group.is_entered, (seed, done)

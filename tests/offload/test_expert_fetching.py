@@ -22,7 +22,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
-    least_budget,
+    min_budget,
     seeded,
 )
 from tests.ranks.programs import Expert
@@ -140,7 +140,7 @@ def _compare(loop: Callable[..., None], how: dict[str, bool], tmp_path: Path) ->
         keys["optimizer"] = {"lr": 3e-3, "chunk": 16384}
         if placement is NVME:
             # torch's checkpoints keep all that a block has used until its backward is over
-            host = "6MiB" if how.get("again") else least_budget(build, keys)["host"]
+            host = "6MiB" if how.get("again") else min_budget(build, keys)["host"]
             keys["budget"] = {"host": host, "nvme": "128MiB"}
         with offload.initialize(seeded(build), keys) as engine:
             loop(engine, batches(4))

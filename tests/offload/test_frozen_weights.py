@@ -63,8 +63,8 @@ def test_each_step_writes_what_belongs_to_adapters_alone(
         weights = sum(
             round_up(g.layout.numel_trainable * ITEMSIZE[precision], PAGE_NBYTES) for g in groups
         )
-        least = STEPS * (weights + sum(sum(group.records) for group in groups))
-        assert written == least  # gradients find room
+        needed = STEPS * (weights + sum(sum(group.records) for group in groups))
+        assert written == needed  # gradients find room
         for group in groups:
             assert group.layout.numel_trainable < group.layout.numel // 2
             assert sum(group.records) <= 12 * group.layout.numel_trainable, "moments, low halves"

@@ -204,16 +204,16 @@ def test_memest_knows_it(
 def solved(tmp_path: Path, host_nbytes: int, **budget: Any) -> list[str]:
     keys = config(tmp_path, {}, budget=budget, optimizer={"chunk": 2048})
     shape = group_parameters(seeded(TinyLM), ("Block",)).shape()
-    found = solve(OffloadConfig.load(keys), shape, Hardware(0, host_nbytes, host_nbytes, 1 << 30))
-    assert found.best.fits
-    return [placement.describe() for placement in found.best.plan.placements.values()]
+    chosen = solve(OffloadConfig.load(keys), shape, Hardware(0, host_nbytes, host_nbytes, 1 << 30))
+    assert chosen.best.fits
+    return [placement.describe() for placement in chosen.best.plan.placements.values()]
 
 
 def test_the_search_takes_it_before_the_disk(tmp_path: Path, slow: Tier) -> None:
     assert solved(tmp_path, 1 << 30) == ["host"] * 3
-    least = solved(tmp_path, 1 << 30, host="100KiB")
-    assert any("slow" in placement for placement in least)
-    assert not any("nvme" in placement for placement in least)
+    placements = solved(tmp_path, 1 << 30, host="100KiB")
+    assert any("slow" in placement for placement in placements)
+    assert not any("nvme" in placement for placement in placements)
 
 
 def test_an_open_budget_is_its_capacity(tmp_path: Path, slow: Tier) -> None:

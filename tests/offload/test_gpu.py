@@ -157,11 +157,11 @@ def on_host(folder: Path, device: str, **keys: Any) -> Run:
         return _REFERENCES[which]
 
 
-def assert_same(found: Run, expected: Run) -> None:
-    assert found[0] == expected[0]
+def assert_same(actual: Run, expected: Run) -> None:
+    assert actual[0] == expected[0]
     assert len(set(expected[0])) == len(expected[0])
-    assert_same_bits(found[1], expected[1])
-    assert found[2].gradient_norm == expected[2].gradient_norm
+    assert_same_bits(actual[1], expected[1])
+    assert actual[2].gradient_norm == expected[2].gradient_norm
 
 
 NUMBERS: dict[str, dict[str, Any]] = {
@@ -178,10 +178,10 @@ NUMBERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("numbers", list(NUMBERS))
 def test_an_optimizer_split_between_device_and_host_changes_no_bit(tmp_path, device, numbers):
     keys = {"clip_grad_norm": 0.5, **NUMBERS[numbers]}
-    found = run(tmp_path, {"optimizer": SPLIT}, device, **keys)
-    assert_same(found, on_host(tmp_path, device, **keys))
+    split = run(tmp_path, {"optimizer": SPLIT}, device, **keys)
+    assert_same(split, on_host(tmp_path, device, **keys))
     for tier in ("device", "host"):
-        assert found[2].tiers[tier].peak_by_class["optimizer"] > 0
+        assert split[2].tiers[tier].peak_by_class["optimizer"] > 0
 
 
 @pytest.mark.sample(5)
@@ -247,12 +247,12 @@ def test_an_open_device_budget_is_all_that_a_run_can_use_and_no_more(
     if accumulate == 1 and placement and not long:
         pytest.skip("as with more passes: --long")
     keys: dict[str, Any] = {"precision": "bf16", "accumulate": accumulate}
-    found = run(tmp_path, placement, device, budget={**BUDGET, "device": "auto"}, **keys)
-    assert_same(found, on_host(tmp_path, device, **keys))
-    tier = found[2].tiers["device"]
+    opened = run(tmp_path, placement, device, budget={**BUDGET, "device": "auto"}, **keys)
+    assert_same(opened, on_host(tmp_path, device, **keys))
+    tier = opened[2].tiers["device"]
     assert tier.peak_nbytes <= tier.budget_nbytes <= 8 << 20
     given = run(tmp_path, placement, device, budget={**BUDGET, "device": "64MiB"}, **keys)
-    assert found[2].bytes_moved["host to device"] == given[2].bytes_moved["host to device"]
+    assert opened[2].bytes_moved["host to device"] == given[2].bytes_moved["host to device"]
 
 
 @pytest.mark.parametrize("state_class", ["gradients", "optimizer"])
@@ -285,8 +285,8 @@ def test_codes_cross_the_link_and_are_dequantized_on_the_device(
             return losses, states_of(engine), engine.report().bytes_moved["host to device"]
 
     expected = trained(plain, settings(tmp_path, home))
-    found = trained(adapted(1), settings(tmp_path, home, storage=storage))
-    assert found[0] == expected[0]
-    assert_same_bits(found[1], expected[1])
+    stored = trained(adapted(1), settings(tmp_path, home, storage=storage))
+    assert stored[0] == expected[0]
+    assert_same_bits(stored[1], expected[1])
     if parameters != "device":
-        assert found[2] < expected[2]
+        assert stored[2] < expected[2]

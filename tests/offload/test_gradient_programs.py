@@ -63,8 +63,8 @@ class Run:
 
     def with_gradient(self, rng: random.Random) -> list[Any]:
         """One parameter with a gradient, if there is one."""
-        found = [p for p in self.params if p.grad is not None]
-        return [rng.choice(found)] if found else []
+        with_one = [p for p in self.params if p.grad is not None]
+        return [rng.choice(with_one)] if with_one else []
 
 
 def backward(run: Run, rng: random.Random) -> None:
@@ -227,7 +227,7 @@ def check(seed: int, folder: Path) -> None:
     plain = build().to(ON)
     expected = Run(plain, torch.optim.AdamW(plain.parameters(), **ADAMW))
     play(program, expected)
-    found = {}
+    ended = {}
     for where, placement in PLACEMENTS.items():
         budget = "host" if placement is HOST else "nvme"
         keys = configuration(folder, budget, {"placement": placement})
@@ -235,9 +235,9 @@ def check(seed: int, folder: Path) -> None:
             run = Run(engine.module, engine.optimizer)
             play(program, run)
             engine.check_integrity()
-            found[where] = run.logged, engine.module.state_dict()
+            ended[where] = run.logged, engine.module.state_dict()
     weights = plain.state_dict()
-    for where, (logged, state) in found.items():
+    for where, (logged, state) in ended.items():
         assert len(logged) == len(expected.logged), f"{where}, {text}"
         for number, (a, b) in enumerate(zip(expected.logged, logged, strict=True)):
             near = math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-6)
@@ -245,8 +245,8 @@ def check(seed: int, folder: Path) -> None:
         for name, value in weights.items():
             difference = (value.cpu() - state[name].cpu()).abs().max().item()
             assert difference <= 2e-6, f"{where}: {name} differs by {difference}, {text}"
-    logged, state = found.pop("host")
-    for where, (other, others) in found.items():
+    logged, state = ended.pop("host")
+    for where, (other, others) in ended.items():
         assert logged == other, f"{where} and host log different bits, {text}"
         differ = [name for name in state if bits(state[name]) != bits(others[name])]
         assert not differ, f"{where} and host: {differ} have different bits, {text}"
@@ -275,9 +275,9 @@ def test_a_gradient_that_is_set_does_not_change_what_the_last_step_reads(
     keys = configuration(tmp_path, "nvme", {"placement": MIXED})
     with offload.initialize(build(), keys) as engine:
         steps_with_set_gradients(engine.module, engine.optimizer)
-        found = engine.module.state_dict()
+        trained = engine.module.state_dict()
     for name, value in plain.state_dict().items():
-        torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(trained[name].cpu(), value.cpu(), rtol=0, atol=2e-6)
 
 
 def steps_with_set_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -38,10 +38,10 @@ def test_room_is_the_ram_without_swap(tmp_path: Path) -> None:
 
 def test_memory_high_is_a_limit(tmp_path: Path) -> None:
     root = v2(tmp_path, high=f"{GIB}\n")
-    _, high, most = read_headroom(root)
+    _, high, maximum = read_headroom(root)
     assert high.limit_nbytes == GIB
     assert high.room_nbytes == GIB // 4 + GIB // 8
-    assert most.limit_nbytes == 2 * GIB
+    assert maximum.limit_nbytes == 2 * GIB
     assert machine.memory_limit_nbytes(root) == GIB  # plans keep below it, too
     assert machine.available_memory_nbytes(root) == GIB // 4
     full = read_headroom(v2(tmp_path / "full", high=f"{GIB // 2}\n"))[1]

@@ -259,10 +259,10 @@ def test_its_own_weights_are_not_trained(tmp_path: Path, parameters: Any) -> Non
     with offload.dispatched(model):
         model.requires_grad_(True)
         for name in "first", "and later":
-            found = model(tokens())
-            assert bits(found) == bits(plain(tokens())), name
+            output = model(tokens())
+            assert bits(output) == bits(plain(tokens())), name
             with pytest.raises(UnsupportedError, match="weight got a gradient, and a dispatched"):
-                found.sum().backward()
+                output.sum().backward()
             assert not any(param.grad is not None for param in model.parameters())
         assert logits(model) == logits(plain)
 
@@ -297,14 +297,14 @@ def test_threads_take_turns(tmp_path: Path) -> None:
     model = build()
     expected = logits(model)
     dispatched = offload.dispatched(offload.dispatch(model, placed(tmp_path)))
-    inside, go_on, found = threading.Event(), threading.Event(), []
+    inside, go_on, answers = threading.Event(), threading.Event(), []
 
     def hold(*args: Any) -> None:
         inside.set()
         assert go_on.wait(10)
 
     hook = model.blocks[1].register_forward_hook(hold)
-    other = threading.Thread(target=lambda: found.append(logits(model)))
+    other = threading.Thread(target=lambda: answers.append(logits(model)))
     other.start()
     assert inside.wait(10)
     with pytest.raises(StateError, match="thread"):
@@ -314,7 +314,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
     go_on.set()
     other.join()
     hook.remove()
-    assert found == [expected]
+    assert answers == [expected]
     assert logits(model) == expected
     dispatched.close()
 

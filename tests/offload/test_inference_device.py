@@ -33,6 +33,6 @@ def test_logits_are_those_in_ram(tmp_path: Path, monkeypatch: Any, parameters: A
         assert dispatched.plan.gpu
         assert dispatched.report().tiers["device"].by_class.get("staging", 0) == 0
         for _ in range(3):
-            found = model(tokens)
-            assert bits(found) == bits(expected)
+            output = model(tokens)
+            assert bits(output) == bits(expected)
         dispatched.check_integrity()

@@ -18,7 +18,7 @@ from tests.offload.engine_cases import (
     ON,
     assert_same_bits,
     config,
-    least_budget,
+    min_budget,
     seeded,
 )
 
@@ -88,5 +88,5 @@ def test_experts_without_tokens(tmp_path: Path, passes: int) -> None:
         tmp_path, NVME, precision="fp32", gradient_accumulation_steps=passes,
         groups={"blocks": ["Experts"]}, optimizer={"chunk": 2048, "lr": 1e-2},
     )  # fmt: skip
-    tight = train(experts, {**keys, "budget": least_budget(experts, keys)})
+    tight = train(experts, {**keys, "budget": min_budget(experts, keys)})
     assert_same_bits(tight, train(experts, {**keys, "budget": AMPLE}))

@@ -26,12 +26,12 @@ def test_a_loop_comes_to_what_the_page_says(row: Row, long: bool) -> None:
     placements = ("host", "nvme") if both else ("nvme",)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of what some loops do
-        found = line(row, result(row, placements))
+        outcome = line(row, result(row, placements))
     if ON != "cpu":  # the page is of one, where parameters on the host are computed with in place
-        found = found.replace("cuda:0", "cpu")
+        outcome = outcome.replace("cuda:0", "cpu")
         written = [re.sub(r"\| host: .*; nvme: ", "| ", each) for each in written]
-    assert found in written, (
-        f"not in {PAGE.name}: {found}\n(python -m tests.offload.loop_page writes it anew)"
+    assert outcome in written, (
+        f"not in {PAGE.name}: {outcome}\n(python -m tests.offload.loop_page writes it anew)"
     )
 
 

@@ -83,14 +83,14 @@ def test_this_machine_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("temporary", "var", "asked", "found"),
+    ("temporary", "var", "asked", "chosen"),
     [
         ("ext4", "ext4", False, "temporary"), ("tmpfs", "ext4", False, "var"),
         ("tmpfs", "ext4", True, "temporary"), ("tmpfs", "tmpfs", False, "temporary"),
     ],
 )  # fmt: skip
 def test_swap_files_lie_on_a_disk_where_the_temporary_folder_is_ram(
-    temporary: str, var: str, asked: bool, found: str, tmp_path: Path,
+    temporary: str, var: str, asked: bool, chosen: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     folders = {"temporary": Path(tempfile.gettempdir()), "var": Path("/var/tmp")}
@@ -103,4 +103,4 @@ def test_swap_files_lie_on_a_disk_where_the_temporary_folder_is_ram(
     monkeypatch.delenv("TMPDIR", raising=False)
     if asked:
         monkeypatch.setenv("TMPDIR", str(folders["temporary"]))
-    assert machine.swap_folder(tmp_path) == folders[found]
+    assert machine.swap_folder(tmp_path) == folders[chosen]

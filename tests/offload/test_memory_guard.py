@@ -26,7 +26,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
-    least_budget,
+    min_budget,
     seeded,
     states_of,
 )
@@ -64,14 +64,14 @@ class Drawn:
 
     machine: Machine
     random: random.Random
-    most_nbytes: int
+    max_nbytes: int
     left: int = 0
 
     def draw(self) -> None:
         self.left -= 1
         if self.left < 0:
             self.left = self.random.randrange(5)
-            self.machine.has(self.random.randint(-self.most_nbytes, self.most_nbytes))
+            self.machine.has(self.random.randint(-self.max_nbytes, self.max_nbytes))
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def keys_of(drawn: random.Random, folder: Path) -> tuple[dict[str, Any], int]:
     if tier == "nvme":
         keys["budget"] = {**keys["budget"], "host": "32MiB"}
     elif drawn.random() < 0.3:
-        keys["budget"] = least_budget(TinyLM, keys)
+        keys["budget"] = min_budget(TinyLM, keys)
     return keys, accumulate
 
 

@@ -232,10 +232,10 @@ def test_a_released_parameter_is_converted_with_its_values(
     convert = CONVERSIONS[conversion]
     plain = seeded(lambda: nn.Conv2d(3, 4, 3)).to(ON)
     made = make(seeded(lambda: nn.Conv2d(3, 4, 3))).module.weight
-    found, expected = convert(made), convert(plain.weight)
-    assert torch.equal(found, expected)
-    assert found.dtype == expected.dtype
-    assert found is made or found.stride() == expected.stride()
+    actual, expected = convert(made), convert(plain.weight)
+    assert torch.equal(actual, expected)
+    assert actual.dtype == expected.dtype
+    assert actual is made or actual.stride() == expected.stride()
 
 
 def test_a_model_of_convolutions_may_be_put_into_another_memory_format(make: MakeEngine) -> None:

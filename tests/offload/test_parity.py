@@ -26,8 +26,8 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
-    least_budget,
     losses_of,
+    min_budget,
     seeded,
     states_of,
 )
@@ -128,7 +128,7 @@ def same_bits(
         **keys["placement"], "activations": {"tier": tier, "checkpoint": checkpoint}
     }  # fmt: skip
     if tight:
-        keys["budget"] = least_budget(TinyLM, keys)
+        keys["budget"] = min_budget(TinyLM, keys)
     elif tier == "nvme":
         keys["budget"] = {**DEVICE_BUDGET, "host": "32MiB", "nvme": "64MiB"}
         event(f"host budget {keys['budget']['host']}")
@@ -212,10 +212,10 @@ def test_fp32_agrees_with_plain_adamw_to_rounding(
                 scheduler.step()
                 engine.optimizer.zero_grad()
         with engine.gathered():
-            found = {name: p.detach().clone() for name, p in model.named_parameters()}
+            trained = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     expected_losses, expected = plain_run(accumulate, 0.5)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
-    for name, value in found.items():
+    for name, value in trained.items():
         distance = (value.cpu() - expected[name].cpu()).norm() / expected[name].cpu().norm()
         assert distance <= 1e-6, (name, distance.item())

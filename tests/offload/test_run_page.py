@@ -82,13 +82,13 @@ class Checked(HTMLParser):
 
 def check(page: str) -> tuple[str, list[str]]:
     """The page's words, and what is said of its pictures."""
-    found = Checked()
-    found.feed(page)
-    found.close()
-    assert found.open == []
-    assert all(found.pictures)
+    checked = Checked()
+    checked.feed(page)
+    checked.close()
+    assert checked.open == []
+    assert all(checked.pictures)
     assert "url(" not in page.replace("url(#", "")
-    return " ".join(" ".join(found.text).split()), found.pictures
+    return " ".join(" ".join(checked.text).split()), checked.pictures
 
 
 def test_a_run_is_on_the_page(tmp_path: Path) -> None:

@@ -71,9 +71,9 @@ def expected(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def streamed(engine: offload.Engine) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    stream_weights(engine, lambda spec, elements, raw: found.append(raw.clone()))
-    return found
+    pieces: list[torch.Tensor] = []
+    stream_weights(engine, lambda spec, elements, raw: pieces.append(raw.clone()))
+    return pieces
 
 
 def gathered(engine: offload.Engine) -> list[torch.Tensor]:

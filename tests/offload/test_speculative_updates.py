@@ -231,7 +231,7 @@ def _interrupted_settle(engine: Any, go_on: threading.Event) -> None:
 
 def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path) -> None:
     """The update is under way: Ctrl-C while a read of the old version waits for it."""
-    found, words = [], torch.arange(21).view(3, 7)
+    states, words = [], torch.arange(21).view(3, 7)
     for interrupted in False, True:
         with engine_of(1, tmp_path, ON_NVME, optimizer={"chunk": 16384}) as engine:
             _step(engine, words)
@@ -253,8 +253,8 @@ def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path)
             engine.optimizer.step()
             engine.optimizer.zero_grad()
             engine.settle()
-            found.append({n: value.clone() for n, value in engine.module.state_dict().items()})
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+            states.append({n: value.clone() for n, value in engine.module.state_dict().items()})
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 def test_why_an_update_on_trial_failed_is_what_is_raised(
@@ -293,9 +293,9 @@ def test_without_memory_for_old_weights_updates_wait_for_the_step(tmp_path: Path
         for _ in range(3):
             _step(engine, torch.arange(21).view(3, 7))
         trials = engine.report().trials
-        most = sum(group.state.nbytes for group in engine.store.groups)
+        weights = sum(group.state.nbytes for group in engine.store.groups)
         assert trials.kept < 3 * len(engine.store.groups)
-        assert needed - most < engine.report().tiers["host"].peak_nbytes <= needed
+        assert needed - weights < engine.report().tiers["host"].peak_nbytes <= needed
 
 
 def test_where_the_disk_has_become_full_nothing_is_tried(tmp_path: Path) -> None:

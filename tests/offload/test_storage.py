@@ -32,8 +32,8 @@ from tests.offload.engine_cases import (
     bits,
     config,
     gradients_of,
-    least_budget,
     losses_of,
+    min_budget,
     states_of,
 )
 from tests.offload.storage_cases import (
@@ -142,7 +142,7 @@ def test_a_fuzz_of_models_formats_and_places(tmp_path: Path, long: bool) -> None
             return AdaptedLM(blocks, tied=tied)
 
         if chance.random() < 0.5:
-            keys["budget"] = least_budget(build, keys)
+            keys["budget"] = min_budget(build, keys)
         actual = train(adapted(blocks, tied=tied), keys, 2)
         assert actual[0] == expected[0], (seed, keys)
         assert_same_bits(actual[1], expected[1])
@@ -176,7 +176,7 @@ def test_a_tied_weight_stays_if_one_of_its_names_is_skipped() -> None:
 # ---------------------------------------------------------------- bytes
 def test_it_trains_under_a_budget_smaller_than_the_weights(tmp_path: Path) -> None:
     keys = quantized(tmp_path, "nf4", "nvme", precision="bf16", optimizer={"chunk": 1024})
-    keys["budget"] = least_budget(lambda: AdaptedLM(12), keys)
+    keys["budget"] = min_budget(lambda: AdaptedLM(12), keys)
     model = adapted(12)
     values = 2 * sum(param.numel() for param in model.parameters())
     with offload.initialize(model, keys) as engine:
@@ -193,8 +193,8 @@ def test_it_trains_under_a_budget_smaller_than_the_weights(tmp_path: Path) -> No
 def test_peaks_are_predicted(placement: str, share: float | None, tmp_path: Path) -> None:
     keys = quantized(tmp_path, "int4", placement, optimizer={"chunk": 1024})
     if share is not None:
-        min_budget = least_budget(lambda: AdaptedLM(8), keys)
-        keys["budget"] = {**min_budget, "host": f"{int(float(min_budget['host'][:-3]) * share)}KiB"}
+        smallest = min_budget(lambda: AdaptedLM(8), keys)
+        keys["budget"] = {**smallest, "host": f"{int(float(smallest['host'][:-3]) * share)}KiB"}
     model = adapted(8)
     with offload.initialize(model, keys) as engine:
         losses_of(engine, batches(4))

@@ -48,29 +48,29 @@ def engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[offload.E
 
 def in_thread(work: Callable[[], Any], name: str = "other") -> list[Any]:
     """What `work` returned or raised in a thread of its own."""
-    found: list[Any] = []
+    outcome: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            outcome.append(work())
         except Exception as error:  # noqa: BLE001 - looked at by the test
-            found.append(error)
+            outcome.append(error)
 
     thread = threading.Thread(target=run, name=name)
     thread.start()
     thread.join()
-    return found
+    return outcome
 
 
 def amid_a_forward(engine: offload.Engine, work: Callable[[], Any]) -> tuple[Any, Tensor]:
     """What `work` gives in another thread while a block of this thread's forward runs."""
-    found: list[Any] = []
+    outcome: list[Any] = []
     hook = engine.module.blocks[1].mlp.register_forward_pre_hook(  # type: ignore[union-attr,index]
-        lambda *_: found.extend(in_thread(work)) if not found else None
+        lambda *_: outcome.extend(in_thread(work)) if not outcome else None
     )
     logits = engine.module(batches(1)[0][:, :-1])
     hook.remove()
-    return found[0], logits
+    return outcome[0], logits
 
 
 @pytest.mark.parametrize("what", ["forward", "block", "step", "zero_grad"])
@@ -96,23 +96,23 @@ def test_a_thread_that_calls_amid_anothers_forward_is_refused(
 def test_threads_that_call_at_once_get_what_is_right_or_an_error(engine: offload.Engine) -> None:
     tokens = batches(1)[0][:, :-1]
     expected = seeded(TinyLM).to(ON)(tokens)
-    found: list[Any] = []
+    outcomes: list[Any] = []
 
     def call() -> None:
         for _ in range(10):
             try:
                 with torch.no_grad():
-                    found.append(engine.module(tokens))
+                    outcomes.append(engine.module(tokens))
             except StateError as error:
-                found.append(error)
+                outcomes.append(error)
 
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    right = [each for each in found if isinstance(each, Tensor)]
-    assert len(found) == 40
+    right = [each for each in outcomes if isinstance(each, Tensor)]
+    assert len(outcomes) == 40
     assert right
     assert all(torch.equal(each, expected) for each in right)
     assert torch.equal(engine.module(tokens), expected)
@@ -224,11 +224,11 @@ def test_a_forked_child_reads_what_was_there_or_is_told_why_not(
         engine.backward(engine.module.loss(batches(1)[0]))  # type: ignore[operator]
         said = {name: child_says(lambda read=read: read(engine.module))  # type: ignore[misc]
                 for name, read in READS.items()}  # fmt: skip
-        for name, found in said.items():
-            if "StateError" not in found:
-                assert found == repr(READS[name](engine.module)), name
+        for name, text in said.items():
+            if "StateError" not in text:
+                assert text == repr(READS[name](engine.module)), name
             else:
-                assert found.startswith("StateError: this engine belongs to process"), name
+                assert text.startswith("StateError: this engine belongs to process"), name
         assert "StateError" in said["gradient"]
         assert child_says(lambda: kept.sum().item()) == repr(kept.sum().item())
         losses_of(engine, batches(2))

@@ -177,9 +177,9 @@ def test_the_command_that_resumes_is_said(
     ranks: str, launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", ranks)
-    found = resuming_command(Path("my file.yaml"), ["optimizer.lr=1"], Path("runs/a b"))
+    said = resuming_command(Path("my file.yaml"), ["optimizer.lr=1"], Path("runs/a b"))
     command = "offload train 'my file.yaml' -o optimizer.lr=1 --run-dir 'runs/a b' --resume"
-    assert found == launcher + command
+    assert said == launcher + command
 
 
 def test_the_engine_is_closed_when_the_loop_fails(make_config: Any, tmp_path: Path) -> None:

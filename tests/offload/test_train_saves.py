@@ -101,7 +101,7 @@ def test_steps_go_on_beside_a_save_and_its_bits_are_of_one_that_is_waited_for(
         patch.setattr(offload.Engine, "save_checkpoint", waiting)
         run_quietly(config, tmp_path / "waited")
     assert waited == [False, False, True], "the last one ends before the run"
-    with slow(most_s=0.005):
+    with slow(max_s=0.005):
         run_quietly(config, tmp_path / "beside")
     assert losses(tmp_path / "beside") == losses(tmp_path / "waited")
     names = checkpoints_in(tmp_path / "waited")
@@ -125,7 +125,7 @@ def test_pruning_counts_what_is_complete_alone(make: Any, tmp_path: Path, every:
         # the first is waited for by the second at the latest
         assert len(complete) >= min(2, (step - 1) // every - 1), names
 
-    with slow(most_s=0.02):
+    with slow(max_s=0.02):
         run_quietly(config, tmp_path / "run", initialize=told(look))
     assert max(seen) >= 2
     assert checkpoints_in(tmp_path / "run") == [f"step-{n:06d}" for n in (8 - every, 8)]

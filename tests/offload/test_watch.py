@@ -175,15 +175,15 @@ def test_rows_go_on_from_the_step_of_a_checkpoint(make: Any, tmp_path: Path) -> 
 
 
 def test_the_bits_are_the_same_when_watched(make: Any, tmp_path: Path) -> None:
-    data, found = batches(3), []
+    data, runs = batches(3), []
     for watched in (False, True):
         with make() as engine:
             if watched:
                 engine.watch(loggers=[JSONLinesLogger(tmp_path / "a.jsonl")], show=False)
             losses = losses_of(engine, data)
-            found.append((losses, states_of(engine)))
-    assert found[0][0] == found[1][0]
-    assert_same_bits(found[0][1], found[1][1])
+            runs.append((losses, states_of(engine)))
+    assert runs[0][0] == runs[1][0]
+    assert_same_bits(runs[0][1], runs[1][1])
 
 
 # ---------------------------------------------------------------- the end

@@ -76,7 +76,7 @@ def test_what_is_written_between_steps_is_what_the_next_step_begins_with(
     if not long and precision == "fp16":
         pytest.skip("masters are kept as those of bf16: in make test-long")
     for name, write in WRITES.items():
-        found = []
+        states = []
         for gathered in (True, False):
             keys = config(tmp_path, placement, precision=precision)
             with offload.initialize(seeded(TinyLM), keys) as engine:
@@ -88,9 +88,9 @@ def test_what_is_written_between_steps_is_what_the_next_step_begins_with(
                     write(engine.module)
                 values = parameters_of(engine)
                 losses_of(engine, batches(1))
-                found.append({**{f"then {k}": v for k, v in values.items()}, **states_of(engine)})
+                states.append({**{f"then {k}": v for k, v in values.items()}, **states_of(engine)})
         try:
-            assert_same_bits(*found)
+            assert_same_bits(*states)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 
@@ -164,11 +164,11 @@ def test_a_step_inside_gathered_is_refused(placement: Any, tmp_path: Path) -> No
         with engine.gathered(), pytest.raises(StateError, match="is gathered"):
             engine.optimizer.step()
         engine.optimizer.step()
-        found = states_of(engine)
+        stepped = states_of(engine)
     with offload.initialize(seeded(TinyLM), keys) as engine:
         engine.module.loss(batches(1)[0]).backward()
         engine.optimizer.step()
-        assert_same_bits(states_of(engine), found)
+        assert_same_bits(states_of(engine), stepped)
 
 
 ABANDONED = """
