@@ -83,7 +83,7 @@ class PackedGradients:
             for packed in self._all:
                 packed.param.grad = None
 
-    def came(self, row: torch.Tensor) -> None:
+    def arrived(self, row: torch.Tensor) -> None:
         packed = self._of_row.get(id(row))
         if packed is None or packed in self._shown:
             return
@@ -142,8 +142,8 @@ class PackedGradients:
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Return the result of an operation on the whole gradient, from the rows' answers."""
-        found = [self._rows.source_of(row) for row in source.packed.rows]
-        rows = [each for each in found if each is not None]  # those that have a gradient
+        sources = [self._rows.source_of(row) for row in source.packed.rows]
+        rows = [each for each in sources if each is not None]  # those that have a gradient
         if operation is aten.add_.Tensor or not rows:
             return source if operation is aten.zero_.default else NotImplemented
         if operation in _NORMS:

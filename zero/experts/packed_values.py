@@ -25,14 +25,14 @@ class PackedValues:
 
     def __init__(
         self, store: WeightStore, full: Callable[[nn.Parameter], torch.Tensor], gathered: Gathered,
-        wrote: Callable[[nn.Parameter], None],
+        mark_written: Callable[[nn.Parameter], None],
     ) -> None:  # fmt: skip
-        """`full` returns a copy of one row, `gathered` opens rows for writing. `wrote` marks a
-        row's values as written."""
+        """`full` returns a copy of one row, `gathered` opens rows for writing. `mark_written`
+        marks a row's values as written."""
         self._store = store
         self._full = full
         self._gathered = gathered
-        self._wrote = wrote
+        self._mark_written = mark_written
         self._shown: dict[PackedParam, list[int]] = {}  # and the digests of their rows
 
     def whole(self, packed: PackedParam) -> torch.Tensor:
@@ -106,12 +106,12 @@ class PackedValues:
                     with torch.no_grad(), self._gathered([row]):
                         row.copy_(value)
                 elif any(written):
-                    self._wrote(row)  # the master of a parameter that was written is its values
+                    self._mark_written(row)  # the master of a row that was written is its values
             self._shown[packed] = now
 
 
 class ExpertAccess:
-    """One module's packed experts: those that a router chose are brought while the first of them
+    """One module's packed experts: those that a router chose are fetched while the first of them
     compute, and each is gathered for as long as it is used. For the thread of the model."""
 
     def __init__(self, store: WeightStore, table: ExpertTable) -> None:

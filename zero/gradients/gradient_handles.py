@@ -39,19 +39,19 @@ from offload.zero.tensors.local_tensors import is_dtensor, like, local_of, sprea
 from offload.zero.tensors.paged import Operation, PagedTensor
 
 aten = torch.ops.aten
-_MOST = torch.finfo(torch.float32).max
+_FP32_MAX = torch.finfo(torch.float32).max
 CLEARED = "it was cleared; .clone() it before"
 T = TypeVar("T")
 
 
 def there(reference: weakref.ref[T]) -> T:
     """Return what a gradient's handle refers to. Raises StateError if the engine was dropped."""
-    found = reference()
-    if found is None:
+    referent = reference()
+    if referent is None:
         raise StateError(
             "a gradient whose engine is gone has no value any more; .clone() it before"
         )
-    return found
+    return referent
 
 
 class WholeGradients(Protocol):
@@ -61,7 +61,7 @@ class WholeGradients(Protocol):
         """Forget what is in `.grad` from before the engine."""
         ...
 
-    def came(self, row: torch.Tensor) -> None:
+    def arrived(self, row: torch.Tensor) -> None:
         """Note that a parameter, which may be a row, got a gradient."""
         ...
 
@@ -169,9 +169,9 @@ class GradientHandles:
         in torch: it may be a view of a buffer that the user zeroes or accumulates in."""
         self.packed.follow()
         with torch._C.DisableTorchFunctionSubclass():
-            found = ((key, param.grad) for key, param in self.params.items())
+            gradients = ((key, param.grad) for key, param in self.params.items())
             self._set = {
-                key: local_of(gradient).data_ptr() for key, gradient in found
+                key: local_of(gradient).data_ptr() for key, gradient in gradients
                 if gradient is not None and not isinstance(gradient, PagedTensor)
             }  # fmt: skip
 
@@ -185,7 +185,7 @@ class GradientHandles:
         self._arrive(state, index, gradient)
         self._agreed = False
         self._put(key)
-        self.packed.came(self.params[key])
+        self.packed.arrived(self.params[key])
 
     def add(self, source: GradientSource, gradient: torch.Tensor) -> None:
         """Add a gradient, from autograd or the user, to an existing one."""
@@ -239,8 +239,8 @@ class GradientHandles:
         """Before a step, drop gradients that users cleared, and take in those that users set."""
         self.drop_cleared()
         with torch._C.DisableTorchFunctionSubclass():
-            found = {key: param.grad for key, param in self.params.items()}
-        for key, gradient in found.items():
+            gradients = {key: param.grad for key, param in self.params.items()}
+        for key, gradient in gradients.items():
             if gradient is not None and not self.is_current(key, gradient):
                 self._take_set(key, gradient)
         for key in list(self._sources):
@@ -293,7 +293,7 @@ class GradientHandles:
                 key = state.group.index, index
                 if passes and key not in self._sources and self.params[key].grad is None:
                     self._put(key)
-                    self.packed.came(self.params[key])
+                    self.packed.arrived(self.params[key])
 
     def clear(self, why: str) -> None:
         """Clear every parameter's gradient."""
@@ -387,13 +387,13 @@ class GradientHandles:
             return like(source.param, torch.zeros(spec.shape, device=state.group.device))
         gradients = state.gradients
         if isinstance(gradients, ReducedGradients):
-            found: torch.Tensor | None = self._whole(gradients, state, index)
+            gradient: torch.Tensor | None = self._whole(gradients, state, index)
         else:
-            found = gradients.read(index)
-        assert found is not None, "there is a handle of it"
-        found = found.to(state.group.device)  # the accumulator may be in another memory
+            gradient = gradients.read(index)
+        assert gradient is not None, "there is a handle of it"
+        gradient = gradient.to(state.group.device)  # the accumulator may be in another memory
         scale = self._loss_scale
-        return like(source.param, found if scale == 1.0 else found.float() / scale)
+        return like(source.param, gradient if scale == 1.0 else gradient.float() / scale)
 
     def _whole(
         self, gradients: ReducedGradients, state: OptimizerState, index: int
@@ -438,7 +438,7 @@ class GradientHandles:
         self._check_writable(source)
         self._agree(source)
         # updates take numbers of fp32, and zero times another is NaN
-        if not abs(factor * source.state.gradients.factor(source.index)) <= _MOST:
+        if not abs(factor * source.state.gradients.factor(source.index)) <= _FP32_MAX:
             self.write(source, self.value_of(source) * factor)
         elif not source.zeroed:
             source.state.gradients.scale(source.index, factor)

@@ -37,12 +37,12 @@ class GradientHooks:
                     yield param
 
     @defer_signals
-    def came(self, param: torch.Tensor) -> None:
-        """Note that autograd has given a gradient of `param`."""
+    def arrived(self, param: torch.Tensor) -> None:
+        """Note that a gradient of `param` has arrived from autograd."""
         with self._store.one_thread:
-            found = self._store.group_of(param)
-            assert found is not None, "hooked as one of a group"
-            self._take(found[0].index, found[1], param)
+            place = self._store.group_of(param)
+            assert place is not None, "hooked as one of a group"
+            self._take(place[0].index, place[1], param)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -63,7 +63,7 @@ class _Hook:
     def __call__(self, param: torch.Tensor) -> None:
         hooks = self._hooks()
         if hooks is not None:  # its engine is there
-            hooks.came(param)
+            hooks.arrived(param)
 
 
 def refuse_graph(name: str) -> NoReturn:

@@ -198,9 +198,9 @@ class GradientAccumulator:
         self._arrive()
         spec = self._specs[index]
         flat = self.state.tensor().view(DTYPE_OF[self.format])
-        found = flat[spec.offset : spec.stop].view(spec.shape).clone()
+        gradient = flat[spec.offset : spec.stop].view(spec.shape).clone()
         factor = self.factor(index)
-        return found if factor == 1.0 else found.float().mul_(factor)
+        return gradient if factor == 1.0 else gradient.float().mul_(factor)
 
     def _arrive(self) -> None:
         """Wait for transfers into the accumulator."""

@@ -80,9 +80,9 @@ class NonfiniteSteps:
     """The reports of a stepper's non-finite steps, by parameter, and their number in a row. The
     first one is a warning, later ones are information: under fp16 some are normal."""
 
-    def __init__(self, most: int) -> None:
-        """`most` is the number of skipped steps in a row before `check` raises."""
-        self._most = most
+    def __init__(self, max_in_a_row: int) -> None:
+        """`max_in_a_row` is the number of skipped steps in a row before `check` raises."""
+        self._max_in_a_row = max_in_a_row
         self._said = False
         self._names: Sequence[str] = ()
         self._scale: float | None = None
@@ -109,7 +109,7 @@ class NonfiniteSteps:
 
     def check(self) -> None:
         """Raise NonfiniteError if too many steps were skipped in a row. For the end of a step."""
-        if self.in_a_row < self._most:
+        if self.in_a_row < self._max_in_a_row:
             return
         first = self._names[0] if self._names else "the norm of all together"
         scale = fp16 = ""

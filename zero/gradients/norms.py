@@ -87,12 +87,12 @@ class GradientNorms:
     def nonfinite(self, loss_scale: float) -> list[str]:
         """Return the names of parameters whose gradient is infinite or NaN on some rank, in order.
         Experts that only others have are named by those that are in their place here."""
-        found = [(number, "") for number in _nonfinite(self._all(loss_scale))]
+        params = [(number, "") for number in _nonfinite(self._all(loss_scale))]
         for place in _nonfinite(self._elsewhere):
             kind, number = divmod(place, len(self._spread))
             if kind != self._own_kind():
-                found.append((self._spread[number], f" (of expert rank {kind}, in its place)"))
-        return [self._name_of(number) + whose for number, whose in sorted(found)]
+                params.append((self._spread[number], f" (of expert rank {kind}, in its place)"))
+        return [self._name_of(number) + whose for number, whose in sorted(params)]
 
     @property
     def numel(self) -> int:
@@ -126,13 +126,13 @@ class GradientNorms:
         """Count each expert once, whichever ranks have it, or parts of it."""
         ep_size = self._group_of(self._order[self._spread[0]]).ep_size
         among = sharding.of_experts(ep_size).ranks  # with different parts; the rest are replicas
-        found = [
+        by_kind = [
             _added_up(rows[kind : among * ep_size : ep_size, self._spread])
             for kind in range(ep_size)
         ]  # fmt: skip
-        for number, square in zip(self._spread, found[self._own_kind()], strict=True):
+        for number, square in zip(self._spread, by_kind[self._own_kind()], strict=True):
             squares[number] = square
-        self._elsewhere = _norms_of([each for kind in found for each in kind], loss_scale)
+        self._elsewhere = _norms_of([each for row in by_kind for each in row], loss_scale)
 
     def _own_kind(self) -> int:
         """Return which of the spread experts this rank has."""

@@ -325,16 +325,16 @@ class WeightStore:
         packed = self.packed_of(param)
         if packed is not None:
             return packed.places
-        found = self.group_of(param)
-        return [] if found is None else [found]
+        place = self.group_of(param)
+        return [] if place is None else [place]
 
     def spec_of(self, param: torch.Tensor) -> ParamSpec | None:
         """Return a parameter's name, shape and whether it is trained; None if it is not managed."""
         packed = self.packed_of(param)
         if packed is not None:
             return packed.spec
-        found = self.group_of(param)
-        return None if found is None else found[0].layout.params[found[1]]
+        place = self.group_of(param)
+        return None if place is None else place[0].layout.params[place[1]]
 
     def refuse_amid_use(self, doing: str) -> None:
         """Raise StateError while a forward or `gathered` uses a group or a packed parameter."""

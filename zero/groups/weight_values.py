@@ -33,7 +33,7 @@ class WeightValues:
         self._store = store
         self._given = StateDictCopies()
         self._told_of_rounding = False
-        self._packed = PackedValues(store, self.full, self.gathered, self._wrote)
+        self._packed = PackedValues(store, self.full, self.gathered, self._mark_written)
 
     # ---------------------------------------------------------------- gathered
     @contextmanager
@@ -55,9 +55,9 @@ class WeightValues:
         self, params: Sequence[nn.Parameter]
     ) -> tuple[list[nn.Parameter], list[PackedParam]]:
         """Return the parameters of groups, and the packed ones."""
-        found = [(param, self._store.packed_of(param)) for param in params]
-        packed = [each for _, each in found if each is not None]
-        return [param for param, each in found if each is None], list(dict.fromkeys(packed))
+        pairs = [(param, self._store.packed_of(param)) for param in params]
+        packed = [each for _, each in pairs if each is not None]
+        return [param for param, each in pairs if each is None], list(dict.fromkeys(packed))
 
     @contextmanager
     def _gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -141,7 +141,7 @@ class WeightValues:
             self._follow(group, index)
         group.writes.note_writes(indices)
 
-    def _wrote(self, param: nn.Parameter) -> None:
+    def _mark_written(self, param: nn.Parameter) -> None:
         """Treat a parameter of a group as written, with the values that it has."""
         group, index = self._find(param)
         if group.has_masters:
@@ -211,13 +211,13 @@ class WeightValues:
 
     def _find(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
         self._store.check_usable()
-        found = self._store.group_of(param)
-        if found is None:
+        place = self._store.group_of(param)
+        if place is None:
             raise StateError(
                 f"a parameter of shape {tuple(param.shape)} is not managed by this engine"
             )
-        self._adopt(found[0])
-        return found
+        self._adopt(place[0])
+        return place
 
 
 @defer_signals

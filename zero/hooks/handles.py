@@ -292,8 +292,8 @@ def _was_written(handle: Handle) -> bool:
 
 def _name_of(handle: Handle) -> str:
     """Return the name of a handle's parameter; the group's, if no parameter has its dtype."""
-    found = next((name for _, name in _params_of(handle)), handle.group.name)
-    return f"{found}, saved in shape {tuple(handle.shape)},"
+    name = next((name for _, name in _params_of(handle)), handle.group.name)
+    return f"{name}, saved in shape {tuple(handle.shape)},"
 
 
 def _params_of(handle: Handle) -> Iterator[tuple[int, str]]:

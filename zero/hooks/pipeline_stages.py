@@ -43,8 +43,8 @@ def _calling_schedule() -> object | None:
         # of the schedules' own frames alone: to look at the names of a frame keeps what they stand
         # for alive as long as the frame, also what the caller deletes
         if frame.f_globals.get("__name__") == _SCHEDULES:
-            found = frame.f_locals.get("self")
-            if hasattr(found, "scale_grads"):
-                return found
+            schedule = frame.f_locals.get("self")
+            if hasattr(schedule, "scale_grads"):
+                return schedule
         frame = frame.f_back
     return None

@@ -47,7 +47,7 @@ _log = logging.getLogger("offload")
 BEAT_S = 0.5
 PATIENCE_S = 2.5  # a rank that lives has spoken within it: five beats
 _ASKING_S = 3.5  # the longest that asking may take, also if the store hangs
-_LEAST_WAIT_S = 2.0  # for a collective that begins just before another one's time is over
+_MIN_WAIT_S = 2.0  # for a collective that begins just before another one's time is over
 _GONE = "it ended, or was killed, stopped or cut off"
 _REMEDY = (
     ". Forward and backward passes, optimizer.step(), evaluations, checkpoints and state dicts are "
@@ -173,8 +173,8 @@ class RankWatch:
         on_device: bool,
     ) -> tuple[_Watched, timedelta]:  # fmt: skip
         now = time.monotonic()
-        found = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-        members = tuple(sorted(found or members or (self._rank, *self._others)))
+        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        members = tuple(sorted(ranks or members or (self._rank, *self._others)))
         is_queued = on_device and accelerator.is_accelerator(self._device)
         watched = _Watched(what, members, now, groups, is_queued)
         with self._lock:
@@ -184,7 +184,7 @@ class RankWatch:
             waiting = [each.began for each in self._doing if each.mark is None]
             left = self.timeout_s - (now - min(waiting, default=now))
             self._doing.append(watched)
-        return watched, timedelta(seconds=max(left, min(self.timeout_s, _LEAST_WAIT_S)))
+        return watched, timedelta(seconds=max(left, min(self.timeout_s, _MIN_WAIT_S)))
 
     def _end(self, watched: _Watched) -> None:
         with self._lock:
@@ -202,11 +202,11 @@ class RankWatch:
         with self._asking:
             if self._findings is None:
                 self._findings = self._ask_in_time(watched)
-            found = self._findings
+            findings = self._findings
         explained = RankError(
-            f"{head}: {found.text}. Start all ranks again, from the last checkpoint; "
+            f"{head}: {findings.text}. Start all ranks again, from the last checkpoint; "
             f"zero.timeout_s ({self.timeout_s:g}) is the longest wait for a rank",
-            ranks=found.ranks,
+            ranks=findings.ranks,
         )
         with self._lock:
             self._failure = self._failure or explained
@@ -222,17 +222,17 @@ class RankWatch:
 
     def _ask_in_time(self, watched: _Watched) -> Findings:
         """Ask on a separate thread, which may be left behind: the store may hang."""
-        found: list[Findings] = []
+        answers: list[Findings] = []
 
         def ask() -> None:
             with suppress(RuntimeError):  # the store is gone
-                found.append(self._ask(watched))
+                answers.append(self._ask(watched))
 
         asking = threading.Thread(target=ask, name="offload-asks", daemon=True)
         asking.start()
         asking.join(_ASKING_S)
-        if found:
-            return found[0]
+        if answers:
+            return answers[0]
         self._unheard = True
         self._told_all.set()  # no thread has to wait for that any more
         text = "the store of the process group does not answer, so the others could not be asked; "
@@ -350,10 +350,10 @@ def _find_missing(
         elif rank in mine.members and mine.what not in record.doing:
             late[rank] = f"lives and has not come to it, but is in {_place_of(record)}"
     own = {rank: why for rank, why in left.items() if RankError.__name__ not in why}
-    for found, remedy in (silent, ""), (own, _REMEDY), (late, _REMEDY), (left, ""):
-        if found:
-            texts = [f"rank {rank} {text}" for rank, text in found.items()]
-            return Findings(tuple(found), "; ".join(texts) + remedy)
+    for reasons, remedy in (silent, ""), (own, _REMEDY), (late, _REMEDY), (left, ""):
+        if reasons:
+            texts = [f"rank {rank} {text}" for rank, text in reasons.items()]
+            return Findings(tuple(reasons), "; ".join(texts) + remedy)
     return Findings((), "no rank is missing")
 
 

@@ -22,7 +22,7 @@ from offload.zero.ranks.collectives import Collectives, Group, all_gather_flat
 from offload.zero.ranks.rank_watch import RankWatch
 from offload.zero.ranks.sharding import Sharding
 
-_MOST_TEXT_NBYTES = 500  # of an error's text sent to other ranks
+_MAX_TEXT_NBYTES = 500  # of an error's text sent to other ranks
 _FEW = 6  # numbers that go with the question
 _NCCL_MARGIN = timedelta(seconds=60)  # NCCL's own watch, which ends the process, comes later
 
@@ -134,8 +134,8 @@ class Ranks:
         unless all of them ask for `what`, of as many numbers. `name` is for that error."""
         few = len(numbers) <= _FEW
         with self._together(f"the all-gather of {what}", numbers, name) as rows:
-            found = rows if few else self._gather(torch.tensor(numbers, dtype=torch.int64))
-        return found[:, : len(numbers)]
+            table = rows if few else self._gather(torch.tensor(numbers, dtype=torch.int64))
+        return table[:, : len(numbers)]
 
     def exchange_sums(self, mine: Sequence[float]) -> np.ndarray:
         """Return the numbers of each rank, one row each (fp64)."""
@@ -185,7 +185,7 @@ class Ranks:
 
     def _texts(self, mine: str) -> list[str]:
         """Return every rank's text."""
-        said = mine.encode()[:_MOST_TEXT_NBYTES].ljust(_MOST_TEXT_NBYTES, b"\0")
+        said = mine.encode()[:_MAX_TEXT_NBYTES].ljust(_MAX_TEXT_NBYTES, b"\0")
         rows = self._gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
 
@@ -231,12 +231,12 @@ class Ranks:
 
     def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
         """Return a tensor that another rank sends, in host memory."""
-        found = torch.empty(numel, dtype=dtype, device=self._control_device)
+        received = torch.empty(numel, dtype=dtype, device=self._control_device)
         with self._between(source, self.rank) as limit:
-            work = dist.irecv(found, group=self.control, group_src=source)
+            work = dist.irecv(received, group=self.control, group_src=source)
             assert work is not None, "of this group"
             work.wait(limit)
-        return found.cpu()
+        return received.cpu()
 
     def all_succeeded(self, error: BaseException | None) -> str | None:
         """Return the first failing rank's error; None if all ranks succeeded."""
@@ -314,7 +314,7 @@ def _check_alike(alike: Mapping[str, str], control: Group, device: torch.device)
         all_gather_flat(rows, mine, control)
     table = rows.cpu().view(control.size(), len(digests))
     for column, (key, value) in enumerate(alike.items()):
-        others = [rank for rank, found in enumerate(table[:, column]) if found != table[0, column]]
+        others = [rank for rank, crc in enumerate(table[:, column]) if crc != table[0, column]]
         if others:
             here = f"; here, on rank {control.rank()}, it is {value}" if len(value) < 80 else ""
             raise ConfigError(

@@ -8,8 +8,8 @@ A *round* is one backward pass that is reduced. In it every group that any rank 
 the last step is reduced once on every rank, with zeros for gradients that are missing here (of a
 parameter that this rank did not use), so that ranks that took different branches issue the same
 collectives. Gradients that a round leaves out (passes under `no_sync`, unexpected groups, gradients
-that came after their group was reduced) add up locally and are reduced in the step, once all ranks
-know of them. A parameter that no rank has a gradient of is not updated, as on one rank.
+that arrived after their group was reduced) add up locally and are reduced in the step, once all
+ranks know of them. A parameter that no rank has a gradient of is not updated, as on one rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from offload.zero.ranks.collectives import Collectives, SharedMemory
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE, BUCKETS, Part, PartOfParam, Sharding
 
-_MOST_BEHIND = 2  # complete groups that wait for one that may never be complete
+_MAX_BEHIND = 2  # complete groups that wait for one that may never be complete
 
 
 class ReducedGradients:
@@ -63,7 +63,7 @@ class ReducedGradients:
         self.had = np.zeros(count, dtype=bool)  # this rank, by the end of the last round
         # of the round under way
         self.arrived = np.zeros(count, dtype=bool)
-        self.awaited = np.ones(count, dtype=bool)  # what came here in the last round
+        self.awaited = np.ones(count, dtype=bool)  # what arrived here in the last round
         self.bucket: Lease | None = None
         self.issued = False
         self.submitted = False  # something was reduced since the last `clear`
@@ -381,7 +381,7 @@ class SharedReductions(Reductions):
             if not head.is_complete:
                 later = self._order[self._place + 1 :]
                 behind = sum(self._of[index].is_complete for index in later)
-                if self._wait_for_complete_groups or behind < _MOST_BEHIND:
+                if self._wait_for_complete_groups or behind < _MAX_BEHIND:
                     return
             self._issue_head()
 

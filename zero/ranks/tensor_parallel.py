@@ -45,24 +45,24 @@ class TensorParallel:
         the mesh have more than this rank in common.
         """
         mesh: DeviceMesh | None = None
-        found: tuple[int, ...] = ()
+        mesh_ranks: tuple[int, ...] = ()
         for name, param in params:
             if not is_dtensor(param):
                 continue
             _check(name, param)
             ranks = tuple(int(rank) for rank in param.device_mesh.mesh.flatten())
-            if mesh is not None and ranks != found:
+            if mesh is not None and ranks != mesh_ranks:
                 raise UnsupportedError(
                     f"{name} is a DTensor on the ranks {_listed(ranks)}, others of this model are "
-                    f"on {_listed(found)}; parallelise all of a model on one mesh dimension"
+                    f"on {_listed(mesh_ranks)}; parallelise all of a model on one mesh dimension"
                 )
-            mesh, found = param.device_mesh, ranks
+            mesh, mesh_ranks = param.device_mesh, ranks
         if mesh is None:
             return None
-        if len(set(found) & set(data_ranks)) > 1:
+        if len(set(mesh_ranks) & set(data_ranks)) > 1:
             raise ConfigError(
-                f"the model has DTensors on the ranks {_listed(found)}, which cannot have different"
-                " data as well; name the ranks that do: offload.initialize(model, config, "
+                f"the model has DTensors on the ranks {_listed(mesh_ranks)}, which cannot have "
+                "different data as well; name the ranks that do: offload.initialize(model, config, "
                 'mesh=mesh["dp"]), with the data-parallel dimension of the mesh that '
                 "parallelize_module got the other one of"
             )

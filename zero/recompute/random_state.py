@@ -21,7 +21,7 @@ from offload.tiers import accelerator
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 _KINDS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-_MOST_POOL = 1024  # words of a seed sequence: its time is their square
+_MAX_POOL = 1024  # words of a seed sequence: its time is their square
 _OTHERS = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set})  # most attributes
 # the hidden instances whose methods are the modules' functions
 _PYTHON: random.Random = random._inst
@@ -35,8 +35,8 @@ def generators_of(module: nn.Module) -> list[Generator]:
 
 def named_generators(module: nn.Module, device: torch.device) -> dict[str, Generator]:
     """Return all of the above and torch's, by names that another process has for them, too."""
-    found: dict[str, Generator] = {"python": _PYTHON, "numpy": _NUMPY}
-    return found | torch_generators(device) | _own_generators(module)
+    generators: dict[str, Generator] = {"python": _PYTHON, "numpy": _NUMPY}
+    return generators | torch_generators(device) | _own_generators(module)
 
 
 def _own_generators(module: nn.Module) -> dict[str, Generator]:
@@ -50,10 +50,10 @@ def _own_generators(module: nn.Module) -> dict[str, Generator]:
 
 def torch_generators(device: torch.device) -> dict[str, Generator]:
     """Return torch's generators for the CPU and for `device`, by name."""
-    found: dict[str, Generator] = {"torch": torch.default_generator}
+    generators: dict[str, Generator] = {"torch": torch.default_generator}
     if accelerator.is_accelerator(device):
-        found[device.type] = accelerator.of(device).generator(device)
-    return found
+        generators[device.type] = accelerator.of(device).generator(device)
+    return generators
 
 
 class RandomState:
@@ -124,8 +124,8 @@ def _seeds_of(bits: np.random.BitGenerator) -> dict[str, Any] | None:
 def _set_seeds(bits: np.random.BitGenerator, saved: dict[str, Any] | None) -> None:
     if saved is None or _is_same(saved, _seeds_of(bits)):
         return
-    if saved["pool_size"] > _MOST_POOL:
-        raise ValueError(f"a seed sequence of {saved['pool_size']} words; at most {_MOST_POOL}")
+    if saved["pool_size"] > _MAX_POOL:
+        raise ValueError(f"a seed sequence of {saved['pool_size']} words; at most {_MAX_POOL}")
     new = np.random.SeedSequence(**saved)
     bits.__setstate__((bits.state, new))  # type: ignore[attr-defined]  # as unpickling does
 

@@ -85,8 +85,8 @@ class _View:
         args, kwargs = self.args, self.kwargs
         if self.operation is aten.as_strided.default:  # counts from there
             args, kwargs = from_start(start, *args, **kwargs), {}
-        found = self.operation(tensor, *args, **kwargs)
-        view: torch.Tensor = found if self.pick is None else found[self.pick]
+        result = self.operation(tensor, *args, **kwargs)
+        view: torch.Tensor = result if self.pick is None else result[self.pick]
         return view
 
 
@@ -268,11 +268,11 @@ def _in_parts(
     paged: PagedTensor, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Decompose an operation as inference mode does not: it may give a copy (`to`)."""
-    found = operation.decompose(*args, **kwargs)
-    for each in found if isinstance(found, (list, tuple)) else [found]:
+    result = operation.decompose(*args, **kwargs)
+    for each in result if isinstance(result, (list, tuple)) else [result]:
         if isinstance(each, PagedTensor) and paged.requires_grad:
             each.requires_grad_()
-    return found
+    return result
 
 
 def _view(
@@ -318,16 +318,16 @@ def _one_by_one(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any
     """Run a foreach operation, tensor by tensor: the values of all at once might not fit."""
     count = len(args[0])
     one = _ONE.get(name_of(operation))
-    found: list[Any] = []
+    results: list[Any] = []
     for number in range(count):
         lists = [isinstance(arg, (list, tuple)) and len(arg) == count for arg in args]
         own = [arg[number] if each else arg for arg, each in zip(args, lists, strict=True)]
         if one is not None:
-            found.append(one(*own, **kwargs))
+            results.append(one(*own, **kwargs))
             continue
         own = [[arg] if each else arg for arg, each in zip(own, lists, strict=True)]
-        found += _run(operation, own, kwargs) or ()
-    return found if operation._schema.returns else None
+        results += _run(operation, own, kwargs) or ()
+    return results if operation._schema.returns else None
 
 
 def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -355,11 +355,11 @@ def _run(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         return opened[id(arg)]
 
     try:
-        found = operation(
+        returned = operation(
             *(mapped(arg, values) for arg in args),
             **{key: mapped(arg, values) for key, arg in kwargs.items()},
         )
-        results = _results(found, paged_of, {_memory(each) for each in opened.values()})
+        results = _results(returned, paged_of, {_memory(each) for each in opened.values()})
     except BaseException:
         _leave(entered, *sys.exc_info())
         raise
@@ -398,16 +398,16 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield value
 
 
-def _results(found: Any, paged_of: dict[int, PagedTensor], memory: set[int]) -> Any:
+def _results(result: Any, paged_of: dict[int, PagedTensor], memory: set[int]) -> Any:
     """Return the results: an argument that was written is returned as itself; views of values that
     are about to be released are copied."""
-    if isinstance(found, (list, tuple)):
-        return type(found)(_results(each, paged_of, memory) for each in found)
-    if not isinstance(found, torch.Tensor):
-        return found
-    if id(found) in paged_of:
-        return paged_of[id(found)]
-    return found.clone() if _memory(found) in memory else found
+    if isinstance(result, (list, tuple)):
+        return type(result)(_results(each, paged_of, memory) for each in result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    if id(result) in paged_of:
+        return paged_of[id(result)]
+    return result.clone() if _memory(result) in memory else result
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -71,8 +71,8 @@ def _listen() -> torch.library.Library:
 
 def _use(operation: Operation, *args: Any, **kwargs: Any) -> Any:
     """Run an operation with placeholders among its arguments."""
-    found = [each for each in tensors_in([args, kwargs]) if torch._C._dispatch_keys(each).has(_KEY)]
-    for tensor in found:
+    tensors = [t for t in tensors_in([args, kwargs]) if torch._C._dispatch_keys(t).has(_KEY)]
+    for tensor in tensors:
         # of the class of released parameters
         use = getattr(type(tensor), "use_below_python", None)
         if use is not None:
@@ -81,7 +81,7 @@ def _use(operation: Operation, *args: Any, **kwargs: Any) -> Any:
         with exchanging():
             return operation(*args, **kwargs)
     raise UnsupportedError(
-        f"{operation} of a tensor over a parameter's placeholder, {tuple(found[0].shape)}: its "
+        f"{operation} of a tensor over a parameter's placeholder, {tuple(tensors[0].shape)}: its "
         "values are in the tiers of offload; take them from the parameter, with "
         "p.detach().clone(), or within engine.gathered(p)"
     )

@@ -169,9 +169,9 @@ class ReleasedParameters:
             return kind  # a DTensor: its values are another tensor's
 
         def data(param: Any) -> torch.Tensor:
-            found = self._find(param)
-            if found is not None and found[0].is_gathered:
-                found[0].writes.watch(found[1])
+            place = self._find(param)
+            if place is not None and place[0].is_gathered:
+                place[0].writes.watch(place[1])
             taken: torch.Tensor = _DATA.__get__(param)
             return taken
 
@@ -217,8 +217,8 @@ class ReleasedParameters:
     def _use_values(
         self, function: Function, name: str, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        found_here = (p for p in tensors_in([args, kwargs]) if type(p) in self._released)
-        params = list({id(p): cast(nn.Parameter, p) for p in found_here}.values())
+        released = (p for p in tensors_in([args, kwargs]) if type(p) in self._released)
+        params = list({id(p): cast(nn.Parameter, p) for p in released}.values())
         self._check(params)
         if any(self._packed_of(param) is not None for param in params):
             return self._with_packed(function, name, args, kwargs, params)
@@ -229,9 +229,9 @@ class ReleasedParameters:
         groups = list(dict.fromkeys(self._group_of(param) for param in params))
         is_quantized = all(group.is_left_quantized for group in groups)
         if is_quantized and not torch.is_grad_enabled() and not in_transform():
-            found = compute(function, name, args, kwargs, self._stored)
-            if found is not NotImplemented:
-                return found
+            result = compute(function, name, args, kwargs, self._stored)
+            if result is not NotImplemented:
+                return result
         if self._join_call(groups):
             return function(*args, **kwargs)
         if _is_in_graph(params, name, function):
@@ -239,17 +239,17 @@ class ReleasedParameters:
         return self._paged(function, args, kwargs, params)
 
     def _group_of(self, param: nn.Parameter) -> ParamGroup:
-        found = self._find(param)
-        assert found is not None, "released parameters are managed ones"
-        return found[0]
+        place = self._find(param)
+        assert place is not None, "released parameters are managed ones"
+        return place[0]
 
     def _name_of(self, param: nn.Parameter) -> str:
         packed = self._packed_of(param)
         if packed is not None:
             return packed.name
-        found = self._find(param)
-        assert found is not None, "released parameters are managed ones"
-        return found[0].layout.params[found[1]].name
+        place = self._find(param)
+        assert place is not None, "released parameters are managed ones"
+        return place[0].layout.params[place[1]].name
 
     def _check(self, params: Sequence[nn.Parameter]) -> None:
         if self._closed is not None:
@@ -267,12 +267,12 @@ class ReleasedParameters:
         other value."""
         if type(value) not in self._released:
             return None
-        found = self._find(value)
-        assert found is not None, "released parameters are managed ones"
-        codec, stored = found[0].state.codes()
+        place = self._find(value)
+        assert place is not None, "released parameters are managed ones"
+        codec, stored = place[0].state.codes()
         assert isinstance(codec, WeightQuantizer), "of frozen weights"
-        part = codec.layout.parts[found[1]]
-        return StoredParam(part, stored[part.stored], codec, found[0].dtype)
+        part = codec.layout.parts[place[1]]
+        return StoredParam(part, stored[part.stored], codec, place[0].dtype)
 
     # ---------------------------------------------------------------- packed ones
     def hide(self, packed: PackedParam, dtype: torch.dtype, device: torch.device) -> None:
@@ -305,8 +305,8 @@ class ReleasedParameters:
             )
 
         def whole(value: Any) -> Any:
-            found = packed.get(id(value))
-            return value if found is None else torch.stack(list(found.rows))
+            its = packed.get(id(value))
+            return value if its is None else torch.stack(list(its.rows))
 
         return function(*mapped(args, whole), **mapped(kwargs, whole))
 
@@ -322,10 +322,10 @@ class ReleasedParameters:
             session = Session(self._handles)
             session.open()
             try:
-                found = function(*args, **kwargs)
+                result = function(*args, **kwargs)
                 if _asks_for_its_node(name, args):
-                    return found  # a view: its values stay in memory for as long as it lives
-                return mapped(found, lambda value: self._apart(value, params))
+                    return result  # a view: its values stay in memory for as long as it lives
+                return mapped(result, lambda value: self._apart(value, params))
             finally:
                 session.close()
 
@@ -342,8 +342,8 @@ class ReleasedParameters:
             with self._values.gathered(params):
                 for param in params:
                     self._handles.note(self._group_of(param))
-                found = function(*args, **kwargs)
-                return mapped(found, lambda value: self._apart(value, params))
+                result = function(*args, **kwargs)
+                return mapped(result, lambda value: self._apart(value, params))
         name = getattr(function, "__name__", "")
         detached = _property(function) == "data" or (torch.is_grad_enabled() and name != "__repr__")
         paged = {id(param): self._as_paged(param, detached=detached) for param in params}
@@ -355,8 +355,8 @@ class ReleasedParameters:
         # torch's own methods would take the address of the values
         if args and type(args[0]) in self._released:
             function = vars(PagedTensor).get(name, function)
-        found = function(*mapped(args, outward), **mapped(kwargs, outward))
-        return owners.get(id(found), found)
+        result = function(*mapped(args, outward), **mapped(kwargs, outward))
+        return owners.get(id(result), result)
 
     def _as_paged(self, param: nn.Parameter, *, detached: bool = True) -> PagedTensor:
         name = self._name_of(param)
