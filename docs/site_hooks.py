@@ -164,10 +164,10 @@ def _errors() -> Iterator[str]:
 # ---------------------------------------------------------------- what a browser would fetch
 def on_post_build(config: MkDocsConfig) -> None:
     """PluginError for a page or style that loads anything from elsewhere: it has to work alone."""
-    found = []
+    fetched = []
     for path in sorted(Path(config.site_dir).rglob("*")):
         if path.suffix in (".html", ".css", ".svg"):
             for match in _FETCHED.finditer(path.read_text(errors="replace")):
-                found.append(f"{path.name}: {match['html'] or match['css']}")
-    if found:
-        raise PluginError("the site fetches from elsewhere:\n" + "\n".join(found[:20]))
+                fetched.append(f"{path.name}: {match['html'] or match['css']}")
+    if fetched:
+        raise PluginError("the site fetches from elsewhere:\n" + "\n".join(fetched[:20]))

@@ -30,7 +30,7 @@ import offload
 from offload.process import machine
 
 FORTUNES = Path("/usr/share/games/fortunes")
-LEAST_TEXTS, MOST_TEXTS = 500, 450  # of a collection: fewer are left out, more are not used
+MIN_TEXTS, MAX_TEXTS = 500, 450  # of a collection: fewer are left out, more are not used
 MIXED = {"cookie", "fortunes", "miscellaneous", "definitions", "knghtbrd"}  # of all subjects
 CONFIG: dict[str, Any] = {
     "budget": {"host": "200MiB", "nvme": "2GiB"},  # states: 22.7 M x 16 bytes = 346 MiB
@@ -52,34 +52,34 @@ def minilm() -> Path:
 
 
 def texts(
-    folder: Path, most: int = MOST_TEXTS
+    folder: Path, max_texts: int = MAX_TEXTS
 ) -> tuple[list[tuple[str, int]], list[tuple[str, int]], int]:
     """To train on, held out (a tenth), and how many labels; at most so many of each collection."""
-    found: dict[str, list[str]] = {}
+    pieces_of: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*")):
         if path.suffix or path.name in MIXED:
             continue
         pieces = [p.strip() for p in path.read_text(errors="replace").split("\n%\n")]
-        if len(pieces) >= LEAST_TEXTS:
+        if len(pieces) >= MIN_TEXTS:
             random.Random(0).shuffle(pieces)
-            found[path.name] = [piece for piece in pieces if piece][:most]
-    if not found:
+            pieces_of[path.name] = [piece for piece in pieces if piece][:max_texts]
+    if not pieces_of:
         sys.exit(f"no texts in {folder}: apt-get install fortunes fortunes-min")
-    rows = [(text, label) for label, each in enumerate(found.values()) for text in each]
+    rows = [(text, label) for label, each in enumerate(pieces_of.values()) for text in each]
     random.Random(0).shuffle(rows)
-    return rows[len(rows) // 10 :], rows[: len(rows) // 10], len(found)
+    return rows[len(rows) // 10 :], rows[: len(rows) // 10], len(pieces_of)
 
 
 def batches(rows: list[tuple[str, int]], tokenizer: Any) -> list[dict[str, torch.Tensor]]:
     """Batches of texts of similar length; otherwise half of all tokens would be padding."""
     cut = [(tokenizer(text, truncation=True, max_length=LENGTH), label) for text, label in rows]
     cut.sort(key=lambda row: len(row[0]["input_ids"]))
-    found = []
+    made = []
     for start in range(0, len(cut), BATCH):
         tokens, labels = zip(*cut[start : start + BATCH], strict=True)
         batch = tokenizer.pad(list(tokens), return_tensors="pt")
-        found.append({**batch, "labels": torch.tensor(labels)})
-    return found
+        made.append({**batch, "labels": torch.tensor(labels)})
+    return made
 
 
 def with_adapters(model: Any) -> Any:
@@ -128,9 +128,9 @@ def train(
 
 
 def run(
-    way: str, folder: Path, fortunes: Path, *, lora: bool, storage: str | None, most: int
+    way: str, folder: Path, fortunes: Path, *, lora: bool, storage: str | None, max_texts: int
 ) -> dict[str, Any]:  # fmt: skip
-    rows, held_out, labels = texts(fortunes, most)
+    rows, held_out, labels = texts(fortunes, max_texts)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     start = time.perf_counter()
@@ -140,7 +140,7 @@ def run(
         model = with_adapters(model) if lora else model
         trained = [p for p in model.parameters() if p.requires_grad]
         losses = train(model, torch.optim.AdamW(trained, lr=LR[lora]), rows, tokenizer)
-        found = accuracy(model, batches(held_out, tokenizer))
+        score = accuracy(model, batches(held_out, tokenizer))
     else:
         model = offload.open_pretrained(
             folder, model_class=AutoModelForSequenceClassification, dtype="float32", **settings
@@ -152,9 +152,9 @@ def run(
             keys |= {**SMALLER, "storage": {"weights": storage}}
         with offload.initialize(model, keys) as engine:
             losses = train(model, engine.optimizer, rows, tokenizer)
-            found = accuracy(model, batches(held_out, tokenizer))
+            score = accuracy(model, batches(held_out, tokenizer))
     return {
-        "way": way, "accuracy": round(found, 3), "seconds": round(time.perf_counter() - start),
+        "way": way, "accuracy": round(score, 3), "seconds": round(time.perf_counter() - start),
         "cpu_s": round(time.process_time()), "peak_rss_mib": machine.peak_rss_nbytes() >> 20,
         "labels": labels, "losses": losses,
     }  # fmt: skip
@@ -165,29 +165,29 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--storage", choices=["int8", "int4", "nf4"])
     parser.add_argument("--losses", type=Path)
-    parser.add_argument("--texts", type=int, default=MOST_TEXTS, help="most texts of a collection")
+    parser.add_argument("--texts", type=int, default=MAX_TEXTS, help="most texts of a collection")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--fortunes", type=Path, default=FORTUNES)
     parser.add_argument("--way", choices=["offload", "plain", "both"], default="both")
     given = parser.parse_args()
     if given.way != "both":
         folder = given.model or minilm()
-        found = run(
+        result = run(
             given.way, folder, given.fortunes, lora=given.lora, storage=given.storage,
-            most=given.texts,
+            max_texts=given.texts,
         )  # fmt: skip
-        print(json.dumps(found))
+        print(json.dumps(result))
         return
     curves = {}
     for way in ("offload", "plain"):
         command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        curves[way] = found["losses"]
+        result = json.loads(done.stdout.splitlines()[-1])
+        curves[way] = result["losses"]
         print(
-            f"{found['way']:8} accuracy {found['accuracy']:.3f} on {found['labels']} labels, "
-            f"{found['seconds']} s ({found['cpu_s']} s of a core), peak RSS "
-            f"{found['peak_rss_mib']} MiB"
+            f"{result['way']:8} accuracy {result['accuracy']:.3f} on {result['labels']} labels, "
+            f"{result['seconds']} s ({result['cpu_s']} s of a core), peak RSS "
+            f"{result['peak_rss_mib']} MiB"
         )
     if given.losses is not None:
         given.losses.write_text(curve(curves))

@@ -1,4 +1,4 @@
-"""A runner with threads, and the formats that tests of weights in codes have."""
+"""A runner with threads, and the formats that tests of quantized weights have."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Values of every kind for codes of weights."""
+"""Values of every kind of weights to quantize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of weights in codes share: a model with adapters, and the values that codes give."""
+"""What tests of quantized weights share: a model with adapters, and dequantized values."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def dequantized(values: Tensor, weights: WeightFormat) -> Tensor:
 def round_to(
     model: nn.Module, weights: str, skip: Sequence[str] = ("lm_head",), precision: str = "fp32"
 ) -> None:
-    """Let frozen matrices have the values that codes of theirs give in `precision`. `skip`: parts
-    of names."""
+    """Quantize frozen matrices, and dequantize them to `precision`, in place. `skip`: parts of
+    names."""
     format_ = WeightFormat(QuantType[weights.upper()], 32)
     named: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -264,7 +264,7 @@ def test_without_kernels_what_needs_them_is_refused_and_says_what_is_missing(
         run(tmp_path, {state_class: "device"}, device)
 
 
-# ---------------------------------------------------------------- weights in codes
+# ---------------------------------------------------------------- quantized weights
 @pytest.mark.sample("nvme")
 @pytest.mark.parametrize("parameters", ["nvme", "device"])
 def test_codes_cross_the_link_and_are_dequantized_on_the_device(

@@ -1,4 +1,4 @@
-"""Weights in codes on several ranks: each rank has them all, what is trained is sharded as ever."""
+"""Quantized weights on several ranks: each rank has them all, what is trained is sharded."""
 
 from __future__ import annotations
 
