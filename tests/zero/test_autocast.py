@@ -115,7 +115,7 @@ def test_weights_are_cast_anew_in_each_region(tmp_path: Path, placement: Any, ch
     """Also where one is left open around several steps: what plain PyTorch casts once and keeps."""
 
     def losses(model: Any, optimizer: Any, around_all: bool) -> list[float]:
-        found = []
+        values = []
         with autocast() if around_all else nullcontext():
             for tokens in batches(4):
                 with autocast():
@@ -123,8 +123,8 @@ def test_weights_are_cast_anew_in_each_region(tmp_path: Path, placement: Any, ch
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                found.append(loss.item())
-        return found
+                values.append(loss.item())
+        return values
 
     for around_all in (False, True):
         if around_all and check and ON != "cpu":
@@ -134,5 +134,5 @@ def test_weights_are_cast_anew_in_each_region(tmp_path: Path, placement: Any, ch
         keys = {"optimizer": {"type": "sgd", "lr": 0.5}}
         placed = {**placement, "activations": {"checkpoint": check}}
         with offload.initialize(model, config(tmp_path, placed, **keys)) as engine:
-            found = losses(model, engine.optimizer, around_all)
-            assert found == pytest.approx(losses(plain, optimizer, around_all), rel=1e-6)
+            actual = losses(model, engine.optimizer, around_all)
+            assert actual == pytest.approx(losses(plain, optimizer, around_all), rel=1e-6)

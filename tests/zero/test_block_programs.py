@@ -177,12 +177,12 @@ class Program(nn.Module):
         return x.float().square().mean()
 
     def state(self) -> dict[str, Any]:
-        found = {}
+        values = {}
         for name, module in self.named_modules():
             for key in ("calls", "seen", "last", "training"):
                 value = getattr(module, key, None)
-                found[f"{name}.{key}"] = value.tolist() if isinstance(value, Tensor) else value
-        return found
+                values[f"{name}.{key}"] = value.tolist() if isinstance(value, Tensor) else value
+        return values
 
 
 def in_turn(model: nn.Module, data: list[Tensor]) -> Iterator[Tensor]:
@@ -260,9 +260,9 @@ def check(folder: Path, seed: int) -> None:
     model = build()
     keys = config(folder, placement, groups={"blocks": ["Block"]})
     with offload.initialize(model, keys) as engine:
-        losses, found, state = run(model, order, autocast, lambda: gradients_of(engine))
+        losses, gradients, state = run(model, order, autocast, lambda: gradients_of(engine))
     assert losses == expected_losses
-    assert_same_bits(found, expected)
+    assert_same_bits(gradients, expected)
     assert state == expected_state
 
 

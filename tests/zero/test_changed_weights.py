@@ -114,14 +114,14 @@ def test_an_embedding_that_renorms_trains_as_in_plain_pytorch(
     x = torch.tensor([1, 3, 3, 5], device=ON)
 
     def losses(model: nn.Module, backward: Callable[[Tensor], None], optimizer: Any) -> list[float]:
-        found = []
+        values = []
         for _ in range(3):
             loss = model(x).square().sum()
             backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            values.append(loss.item())
+        return values
 
     plain = seeded(Renormed).to(ON)
     expected = losses(plain, Tensor.backward, torch.optim.AdamW(plain.parameters(), lr=1e-2))
@@ -163,10 +163,10 @@ def test_parametrized_weights_train_as_in_plain_pytorch(
     keys = config(tmp_path, placement, optimizer={"lr": 1e-2, "weight_decay": 1e-2})
     with offload.initialize(model, keys) as engine:
         for _ in range(3):
-            expected, found = plain(_x()).square().sum(), model(_x()).square().sum()
+            expected, actual = plain(_x()).square().sum(), model(_x()).square().sum()
             expected.backward()
-            found.backward()
-            assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+            actual.backward()
+            assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
             for each in (optimizer, engine.optimizer):
                 each.step()
                 each.zero_grad()

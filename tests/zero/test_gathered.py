@@ -126,13 +126,13 @@ class TestReplicatedInAFile(OneRank, FileHomeConformance):
 @pytest.fixture
 def bench(tmp_path: Path, _one_rank: None) -> Iterator[tuple[Places, Shared]]:
     for places in make_places(tmp_path):
-        with shared(places.device, 2 * NBYTES) as found:
-            yield places, found
+        with shared(places.device, 2 * NBYTES) as world:
+            yield places, world
 
 
-def three(places: Places, found: Shared) -> list[GatheredState]:
+def three(places: Places, world: Shared) -> list[GatheredState]:
     """Filled with `content(0)`, `content(1)`, `content(2)`."""
-    states = [found.gathered(places.in_memory(f"group {number}")) for number in range(3)]
+    states = [world.gathered(places.in_memory(f"group {number}")) for number in range(3)]
     for number, state in enumerate(states):
         fill(state, content(number, NBYTES))
     return states
@@ -141,17 +141,17 @@ def three(places: Places, found: Shared) -> list[GatheredState]:
 def test_a_view_of_a_copy_that_was_given_up_keeps_its_memory_until_it_is_gone(
     bench: tuple[Places, Shared],
 ) -> None:
-    places, found = bench
-    states = three(places, found)
+    places, world = bench
+    states = three(places, world)
     view = states[0].tensor()
-    found.gatherer.begin_pass()
+    world.gatherer.begin_pass()
     account = places.device.tier.account
     assert not states[0].is_gathered
     assert account.used_nbytes == NBYTES
     for state in states:
         state.tensor()
     assert torch.equal(view, content(0, NBYTES))
-    found.gatherer.begin_pass()
+    world.gatherer.begin_pass()
     del view
     for _ in range(2):
         for state in states:
@@ -184,8 +184,8 @@ def gather_and_write(folder: str) -> list[torch.Tensor]:
     rank, count = dist.get_rank(), dist.get_world_size()
     layout, seen = lay_out(SHAPES, count), []
     for places in make_places(Path(folder)):
-        with shared(places.device, 4 * layout.numel * ITEMSIZE) as found:
-            state = found.gathered(places.in_memory("g", layout.shard_numel * ITEMSIZE), layout)
+        with shared(places.device, 4 * layout.numel * ITEMSIZE) as world:
+            state = world.gathered(places.in_memory("g", layout.shard_numel * ITEMSIZE), layout)
             fill(state, part(whole(0, layout), layout, rank))
             seen.append(state.tensor().clone())
             state.tensor().copy_(whole(1, layout))  # as `gathered` does it on every rank
@@ -212,10 +212,10 @@ def update_and_refresh(folder: str) -> list[torch.Tensor]:
     layout, seen = lay_out(SHAPES, count), []
     own = layout.shard_trainable * ITEMSIZE
     for places in make_places(Path(folder)):
-        with shared(places.device, 0) as found:
+        with shared(places.device, 0) as world:
             cut = layout.numel_trainable * ITEMSIZE
             home = places.in_memory("g", layout.numel * ITEMSIZE, cut, own)
-            state = found.replicated(home, layout)
+            state = world.replicated(home, layout)
             state.blank().copy_(whole(0, layout))
             state.mark_dirty()
             seen.append(state.tensor().clone())

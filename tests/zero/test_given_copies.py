@@ -62,8 +62,8 @@ def test_a_snapshot_may_be_written_to_and_loaded(placement: dict[str, Any], tmp_
         for name, value in engine.module.state_dict().items():
             average[name].add_(value).mul_(0.5)
         engine.module.load_state_dict(average)
-        found = engine.module.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in average.items())
+        loaded = engine.module.state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in average.items())
         passed(engine)
         assert not torch.equal(engine.module.state_dict()["0.bias"], average["0.bias"])
 

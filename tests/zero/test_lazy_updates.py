@@ -183,14 +183,14 @@ class Table:
         """All that is kept, once every step is made."""
         self.stepper.policy.complete_steps()
         self.updates.settle()
-        found: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
         for index, state in enumerate(self.states):
-            found[f"weights {index}"] = state.group.flat().view(torch.uint8).numpy().tobytes()
-            found[f"steps {index}"] = state.steps.tolist()
+            kept[f"weights {index}"] = state.group.flat().view(torch.uint8).numpy().tobytes()
+            kept[f"steps {index}"] = state.steps.tolist()
             for number, (record, chunk) in enumerate(zip(state.records, state.chunks, strict=True)):
                 for name, array in self._kept.arrays(record.host_tensor(), len(chunk)).items():
-                    found[f"{name} {number} {index}"] = array.tobytes()
-        return found
+                    kept[f"{name} {number} {index}"] = array.tobytes()
+        return kept
 
     def close(self) -> None:
         self.updates.settle()
@@ -232,8 +232,8 @@ class _places:  # noqa: N801
 
 
 def assert_same(pair: Pair) -> None:
-    found, expected = (table.content() for table in pair)
-    assert [name for name in expected if found[name] != expected[name]] == []
+    actual, expected = (table.content() for table in pair)
+    assert [name for name in expected if actual[name] != expected[name]] == []
 
 
 FORMATS = [

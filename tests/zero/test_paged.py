@@ -43,9 +43,9 @@ def passed(model: nn.Module) -> Any:
 def weight(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """A parameter with a gradient, of an engine."""
     with offload.initialize(build(), config(tmp_path, request.param)) as engine:
-        found = passed(engine.module)
-        assert isinstance(found.grad, PagedTensor)
-        yield found
+        param = passed(engine.module)
+        assert isinstance(param.grad, PagedTensor)
+        yield param
 
 
 READS: dict[str, Callable[[Any], Any]] = {
@@ -93,9 +93,9 @@ if ON == "cpu":  # torch makes no arrays of tensors on a GPU, and calls them all
 def test_a_read_gives_what_a_plain_gradient_gives(
     weight: Any, read: Callable[[Any], Tensor]
 ) -> None:
-    found, expected = read(weight.grad), read(passed(build().to(ON)).grad)
-    assert type(found) is Tensor
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    actual, expected = read(weight.grad), read(passed(build().to(ON)).grad)
+    assert type(actual) is Tensor
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
 def _put(g: Any, where: Any, value: Any) -> None:
@@ -210,13 +210,13 @@ def test_a_kept_handle_says_that_its_gradient_was_cleared(cleared: str, tmp_path
 def test_a_view_of_a_handle_that_is_set_as_grad_accumulates(tmp_path: Path) -> None:
     plain = build().to(ON)
     with offload.initialize(build(), config(tmp_path, NVME)) as engine:
-        found = []
+        gradients = []
         for model in (plain, engine.module):
             param = passed(model)
             assert param.grad is not None
             param.grad = param.grad.detach()
-            found.append(passed(model).grad.clone())  # type: ignore[union-attr]
-        torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+            gradients.append(passed(model).grad.clone())  # type: ignore[union-attr]
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=0)
 
 
 def test_handles_of_a_closed_engine_say_so_or_keep_their_value(tmp_path: Path) -> None:
@@ -227,10 +227,10 @@ def test_handles_of_a_closed_engine_say_so_or_keep_their_value(tmp_path: Path) -
     value = kept.clone()
     engine.close()
     try:
-        found = kept.clone()
+        copied = kept.clone()
     except StateError:
         return
-    assert torch.equal(found, value)
+    assert torch.equal(copied, value)
 
 
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])

@@ -68,8 +68,8 @@ def released(engine: Any) -> Any:
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_reads_below_python_has_the_values(engine: Any, name: str) -> None:
     plain = seeded(Pair)[0].weight
-    found = RIGHT[name](released(engine))
-    torch.testing.assert_close(found, RIGHT[name](plain.to(ON)), rtol=0, atol=0)
+    actual = RIGHT[name](released(engine))
+    torch.testing.assert_close(actual, RIGHT[name](plain.to(ON)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -80,9 +80,9 @@ def test_transforms_of_a_parameter_are_refused_outside_of_gathered(
         with pytest.raises(UnsupportedError, match=r"0\.weight.*engine\.gathered"):
             TRANSFORMS[name](released(engine))
         with engine.gathered(engine.module):
-            found = TRANSFORMS[name](released(engine))
+            actual = TRANSFORMS[name](released(engine))
         expected = TRANSFORMS[name](seeded(Pair)[0].weight.to(ON))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("of", ["p", "p.data", "p.grad", "p.data[:2]", "p.detach()"])

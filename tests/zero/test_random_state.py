@@ -23,11 +23,11 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(params=GLOBAL)
 def generator(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A global one, from a known state; what other tests draw stays what it was."""
-    found = GLOBAL[request.param]
-    before = random_state.state_of(found)
-    found.seed(7)
-    yield found
-    RandomState([found])._put([before], [None])
+    shared = GLOBAL[request.param]
+    before = random_state.state_of(shared)
+    shared.seed(7)
+    yield shared
+    RandomState([shared])._put([before], [None])
 
 
 @pytest.mark.parametrize("rounds", range(4))

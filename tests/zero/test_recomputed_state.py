@@ -182,10 +182,10 @@ def compare(folder: Path, build: Callable[[], nn.Module], check: Any) -> nn.Modu
     blocks = type(model.blocks[0]).__name__
     with offload.initialize(model, settings(folder, check, NVME, blocks)) as engine:
         losses = list(losses_of(model))
-        found = {n: g.clone() for n, g in gradients_of(engine).items()}
+        gradients = {n: g.clone() for n, g in gradients_of(engine).items()}
         engine.check_integrity()
     assert losses == expected_losses
-    assert_same_bits(found, expected)
+    assert_same_bits(gradients, expected)
     assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
     return model
 

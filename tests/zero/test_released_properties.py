@@ -105,9 +105,9 @@ def test_every_attribute_of_a_released_parameter_is_plain_pytorchs(
     assert len(names) > 400
     wrong = []
     for name in sorted(names - LENIENT):
-        expected, found = (asked(tensor, attribute(name), mode) for tensor in (plain, offloaded))
-        if found != ("UnsupportedError" if name in MEMORY else expected):
-            wrong.append(f"{name}: {found}, not {expected}")
+        expected, answer = (asked(tensor, attribute(name), mode) for tensor in (plain, offloaded))
+        if answer != ("UnsupportedError" if name in MEMORY else expected):
+            wrong.append(f"{name}: {answer}, not {expected}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -118,16 +118,16 @@ VALUES = {"constant_": (2.0,), "sparse_": (0.5,)}
 @pytest.mark.parametrize("of", ["[0].weight", "[0].bias", "[1].weight", "[1].weight.grad"])
 def test_initialisers_write_through_to_released_parameters(pair: tuple[Any, Any], of: str) -> None:
     for name in INITIALISERS:
-        found = []
+        results = []
         for model in pair:
             tensor: Tensor = eval(f"model{of}", {"model": model})
             torch.manual_seed(3)
             try:
                 returned = getattr(nn.init, name)(tensor, *VALUES.get(name, ()))
-                found.append((returned is tensor, described(tensor.detach())))
+                results.append((returned is tensor, described(tensor.detach())))
             except (ValueError, RuntimeError) as error:  # of one dimension too few
-                found.append(type(error).__name__)
-        assert found[0] == found[1], name
+                results.append(type(error).__name__)
+        assert results[0] == results[1], name
 
 
 def test_memory_is_refused_in_and_out_of_graphs_and_ties_are_found_by_the_object(

@@ -188,9 +188,9 @@ def test_what_is_apart_or_one_object_trains(
     x = torch.randn(4, 8)
     expected = plain(x)
     with offload.initialize(model, config(tmp_path, NVME)) as engine:
-        found = model(x.to(ON))
-        torch.testing.assert_close(found.cpu(), expected)  # of strided weights in another order
-        found.sum().backward()
+        actual = model(x.to(ON))
+        torch.testing.assert_close(actual.cpu(), expected)  # of strided weights in another order
+        actual.sum().backward()
         engine.optimizer.step()
         if change is tied_buffers and make is in_ram:
             model.first.zero_()

@@ -171,8 +171,8 @@ def test_the_store_imports_nothing_of_a_trainer() -> None:
         "print(*sorted(name.rpartition('.')[2] for name in sys.modules"
         " if name.startswith('offload.zero.')))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-    there = found.stdout.split()
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    there = ended.stdout.split()
     assert "store" in there
     assert not set(there) & set(TRAINER)
 

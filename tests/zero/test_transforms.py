@@ -41,8 +41,8 @@ class Differentiated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.layer.weight
-        found: Tensor = torch.func.jvp(lambda z: nn.functional.linear(z, weight), (x,), (x,))[1]
-        return found
+        product: Tensor = torch.func.jvp(lambda z: nn.functional.linear(z, weight), (x,), (x,))[1]
+        return product
 
 
 def dual(model: Model, x: Tensor) -> Any:
@@ -100,8 +100,8 @@ def test_a_transform_that_handles_cannot_serve_is_refused(model: Any, name: str)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_goes_through_autograds_graph_is_right(model: Any, name: str) -> None:
     plain = seeded(Blocks).to(ON)
-    found, expected = RIGHT[name](model, some_input()), RIGHT[name](plain, some_input())
-    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    actual, expected = RIGHT[name](model, some_input()), RIGHT[name](plain, some_input())
+    pairs = zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
