@@ -219,7 +219,7 @@ class Engine(TieredModel):
                 config.max_skipped_steps,
                 in_backward=config.optimizer.in_backward is True,
                 passes=config.gradient_accumulation_steps,
-                trial_nbytes=self._tier_manager.spare,
+                speculation_nbytes=self._tier_manager.spare,
                 free_nbytes=self._tier_manager.free_nvme_nbytes,
             ),
             reduce_dtype=None if rounded == "fp32" else DTYPES[rounded],

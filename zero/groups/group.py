@@ -90,12 +90,12 @@ class Classes:
 class PendingUpdate:
     """The update that readers of a group's weights and optimizer states wait for.
 
-    A reader undoes one that is on trial, which its step has not made yet (speculative_updates.py),
-    and begins the one that makes up for missed steps (lazy_updates.py).
+    A reader undoes a speculative one, which its step has not made yet (speculative_updates.py), and
+    begins the one that makes up for missed steps (lazy_updates.py).
     """
 
     ready: Transfer[None] | None = None  # None: no update is pending
-    on_trial: Callable[[], None] | None = None  # undoes the pending update, which no step has made
+    undo: Callable[[], None] | None = None  # undoes a speculative update, which no step has made
     catch_up: Callable[[], None] | None = None  # begins the update by the steps that were missed
     step_waits: bool = False  # as every state is at home in the memory where it is used
 
@@ -108,8 +108,8 @@ class PendingUpdate:
 
     def decided(self) -> Transfer[None] | None:
         """Return what readers wait for, after undoing an update that no step has made."""
-        if self.on_trial is not None:
-            self.on_trial()
+        if self.undo is not None:
+            self.undo()
         return self.ready
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
 """A model's weights in tiers: groups, the hooks that gather them, and what fetches them ahead.
 
-    module called ─▶ UnitHooks ─use─▶ WeightStore ─▶ Fetcher ─bring─▶ State
-                         └──enter──▶ ParamGroup ──tensor──────────────▶ │
+    module called ─▶ UnitHooks ─use─▶ WeightStore ─▶ Fetcher ─prefetch─▶ State
+                         └──enter──▶ ParamGroup ──tensor─────────────────▶ │
 
 The store has no gradient, optimizer state or update. With values loaded (`load_weights`) and its
 hooks in place (`start`) the model computes; `runtime.py` is built on it and trains.

@@ -256,7 +256,7 @@ class GatheredState(SharedState):
             self._gatherer.give_up(self)
 
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Bring this rank's shard alone: reads may come in any order."""
+        """Prefetch this rank's shard alone: reads may come in any order."""
         return self.is_gathered or self.home.prefetch(next_use=next_use, priority=priority)
 
     def tensor(self) -> torch.Tensor:

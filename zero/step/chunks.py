@@ -184,9 +184,9 @@ class ChunkBytes:
 
     def device_bytes(self) -> torch.Tensor:
         """Return the bytes on the device (1D uint8), valid in stream order."""
-        found = self.on_device if self.on_device is not None else self.copied
-        assert found is not None, "there, or copied there"
-        return found
+        there = self.on_device if self.on_device is not None else self.copied
+        assert there is not None, "there, or copied there"
+        return there
 
     def send_home(self) -> Transfer[None] | None:
         """Start taking the changed bytes home; a transfer only if they were staged."""

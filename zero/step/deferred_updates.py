@@ -28,7 +28,7 @@ from offload.zero.step.update import UpdateQueue
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """The counts of groups that were updated on trial, by outcome."""
+    """The counts of groups that were updated speculatively, by outcome."""
 
     kept: int = 0
     redone: int = 0  # the step clipped, skipped, or had other numbers
@@ -52,7 +52,7 @@ class DeferredUpdates:
     states: Sequence[OptimizerState]
     queue: UpdateQueue
     missed: LazyUpdates
-    room: OldBytes  # free for old versions: of groups on trial, or of a save in the background
+    room: OldBytes  # free for old versions: of speculative updates, or of a save in the background
     # returns the hyperparameters as they are now; set with the optimizer, before any backward
     hyper_source: Callable[[], HyperOf] | None = None
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
@@ -68,7 +68,7 @@ class DeferredUpdates:
     def beside_save(self) -> Iterator[tuple[SaveGate, int]]:
         """Yield the gate through which updates go on beside a save in the background, and how many
         bytes of files the save may take for old versions: all that are free, so until the end no
-        group whose old version needs some is on trial."""
+        group whose old version needs some is updated speculatively."""
         with self.lock:
             lent = OldBytes(files=self.room.files)
             self.room = self.room - lent

@@ -112,7 +112,7 @@ class LazyUpdates:
         first = self._lacks.pop(state.group.index, self._end)
         missed = [step[table] for step in self._steps[first - self._first :] if table in step]
         now = self._now.get(table) if graded is not None else None
-        found: ZeroUpdates = {}
+        updates: ZeroUpdates = {}
         for index, count in enumerate(state.steps.tolist()):
             hypers = [step[index] for step in missed if step[index] is not None]
             start = count - len(hypers) + 1  # missed steps were counted when they were due
@@ -120,12 +120,12 @@ class LazyUpdates:
                 hypers.append(now[index])
                 state.steps[index] = count + 1
             if hypers:
-                found[index] = [
+                updates[index] = [
                     (_numbers(hyper, number), number)
                     for number, hyper in enumerate(hypers, start) if hyper is not None
                 ]  # fmt: skip
         self._forget_made()
-        return found
+        return updates
 
     def lacks(self, state: OptimizerState) -> bool:
         """Return whether a group has missed any step."""

@@ -51,7 +51,7 @@ from offload.zero.step.update import UpdateQueue, next_update
 from offload.zero.tensors.local_tensors import spread_as
 from offload.zero.tensors.released import Values
 
-_LEAST_NORM_BLOCKS = 4  # partial sums of a norm that are worth another thread
+_MIN_NORM_BLOCKS = 4  # partial sums of a norm that are worth another thread
 
 
 class Homes(WeightHomes, Protocol):
@@ -115,7 +115,7 @@ class Runtime:
         self.ranks = ranks
         self.tensor_parallel = tensor_parallel
         self.loss_scale = loss_scale
-        self._run_blocks = run.sharing(_LEAST_NORM_BLOCKS)
+        self._run_blocks = run.sharing(_MIN_NORM_BLOCKS)
         self._homes = homes
         work = homes.device_work()
         self._partials = DevicePartials(work.partials) if work.partials is not None else None
@@ -223,10 +223,10 @@ class Runtime:
         """Install the hooks: from here on `model` trains through this runtime, and keeps its
         `owner`."""
         self.store.start(model, values, owner, self._begin_forward)
-        found = [self.store.places_of(param) for param in model.parameters()]
+        all_places = [self.store.places_of(param) for param in model.parameters()]
         self.stepper.norms.add_in(
             [
-                [(group.index, index) for group, index in places] for places in found
+                [(group.index, index) for group, index in places] for places in all_places
                 if any(group.layout.params[index].trainable for group, index in places)
             ]
         )  # fmt: skip

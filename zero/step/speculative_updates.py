@@ -6,7 +6,7 @@ once, its old versions are kept, and the step decides:
 
     backward k        step k                         forward k+1
     ├──────────────────┤│├─────────────────────────────┤
-         ├ 2 ┤├ 1 ┤├ 0 ┤ as on trial: old versions are dropped
+         ├ 2 ┤├ 1 ┤├ 0 ┤ as speculated: old versions are dropped
                        │ else: back to them ├ 0 ┤├ 1 ┤├ 2 ┤
 
 The bits are those of the deferred update in any case. A group that is read before the step, or
@@ -34,15 +34,15 @@ _LONGEST_PAUSE = 64  # steps
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SpeculativeUpdates(DeferredUpdates):
-    """The groups on trial, and whether there are to be any. Any thread that reads a group takes it
-    back. `lock` is also held while a trial begins, until its update is submitted, and while it
-    ends."""
+    """The groups that are updated speculatively, and whether there are to be any. Any thread that
+    reads a group takes it back. `lock` is also held while such an update begins, until it is
+    submitted, and while it ends."""
 
-    nbytes: Mapping[int, OldBytes]  # of old versions, by group that can be on trial
+    nbytes: Mapping[int, OldBytes]  # of old versions, by group that can be updated so
     free_nbytes: Callable[[], int]  # on the disks, now
     passes: int = 1  # backward passes that the last step had
     on: bool = False  # in this step
-    _terms: dict[int, Terms] = field(default_factory=dict)  # by group on trial
+    _terms: dict[int, Terms] = field(default_factory=dict)  # by group that is updated speculatively
     _pause: int = 0  # steps
     _last_pause: int = 0
     _disturbed: bool = False  # in this step: a group was needed as it was,
@@ -71,7 +71,7 @@ class SpeculativeUpdates(DeferredUpdates):
                 kept.pop_all()
             self.room = self.room - self.nbytes[index]
             self._terms[index] = terms
-            state.group.pending_update.on_trial = lambda: self.take_back([index])
+            state.group.pending_update.undo = lambda: self.take_back([index])
             self._put([self._made(state, terms)], first=True)
 
     def _takes(self, state: OptimizerState) -> bool:
@@ -81,7 +81,7 @@ class SpeculativeUpdates(DeferredUpdates):
             self.on and nbytes is not None and self.room.holds(nbytes) and not group.is_entered
             and (not group.is_gathered or group.state.in_place)
             and not group.copies.is_arriving  # it may be read on another thread from here on
-            # a view kept by the user, or read by another thread, must not show a trial
+            # a view kept by the user, or read by another thread, must not show such an update
             and not group.has_kept_views()
             and not any(each.has_views() for each in _undoable(state)[1:])
             and nbytes.files <= self.free_nbytes()  # checkpoints, and others, write there, too
@@ -96,8 +96,8 @@ class SpeculativeUpdates(DeferredUpdates):
                     self._disturbed = True
 
     def _begun(self, hyper_of: HyperOf, grad_scale: float) -> Iterator[int]:
-        """Yield the groups whose trial had the terms of the step, and counts then. The others are
-        as they were before."""
+        """Yield the groups whose update had the terms of the step, and counts then. The others
+        are as they were before."""
         for index in list(self._terms):
             state = self.states[index]
             terms = Terms.of(state, hyper_of, grad_scale)
@@ -128,10 +128,10 @@ class SpeculativeUpdates(DeferredUpdates):
     def _forget(self, index: int) -> None:
         del self._terms[index]
         self.room = self.room + self.nbytes[index]
-        self.states[index].group.pending_update.on_trial = None
+        self.states[index].group.pending_update.undo = None
 
     def decide_next(self, passes: int, *, changed: bool) -> None:
-        """The next step has trials if this one changed nothing, but for some steps after one in
+        """The next step speculates if this one changed nothing, but for some steps after one in
         which groups were needed as they were, or got other numbers."""
         with self.lock:
             for index in list(self._terms):  # the step was skipped
@@ -149,9 +149,9 @@ class SpeculativeUpdates(DeferredUpdates):
 
 
 def old_nbytes(states: Sequence[OptimizerState], room: OldBytes) -> dict[int, OldBytes]:
-    """Return the bytes of old versions by group, for those that can be on trial within `room`."""
-    found = {state.group.index: _old_nbytes(state) for state in states}
-    return {index: n for index, n in found.items() if n is not None and room.holds(n)}
+    """Return the bytes of old versions by group, for those that `room` suffices for."""
+    needed = {state.group.index: _old_nbytes(state) for state in states}
+    return {index: n for index, n in needed.items() if n is not None and room.holds(n)}
 
 
 def _undoable(state: OptimizerState) -> list[Undoable]:

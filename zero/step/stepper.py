@@ -47,8 +47,8 @@ class StepRules:
     # run exactly that many backward passes per step, and take every step it has begun.
     in_backward: bool = False
     passes: int = 1
-    # for the old versions of groups that are updated on trial
-    trial_nbytes: OldBytes = field(default_factory=OldBytes)
+    # for the old versions of groups that are updated speculatively
+    speculation_nbytes: OldBytes = field(default_factory=OldBytes)
     free_nbytes: Callable[[], int] = lambda: 0  # on the disks, now
 
 
@@ -132,8 +132,8 @@ class Stepper:
         self.norms = GradientNorms(states, self._reductions, tensor_parallel)
         self.passes = PassCounts(states, rules.passes)
         missed = LazyUpdates(states, tables, alone=not self._reductions.has_others)
-        base = states, updates, missed, rules.trial_nbytes
-        nbytes = old_nbytes(states, rules.trial_nbytes)
+        base = states, updates, missed, rules.speculation_nbytes
+        nbytes = old_nbytes(states, rules.speculation_nbytes)
         self.policy = DeferredUpdates(*base)
         if rules.in_backward:
             self.policy = InBackwardUpdates(*base, passes=rules.passes)

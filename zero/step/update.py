@@ -37,7 +37,7 @@ from offload.zero.step.device_update import DeviceUpdate, DeviceWork
 from offload.zero.step.save_gate import SaveGate
 
 _PAGE_NBYTES = 4096
-_LEAST_BLOCKS = 256  # blocks of 8-bit states per thread, at least
+_MIN_BLOCKS = 256  # blocks of 8-bit states per thread, at least
 
 
 class UpdateQueue(PendingUpdates):
@@ -52,7 +52,7 @@ class UpdateQueue(PendingUpdates):
         records on their way home would only take memory from parameters."""
         self._own = own
         self._run = run
-        self._run_blocks = run.sharing(_LEAST_BLOCKS)
+        self._run_blocks = run.sharing(_MIN_BLOCKS)
         self._seed = seed
         self._free = deque(buffers)
         self._staging = bool(buffers)  # False: every home is memory, nothing is ever staged
