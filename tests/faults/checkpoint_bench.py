@@ -36,7 +36,7 @@ from tests.offload.engine_cases import (
 DATA = batches(18)
 BESIDE = "save beside training"
 FIRST, LAST = 1, 4  # steps of the checkpoints that are saved
-MOST_S = 60.0  # a save or a load ends within it, whatever happens, on a busy machine
+MAX_S = 60.0  # a save or a load ends within it, whatever happens, on a busy machine
 Calls = list[dict[str, Counter[str]]]  # by rank and verb
 
 
@@ -87,9 +87,9 @@ def everyone(value: Any) -> list[Any]:
     """The values of all ranks."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class Bench:
@@ -136,13 +136,13 @@ class Bench:
 
     def count(self) -> Calls:
         """The calls of each verb on every rank."""
-        found = {}
+        counts = {}
         for verb, act in self.verbs.items():
             self.reach(1)
             self.calls.arm("", 0, "")
             act()
-            found[verb] = Counter(self.calls.seen)
-        return everyone(found)
+            counts[verb] = Counter(self.calls.seen)
+        return everyone(counts)
 
     @property
     def verbs(self) -> dict[str, Callable[[], Any]]:
@@ -170,20 +170,20 @@ class Bench:
 
     def _look(self) -> None:
         folder = self.path.parent
-        found = checkpoint.latest(folder)
-        if found is None:  # something else was read than was written
+        latest = checkpoint.latest(folder)
+        if latest is None:  # something else was read than was written
             assert self.calls.hits
         else:
-            assert found in (self.path, self.kept)
+            assert latest in (self.path, self.kept)
         checkpoint.prune(folder, keep_last=2)
 
     def _resume(self) -> None:
         """Every rank looks for itself, and one may find another checkpoint than the others."""
         try:
-            found = checkpoint.latest(self.path.parent)
+            latest = checkpoint.latest(self.path.parent)
         except StorageError:
-            found = None
-        self.engine.load_checkpoint(found or self.kept)
+            latest = None
+        self.engine.load_checkpoint(latest or self.kept)
 
     def meet(self, case: Case) -> Met:
         """Whatever happened, `case` has ended well."""
@@ -203,7 +203,7 @@ class Bench:
                 self.verbs[case.verb]()
         except OffloadError as error:
             caught = error
-        assert time.monotonic() - began < MOST_S
+        assert time.monotonic() - began < MAX_S
         if caught is not None:
             assert str(self.folder) in str(caught)
             assert not isinstance(caught, RankError)  # the ranks go on together

@@ -30,7 +30,7 @@ Tree = bytes | tuple[tuple[str, "Tree"], ...]  # a file's contents, or a folder'
 
 _CHANGING = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir")
 _PENDING = re.compile(r"\.(tmp|old|del)-[0-9a-f]{8}")
-_MOST_STATES = 32  # of one file or folder: what is left unsynced has many more, one tells of it
+_MAX_STATES = 32  # of one file or folder: what is left unsynced has many more, one tells of it
 
 
 class Disk:
@@ -103,14 +103,14 @@ class Disk:
         return stat.S_ISDIR(os.fstat(self._open[number]).st_mode)
 
     def _names_now(self, number: int) -> dict[str, int]:
-        found = {}
+        inodes = {}
         fd = self._open[number]
         for name in os.listdir(fd):
             try:
-                found[name] = self._inode(Path(f"/proc/self/fd/{fd}/{name}"))
+                inodes[name] = self._inode(Path(f"/proc/self/fd/{fd}/{name}"))
             except FileNotFoundError:  # another thread removes it
                 continue
-        return found
+        return inodes
 
     def _contents_now(self, number: int) -> bytes:
         fd = self._open[number]
@@ -136,7 +136,7 @@ class Disk:
         names = [name for name in sorted({*durable, *now}) if not _PENDING.search(name)]
         each = [
             [(name, state) for one in {durable.get(name): 0, now.get(name): 0}
-             for state in ([None] if one is None else islice(self._states(one), _MOST_STATES))]
+             for state in ([None] if one is None else islice(self._states(one), _MAX_STATES))]
             for name in names
         ]  # fmt: skip
         for chosen in product(*each):

@@ -38,15 +38,15 @@ class PowerLoss:
         try:
             with lost.recorded():
                 action()
-            found = set()
+            verdicts = set()
             for tree, since in lost.seen.items():
                 try:
-                    found.add(self._read(tree, read))
+                    verdicts.add(self._read(tree, read))
                 except Exception as error:
                     error.add_note(f"a power loss after: {since}")
                     raise
             assert self._read(lost.durable(), read) == read(self.folder), "it is not durable"
-            return found
+            return verdicts
         finally:
             lost.close()
 
@@ -91,10 +91,10 @@ def state(number: int) -> str:
 def test_a_save_and_what_it_replaces(disk_of_its_own: PowerLoss, engine: offload.Engine) -> None:
     path, read = disk_of_its_own.folder / "step-000001", saved("step-000001")
     for number, before in ((1, None), (2, state(1))):
-        found = disk_of_its_own.while_doing(
+        verdicts = disk_of_its_own.while_doing(
             lambda n=number: engine.save_checkpoint(path, state={"number": n}), read
         )
-        assert found == {before, state(number)}
+        assert verdicts == {before, state(number)}
 
 
 def test_a_save_behind_training(disk_of_its_own: PowerLoss, engine: offload.Engine) -> None:
@@ -109,10 +109,10 @@ def test_folders_that_are_made_on_the_way(
     disk_of_its_own: PowerLoss, engine: offload.Engine
 ) -> None:
     path = disk_of_its_own.folder / "new/deep/step-000001"
-    found = disk_of_its_own.while_doing(
+    verdicts = disk_of_its_own.while_doing(
         lambda: engine.save_checkpoint(path, state={"number": 1}), saved("new/deep/step-000001")
     )
-    assert found == {None, state(1)}
+    assert verdicts == {None, state(1)}
 
 
 def test_what_is_pruned(disk_of_its_own: PowerLoss, engine: offload.Engine) -> None:
@@ -123,8 +123,8 @@ def test_what_is_pruned(disk_of_its_own: PowerLoss, engine: offload.Engine) -> N
         saved("step-000001")(left)  # is whole or gone
         return saved("step-000002")(left)
 
-    found = disk_of_its_own.while_doing(lambda: checkpoint.prune(disk_of_its_own.folder, 1), read)
-    assert found == {state(1)}
+    seen = disk_of_its_own.while_doing(lambda: checkpoint.prune(disk_of_its_own.folder, 1), read)
+    assert seen == {state(1)}
     assert not (disk_of_its_own.folder / "step-000001").exists()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.checkpoint_bench import MOST_S, Bench, Case, Met, Tally, everyone
+from tests.faults.checkpoint_bench import MAX_S, Bench, Case, Met, Tally, everyone
 from tests.offload.engine_cases import HOST, NVME
 from tests.ranks.processes import run_ranks
 
@@ -41,20 +41,20 @@ LONG = [
 def meet_all(setup: Setup, count: int, folder: str) -> list[Met]:
     torch.set_num_threads(1)
     # a wait for another rank that ends by itself takes longer than a case may
-    zero = {"stage": setup.stage, "timeout_s": 2 * MOST_S}
+    zero = {"stage": setup.stage, "timeout_s": 2 * MAX_S}
     bench = Bench(Path(folder), placement=setup.placement, zero=zero)
-    found = []
+    met = []
     with bench.calls.installed(), bench.engine:
         calls = bench.count()
         for seed in range(setup.first, setup.first + count):
             case = Case.drawn(seed, calls)
             try:
-                found.append(bench.meet(case))
+                met.append(bench.meet(case))
             except BaseException as error:
                 error.add_note(f"{seed} {case} {bench.calls.hit}")
                 raise
         everyone(None)
-    return found
+    return met
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

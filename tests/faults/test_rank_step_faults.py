@@ -20,7 +20,7 @@ from torch import Tensor
 
 import offload
 from offload.errors import OffloadError
-from tests.faults.checkpoint_bench import MOST_S
+from tests.faults.checkpoint_bench import MAX_S
 from tests.faults.faulty_files import FATAL, KINDS, FaultyFiles
 from tests.offload.engine_cases import (
     HOST,
@@ -69,7 +69,7 @@ class Case:
         return config(
             folder, NVME, budget={"host": "2MiB", "nvme": "64MiB"}, precision=self.precision,
             nvme={"paths": [str(folder)], "backend": "threads"},
-            zero={"stage": self.stage, "timeout_s": 2 * MOST_S}, clip_grad_norm=1.0,
+            zero={"stage": self.stage, "timeout_s": 2 * MAX_S}, clip_grad_norm=1.0,
             optimizer={"lr": 1e-2, "chunk": 1024},
         )  # fmt: skip
 
@@ -142,12 +142,12 @@ def without_faults(case: Case, folder: str) -> list[dict[str, Tensor]]:
     torch.set_num_threads(1)
     keys = {**case.keys(Path(folder)), "placement": HOST}
     keys["budget"] = {"host": "64MiB"}
-    found = []
+    states = []
     with offload.initialize(seeded(TinyLM), keys) as engine:
         for steps in (range(SAVED), range(SAVED, STEPS)):
             train(engine, steps)
-            found.append(states_of(engine))
-    return found
+            states.append(states_of(engine))
+    return states
 
 
 def check_saved(case: Case, folder: Path) -> None:
@@ -172,14 +172,14 @@ def test_drawn_faults_leave_the_bits_or_an_error_on_all_ranks(
 ) -> None:
     case = Case.drawn(case_seed)
     ends: list[End] = run_ranks(
-        case.ranks, tmp_path / "ranks", meet, case, str(tmp_path), timeout_s=6 * MOST_S
+        case.ranks, tmp_path / "ranks", meet, case, str(tmp_path), timeout_s=6 * MAX_S
     )
     hit = ends[case.rank].hit
     print(case, hit, [end.error for end in ends], sep="\n")
     if any(end.error for end in ends):
         assert case.kind in FATAL or case.always, hit
         assert all(end.error for end in ends)
-        assert max(end.ended for end in ends) - min(end.began for end in ends) < MOST_S
+        assert max(end.ended for end in ends) - min(end.began for end in ends) < MAX_S
         assert str(tmp_path) in ends[case.rank].error
         check_saved(case, tmp_path)
     else:

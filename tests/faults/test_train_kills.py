@@ -24,7 +24,7 @@ from tests.offload.checkpoint_crash import bits_of
 REPOSITORY = Path(__file__).parents[2]
 STEPS, LONG_STEPS = 4, 40
 KILLS, LONG_KILLS = 1, 1000
-MOST_LIVES = 2000
+MAX_LIVES = 2000
 
 Victim = Callable[[Request], int]
 
@@ -50,8 +50,8 @@ def victim() -> Iterator[Victim]:
 
 def resumed(folder: Path) -> int | None:
     """The step after which the last run went on, as it says; None if it did not come so far."""
-    found = re.search(r"^resumed after step (\d+)", (folder / "output.txt").read_text(), re.M)
-    return int(found[1]) if found else None
+    match = re.search(r"^resumed after step (\d+)", (folder / "output.txt").read_text(), re.M)
+    return int(match[1]) if match else None
 
 
 def final_bits(run: Path) -> int:
@@ -67,7 +67,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     victim: Victim, tmp_path: Path, long: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps, most = (LONG_STEPS, LONG_KILLS) if long else (STEPS, KILLS)
+    steps, max_kills = (LONG_STEPS, LONG_KILLS) if long else (STEPS, KILLS)
     write_inputs(tmp_path, steps)
     whole, run = tmp_path / "whole", tmp_path / "run"
     assert victim(Request(str(tmp_path), "whole", resume=False)) == 0
@@ -77,23 +77,23 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     span_s = 3 * (time.monotonic() - began)  # a third of the lives are over before they go on
     draw, began = random.Random(0), time.monotonic()
     kills = runs = 0
-    while kills < most:
+    while kills < max_kills:
         shutil.rmtree(run, ignore_errors=True)
         step = lives = 0
         status = signal.SIGKILL
         while status:
             # some lives are too short to come to the next checkpoint
-            life_s = draw.uniform(0, span_s) if kills < most else None
+            life_s = draw.uniform(0, span_s) if kills < max_kills else None
             going_on = (run / "metrics.jsonl").exists()
             status = victim(Request(str(tmp_path), "run", going_on, life_s))
             said = (tmp_path / "output.txt").read_text()
             assert status in (0, signal.SIGKILL), said[-3000:]
-            found = resumed(tmp_path)
-            assert found is None or found >= step, "a checkpoint that had been there is lost"
-            step = found or step
+            last = resumed(tmp_path)
+            assert last is None or last >= step, "a checkpoint that had been there is lost"
+            step = last or step
             kills += status == signal.SIGKILL
             lives += 1
-            assert lives < MOST_LIVES, f"it does not get beyond step {step}"
+            assert lives < MAX_LIVES, f"it does not get beyond step {step}"
         runs += 1
         check_run(run, whole, expected)
     with capsys.disabled():
@@ -109,5 +109,5 @@ def check_run(run: Path, whole: Path, expected: int) -> None:
         left = {*os.listdir(folder)} - {*os.listdir(other)}
         left = {name for name in left if ".tmp-" not in name}  # a text on its way
         # killed amid the removal behind its last step, it has nothing left to do
-        most = 1 if folder.name == "checkpoints" else 0
-        assert len({name.partition(".")[0] for name in left}) <= most, left
+        max_left = 1 if folder.name == "checkpoints" else 0
+        assert len({name.partition(".")[0] for name in left}) <= max_left, left

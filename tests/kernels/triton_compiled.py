@@ -38,10 +38,10 @@ QUANTIZED = {"TYPE": 1, "FLOAT": 1, "GROUP": 64, "BLOCK": 2048}
 
 @dataclass
 class Compiler:
-    """Compiles for one target. `most_registers`: of a thread, fewer than it would take."""
+    """Compiles for one target. `max_registers`: of a thread, fewer than it would take."""
 
     target: GPUTarget
-    most_registers: int | None = None
+    max_registers: int | None = None
 
     def compile(
         self, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int
@@ -55,8 +55,8 @@ class Compiler:
         }
         source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
         options = {"num_warps": warps, "enable_fp_fusion": False}
-        if self.most_registers is not None:
-            options["maxnreg"] = self.most_registers
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
         made = triton.compile(source, target=self.target, options=options).asm
         if self.target.backend == "hip":
             return {"assembly": made["amdgcn"], "spilled": spilled_amd(made["amdgcn"])}

@@ -91,10 +91,10 @@ def _cuda_headers() -> Path:
 
 
 def _packages() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None
-    assert found.origin is not None
-    return Path(found.origin).parents[1]
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parents[1]
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def test_memory_read_before_its_copy_was_awaited_holds_nan(ask: Ask) -> None:
 
 
 def test_the_error_of_a_failed_call_is_raised_by_the_next_kernel_and_gone(ask: Ask) -> None:
-    found = ask(TRUE, "error_kept")
-    assert found == {"status": 2, "said": ["CUDA error: out of memory", None]}
+    answer = ask(TRUE, "error_kept")
+    assert answer == {"status": 2, "said": ["CUDA error: out of memory", None]}
 
 
 # ---------------------------------------------------------------- waits
@@ -90,8 +90,8 @@ def on_the_cpu(ask: Ask) -> Reference:
     @cache
     def seen(precision: str = "fp32", updates: bool = True) -> list[int]:
         keys = {"precision": precision, **({} if updates else NO_UPDATES)}
-        found: list[int] = ask(None, "values_seen", device="cpu", placement="host", **keys)
-        return found
+        values: list[int] = ask(None, "values_seen", device="cpu", placement="host", **keys)
+        return values
 
     return seen
 
@@ -126,8 +126,8 @@ def test_updates_on_device_2_are_queued_there(
     placement: str, ask: Ask, on_the_cpu: Reference
 ) -> None:
     where = {"index": 2, "thread": True, "side_stream": True}
-    found = ask(LATE, "values_seen", placement=placement, **where, **NO_UPDATES)
-    assert found == on_the_cpu(updates=False)
+    values = ask(LATE, "values_seen", placement=placement, **where, **NO_UPDATES)
+    assert values == on_the_cpu(updates=False)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -136,8 +136,8 @@ def test_backward_reads_the_activations_of_its_forward_however_late_copies_are(
     tier: str, recomputed: bool, ask: Ask, on_the_cpu: Reference
 ) -> None:
     activations = {"tier": tier, "checkpoint": recomputed}
-    found = ask(TRUE, "values_seen", placement="host", activations=activations, **NO_UPDATES)
-    assert found == on_the_cpu(updates=False)
+    values = ask(TRUE, "values_seen", placement="host", activations=activations, **NO_UPDATES)
+    assert values == on_the_cpu(updates=False)
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(start: Any, on_the_cpu: Reference) -> None:

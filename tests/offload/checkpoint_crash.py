@@ -3,7 +3,7 @@
 Each line of input is a `Request`; for each one a child is forked (imports and kernels are paid for
 once), which loads the checkpoint, if there is to be one, and saves the following steps. Lines of
 output: `pid N`, `loaded STEP`, `saved STEP BITS`, `ended STATUS`, and after a save whose calls were
-counted `calls N` and `tried N`, how many updates were on trial; a child's first step tries none.
+counted `calls N` and `tried N`, how many updates were speculative; a child's first step tries none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 _CALLS = {
     "mkdir", "create", "pwrite", "fsync", "fsync folder", "rename", "exchange", "rmtree",
 }  # fmt: skip
-# what happens to an update on trial, in whichever thread
+# what happens to a speculative update, in whichever thread
 _EVENTS: list[tuple[type, str]] = [
     (SpeculativeUpdates, "begin"), (SpeculativeUpdates, "_begun"),
     (SpeculativeUpdates, "take_back"), (SpeculativeUpdates, "_end"),

@@ -24,12 +24,12 @@ VALUES = st.sampled_from(HOSTILE) | st.recursive(
 ACTIONS = st.sampled_from(["replace", "remove", "rename", "repeat", "swap", "add"])
 
 
-def changes(most: int = 3) -> st.SearchStrategy[Any]:
+def changes(max_changes: int = 3) -> st.SearchStrategy[Any]:
     """Some of: where (a number), what is done, and values for it."""
     change = st.tuples(
         st.integers(0, 1 << 20), ACTIONS, VALUES, st.integers(0, 1 << 20), st.text(max_size=12)
     )
-    return st.lists(change, min_size=1, max_size=most)
+    return st.lists(change, min_size=1, max_size=max_changes)
 
 
 def changed(tree: Any, made: Any) -> Any:

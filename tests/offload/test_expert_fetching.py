@@ -66,11 +66,11 @@ class RoutedLM(TinyLM):
 
 def _values(engine: offload.Engine) -> dict[str, Tensor]:
     """One by one: they do not fit together."""
-    found = {}
+    values = {}
     for name, param in engine.module.named_parameters():
         with engine.gathered(param):
-            found[name] = param.detach().clone()
-    return found
+            values[name] = param.detach().clone()
+    return values
 
 
 def _step(engine: offload.Engine, tokens: Tensor) -> None:
@@ -108,8 +108,8 @@ def _two_forwards(engine: offload.Engine, data: list[Tensor]) -> None:
 
 
 def _in_any_order(engine: offload.Engine, data: list[Tensor]) -> None:
-    orders: list[Any] = [sorted, lambda found: found[::-1], lambda found: found[1::2] + found[::2]]
-    orders.append(lambda found: [])  # no tokens
+    orders: list[Any] = [sorted, lambda ids: ids[::-1], lambda ids: ids[1::2] + ids[::2]]
+    orders.append(lambda ids: [])  # no tokens
     for number, tokens in enumerate(data):
         for place, block in enumerate(engine.module.blocks):
             block.order = orders[(number + place) % len(orders)]
@@ -134,7 +134,7 @@ def _compare(loop: Callable[..., None], how: dict[str, bool], tmp_path: Path) ->
     def build() -> RoutedLM:
         return RoutedLM(**how)
 
-    found = []
+    values = []
     for placement in HOST, NVME:
         keys = config(tmp_path, placement, budget={"host": "64MiB", "nvme": "128MiB"})
         keys["optimizer"] = {"lr": 3e-3, "chunk": 16384}
@@ -144,10 +144,10 @@ def _compare(loop: Callable[..., None], how: dict[str, bool], tmp_path: Path) ->
             keys["budget"] = {"host": host, "nvme": "128MiB"}
         with offload.initialize(seeded(build), keys) as engine:
             loop(engine, batches(4))
-            found.append(_values(engine))
+            values.append(_values(engine))
             if placement is NVME:
                 assert len(engine.store.tables) == 3
-    assert_same_bits(*found)
+    assert_same_bits(*values)
 
 
 def test_no_routing_disturbs_the_trace_and_backward_finds_what_forward_used(tmp_path: Path) -> None:

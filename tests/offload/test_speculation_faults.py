@@ -1,4 +1,4 @@
-"""Files that fail between an update on trial and the step that decides: the bits of a run without
+"""Files that fail between a speculative update and the step that decides: the bits of a run without
 faults, or an error that says why. What was saved before goes on to the same bits."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def engine_of(folder: Path, placement: dict[str, Any], **more: Any) -> Iterator[
         yield engine
 
 
-def tried_groups(engine: offload.Engine) -> list[int]:
+def speculative_groups(engine: offload.Engine) -> list[int]:
     return [g.index for g in engine.store.groups if g.index in engine._runtime.stepper.policy]
 
 
@@ -100,7 +100,7 @@ def test_a_reader_sees_the_state_before_the_trial(
     with engine_of(tmp_path, NVME) as engine:
         before = READERS[how](engine)
         backward(engine, 2)
-        assert tried_groups(engine)
+        assert speculative_groups(engine)
         engine._runtime.updates.settle()  # all of it is made, and at home
         torch.testing.assert_close(READERS[how](engine), before, rtol=0, atol=0)
         assert_same_bits(finished(engine), expected)
@@ -113,10 +113,10 @@ def test_a_save_amid_a_trial_is_refused_and_ends_no_trial(
         engine.save_checkpoint(tmp_path / "saved")
         before = states_of(engine)
         backward(engine, 2)
-        tried = tried_groups(engine)
+        speculative = speculative_groups(engine)
         with pytest.raises(StateError, match=r"gradients wait for optimizer\.step"):
             engine.save_checkpoint(tmp_path / "saved")
-        assert tried_groups(engine) == tried
+        assert speculative_groups(engine) == speculative
         engine.load_checkpoint(tmp_path / "saved")  # the gradients are dropped, and the trials
         assert_same_bits(states_of(engine), before)
         backward(engine, 2)
@@ -133,7 +133,7 @@ def test_a_view_that_is_kept_shows_no_trial(tmp_path: Path) -> None:
             kept = norm.detach()  # type: ignore[operator]
         before = kept.clone()
         backward(engine, 2)
-        assert tried_groups(engine)
+        assert speculative_groups(engine)
         assert group not in trials
         engine._runtime.updates.settle()
         assert torch.equal(kept, before)
@@ -170,7 +170,7 @@ def test_another_thread_takes_a_trial_back_while_the_step_decides(
         updates._step_here = late  # type: ignore[method-assign]
         updates.withdraw = withdraw  # type: ignore[method-assign]
         backward(engine, 2)
-        assert tried_groups(engine)
+        assert speculative_groups(engine)
         reader = threading.Thread(target=read)
         reader.start()
         assert waits.wait(TIMEOUT_S)
@@ -191,10 +191,10 @@ def test_a_forked_child_is_told_that_the_trials_are_its_parents(
 ) -> None:
     with engine_of(tmp_path, NVME) as engine:
         backward(engine, 2)
-        tried = tried_groups(engine)
-        assert tried
+        speculative = speculative_groups(engine)
+        assert speculative
         for how in ("detach", "optimizer.state_dict", "export"):
             said = child_says(lambda how=how: READERS[how](engine))  # type: ignore[misc]
             assert said.startswith("StateError: this engine belongs to process"), said
-        assert tried_groups(engine) == tried
+        assert speculative_groups(engine) == speculative
         assert_same_bits(finished(engine), expected)

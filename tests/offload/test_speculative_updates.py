@@ -1,4 +1,4 @@
-"""Updates on trial during backward: the bits of the deferred update, whatever the loop does."""
+"""Speculative updates during backward: the bits of the deferred update, whatever the loop does."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ class _Search:
         gpu, home = hardware.device_nbytes > 0, config.placement.activations.tier
         leaves = min_window(Tier.named(home), gpu) > 0
         peak = self._facts.peak_elsewhere_nbytes if leaves else self._facts.peak_nbytes
-        holes = fragmentation_nbytes(self._facts, leaves=leaves)
-        self._passing_nbytes = 0 if gpu else peak + holes
+        fragmentation = fragmentation_nbytes(self._facts, leaves=leaves)
+        self._passing_nbytes = 0 if gpu else peak + fragmentation
         baseline = NO_LIBRARIES if run is None else run.baseline
         libraries = 0 if run is None else baseline.ram_of(config, model.tensors)
         # of the memory that a tier is in, what activations and libraries take

@@ -70,7 +70,7 @@ class PeakCopies:
     written_nbytes: int  # most bytes of gradients on nvme: those that find room never go there
     touched_nbytes: int  # of host memory that copies have ever lain in
     staged: bool  # whether chunks pass through the staging buffers
-    found_no_room: bool  # whether some had to go, or did not come
+    lacked_room: bool  # whether some had to go, or did not come
 
 
 def find_copies(plan: Plan, config: OffloadConfig, model: ModelShape, passes: int) -> PeakCopies:
@@ -78,7 +78,7 @@ def find_copies(plan: Plan, config: OffloadConfig, model: ModelShape, passes: in
     expert is touched and leaves copies, and so do pages of caches on nvme as far as there is room.
     """
     if not plan.copies_on_host:
-        return PeakCopies(0, 0, 0, 0, staged=False, found_no_room=False)
+        return PeakCopies(0, 0, 0, 0, staged=False, lacked_room=False)
     experts = representatives(plan, model, None, _MAX_COPIED)
     run = PlannedRun(plan, config, experts, passes, max_chunks=_MAX_CHUNKS_HELD)
     account, arena = run.memory.account, run.memory.arena
@@ -88,7 +88,7 @@ def find_copies(plan: Plan, config: OffloadConfig, model: ModelShape, passes: in
         account.peak_nbytes + pages, account.peak_by_class[StateClass.GRADIENTS],
         run.files.peak_nbytes,
         min(arena.nbytes, arena.high_water_nbytes + pages), run.stages,
-        run.memory.found_no_room or pages < on_nvme,
+        run.memory.lacked_room or pages < on_nvme,
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ class PlannedMemory:
             if tier.capacity_nbytes and plan.total(tier):
                 held[tier] = {**self._expected(tier), MemoryClass.ACTIVATIONS: self._waiting(tier)}
         host = plan.total(Tier.HOST) + self._copies.nbytes + self._late_nbytes
-        if self._copies.found_no_room:
+        if self._copies.lacked_room:
             host = plan.budgets[Tier.HOST]
         moves = on_nvme[MemoryClass.STAGING] + on_nvme[MemoryClass.ACTIVATIONS] > 0
         is_bound = {
@@ -151,7 +151,7 @@ class PlannedMemory:
 
     @property
     def _copies_are_exact(self) -> bool:
-        return not (self._copies.found_no_room or self._late_nbytes)
+        return not (self._copies.lacked_room or self._late_nbytes)
 
     def _expected(self, tier: Tier) -> ByClass:
         """Return the bytes that the plan expects in a tier, without the window of activations."""

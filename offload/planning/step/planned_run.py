@@ -136,7 +136,7 @@ class PlannedRun(PendingUpdates):
     def stages(self) -> bool:
         """Whether chunks without a copy pass through the update's buffers. An update ahead of the
         forward finds less room than in this simulation, where forward has reached its group."""
-        return self._staged or self.memory.found_no_room
+        return self._staged or self.memory.lacked_room
 
     def _load(self) -> None:
         """Load the first values, which pass through memory by group and leave copies there."""

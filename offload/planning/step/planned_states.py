@@ -51,7 +51,7 @@ class PlannedTier:
     def __init__(self, nbytes: int) -> None:
         self.arena = Arena(max(0, nbytes))
         self.account = TierAccount(self.arena.nbytes)
-        self.found_no_room = False  # for something, at some time
+        self.lacked_room = False  # for something, at some time
 
     @property
     def used_nbytes(self) -> int:
@@ -63,7 +63,7 @@ class PlannedTier:
 
     def fits(self, nbytes: int) -> bool:
         fits = nbytes <= min(self.free_nbytes, self.arena.largest_free_nbytes)
-        self.found_no_room |= not fits
+        self.lacked_room |= not fits
         return fits
 
     def lease(self, nbytes: int, *, owner: str, state_class: StateClass) -> PlannedLease:

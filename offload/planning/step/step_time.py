@@ -115,7 +115,7 @@ class _Pipeline:
         # parameters of a group: updated, where it computes, with the other ranks' shards
         self._ready: dict[int, float] = defaultdict(float)
         self._gradient_home: dict[int, float] = defaultdict(float)
-        self._arrived: list[float] = []  # when the model's thread came to each use
+        self._arrived: list[float] = []  # when the model's thread reached each use
         self._begun_s = 0.0
         self._cost = self._costs(facts)
         self._update_s = {
@@ -191,14 +191,14 @@ class _Pipeline:
 
     def _use(self, move: Move) -> None:
         group, moved = move.action.group, move.nbytes
-        came_s = self._clocks[COMPUTE].free_s
-        self._arrived.append(came_s)
+        arrived_s = self._clocks[COMPUTE].free_s
+        self._arrived.append(arrived_s)
         # a forward is known to need an expert when its router has chosen
         table = self._experts.model.groups[group].table
         is_chosen = bool(table) and move.action.verb is Verb.FORWARD
         fetched_read = fetched_sent = 0
         for fetch in move.fetches:
-            asked_s = came_s
+            asked_s = arrived_s
             if self._plan.gpu and fetch.group == group and not is_chosen:
                 # asked for as soon as it was updated
                 asked_s = self._arrived[max(0, len(self._arrived) - 1 - self._plan.prefetch)]
