@@ -209,12 +209,9 @@ def configuration(
     if weights.quant_type is QuantType.NF4:
         skipped = [_pattern(name, chosen) for name in unquantized]
         return dict(bitsandbytes.configuration(dtype, skipped))
+    bits, group_size = weights.quant_type.bits, weights.group_size
     settings = compressed_tensors.configuration(
-        weights.quant_type.bits,
-        weights.group_size,
-        unquantized,
-        symmetric=symmetric,
-        experts=experts,
+        bits, group_size, unquantized, symmetric=symmetric, experts=experts
     )
     return dict(settings)
 
