@@ -3,7 +3,7 @@
 Each line of input is a `Request`; for each one a child is forked (imports and kernels are paid for
 once), which loads the checkpoint, if there is to be one, and saves the following steps. Lines of
 output: `pid N`, `loaded STEP`, `saved STEP BITS`, `ended STATUS`, and after a save whose calls were
-counted `calls N` and `tried N`, how many updates were speculative; a child's first step tries none.
+counted `calls N` and `speculated N`, the number of speculative updates (none in a first step).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Request:
     fresh: bool = False  # there is nothing to load yet
     exchange: bool = True  # False: as on a system without RENAME_EXCHANGE
     stop_at: int | None = None  # the call during the first save at which to be killed; -1: count
-    trials: bool = False  # `stop_at` counts events of the second step's trials, and its save's
+    speculative: bool = False  # `stop_at` counts events of the second step's updates and save
     keep: int = 0  # so many steps, each in a folder of its own in `path`
 
     def to_json(self) -> str:
@@ -111,8 +111,8 @@ def _save_for_ever(request: Request) -> None:
         print("loaded", engine.report().steps, flush=True)
         calls: Iterator[int] = iter(())
         for taken in itertools.count():
-            if request.stop_at is not None and taken == int(request.trials):
-                calls = _watch_calls(request.stop_at, trials=request.trials)
+            if request.stop_at is not None and taken == int(request.speculative):
+                calls = _watch_calls(request.stop_at, speculative=request.speculative)
             step_of(engine)
             saved = Path(request.path)
             if request.keep:
@@ -121,15 +121,15 @@ def _save_for_ever(request: Request) -> None:
             if request.keep:
                 checkpoint.prune(saved.parent, request.keep)
             print("saved", engine.report().steps, bits_of(saved), flush=True)
-            if request.stop_at is not None and taken == int(request.trials):
+            if request.stop_at is not None and taken == int(request.speculative):
                 print("calls", next(calls), flush=True)
-                trials = engine.report().trials
-                print("tried", trials.kept + trials.redone, flush=True)
+                counts = engine.report().trials
+                print("speculated", counts.kept + counts.redone, flush=True)
                 return
 
 
 def step_of(engine: offload.Engine) -> None:
-    """The next step. Every other one clips, and not as its updates were tried: they are undone."""
+    """The next step. Every other one clips, unlike its speculative updates: they are undone."""
     number = engine.report().steps
     engine.backward(engine.module.loss(batches(1, seed=number)[0]))  # type: ignore[operator]
     if number % 2:
@@ -148,9 +148,9 @@ def bits_of(checkpoint: Path) -> int:
     return checksum
 
 
-def _watch_calls(stop_at: int, *, trials: bool) -> Iterator[int]:
-    """Count the system calls of a save from now on, with `trials` their events, too; killed before
-    call `stop_at`."""
+def _watch_calls(stop_at: int, *, speculative: bool) -> Iterator[int]:
+    """Count the system calls of a save from now on, with `speculative` the events of updates, too;
+    killed before call `stop_at`."""
     counter = itertools.count()
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +168,7 @@ def _watch_calls(stop_at: int, *, trials: bool) -> Iterator[int]:
         return (counted if operation in _CALLS else perform)(operation, *args)
 
     disk.perform = made  # type: ignore[assignment]
-    for kind, name in _EVENTS if trials else ():
+    for kind, name in _EVENTS if speculative else ():
         setattr(kind, name, watched(getattr(kind, name)))
     return counter
 

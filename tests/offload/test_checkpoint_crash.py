@@ -155,28 +155,28 @@ def test_killed_before_each_system_call_of_a_save_and_of_what_removes_old_steps(
 
 
 @pytest.mark.slow
-def test_killed_between_an_update_on_trial_and_its_step_a_run_goes_on_to_the_same_bits(
+def test_killed_between_a_speculative_update_and_its_step_a_run_goes_on_to_the_same_bits(
     victim: Victim, tmp_path: Path, long: bool
 ) -> None:
-    """Each child saves twice at most. What its second step tried counts or is undone, and it is
-    killed at one of the events of that, of the files or of the save."""
+    """Each child saves twice at most. What its second step speculated counts or is undone, and
+    it is killed at one of the events of that, of the files or of the save."""
     path, draw = tmp_path / "checkpoints" / "saved", random.Random(0)
-    victim.start(Request(str(path), str(tmp_path), fresh=True, trials=True, stop_at=-1))
+    victim.start(Request(str(path), str(tmp_path), fresh=True, speculative=True, stop_at=-1))
     ended, step, killed = victim.end(), 2, 0
-    assert ended["tried"] > 0
+    assert ended["speculated"] > 0
     for _ in range(60 if long else 5):
         stop_at = draw.randrange(ended["calls"])
-        begun = victim.start(Request(str(path), str(tmp_path), trials=True, stop_at=stop_at))
+        begun = victim.start(Request(str(path), str(tmp_path), speculative=True, stop_at=stop_at))
         assert begun in (step, step + 1), "neither the old nor the new one"
         status = victim.end()
         killed += status["ended"] == signal.SIGKILL
         step = status.get("saved", begun)
     assert killed > 2
-    victim.start(Request(str(path), str(tmp_path), trials=True, stop_at=-1))
-    assert victim.end()["tried"] > 0
+    victim.start(Request(str(path), str(tmp_path), speculative=True, stop_at=-1))
+    assert victim.end()["speculated"] > 0
     assert os.listdir(tmp_path) == ["checkpoints"], "swap files go with their process"
     with offload.initialize(seeded(TinyLM), config(tmp_path, HOST, **KEYS)) as engine:
-        for _ in range(max(victim.bits)):  # uninterrupted, and nothing is tried
+        for _ in range(max(victim.bits)):  # uninterrupted, and nothing is speculative
             step_of(engine)
         engine.save_checkpoint(tmp_path / "uninterrupted")
         assert not engine.report().trials.kept

@@ -164,7 +164,7 @@ def test_no_pressure_changes_a_bit(tmp_path: Path, machine: Machine, long: bool)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_updates_on_trial_keep_their_bits_under_pressure(
+def test_speculative_updates_keep_their_bits_under_pressure(
     tmp_path: Path, machine: Machine, seed: int
 ) -> None:
     program: list[Any] = [

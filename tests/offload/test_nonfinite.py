@@ -29,7 +29,7 @@ from tests.offload.plain_training import MakeEngine
 pytestmark = MARKS
 
 STEPS = 5
-TRIALS = {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
+SPECULATIVE = {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
 SPLIT = {"parameters": "host", "gradients": "nvme", "optimizer": {"host": "40%", "nvme": "60%"}}
 
 
@@ -94,7 +94,7 @@ def test_a_step_that_is_skipped_leaves_no_trace_wherever_it_went_wrong(
             "states": draw.choice(["fp32", "bf16"]),
         },
     }  # fmt: skip
-    placement = draw.choice([NVME, HOST, TRIALS, TRIALS, SPLIT])
+    placement = draw.choice([NVME, HOST, SPECULATIVE, SPECULATIVE, SPLIT])
     if keys["precision"] == "bf16" and passes > 1:  # whose fp32 sums are not put on nvme
         placement = {**placement, "gradients": "host"}
 

@@ -37,10 +37,10 @@ from tests.offload.engine_cases import (
 READ, WRITE = "read", "write"
 ERRORS = ("EIO", "ENOSPC", "end of file")
 RETRIED = ("short", "ragged", "EINTR", "EAGAIN")  # these end as if nothing had been
-# the event that decides: the step as it was tried, another one, or a use of the old version
+# the event that decides: the step as speculated, another one, or a use of the old version
 VERDICTS = ("keep", "clip", "skip", "lr", "read", "settle", "drop", "states", "more")
 DATA = batches(4)
-FAULTY = 2  # the step that meets the fault: the first has no trials, the second decides that
+FAULTY = 2  # the step that meets the fault: the first does not speculate, the second decides that
 
 
 class Faults:
@@ -210,7 +210,7 @@ def test_drawn_faults_leave_the_bits_or_an_error(
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("verdict", ["keep", "read", "drop"])
-def test_a_write_that_fails_on_trial_is_an_error_whatever_is_decided(
+def test_a_speculative_write_that_fails_is_an_error_whatever_is_decided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str
 ) -> None:
     error = meet(Case(verdict, "ENOSPC", WRITE), tmp_path, monkeypatch)

@@ -42,7 +42,7 @@ def step(engine: offload.Engine) -> None:
 
 @contextmanager
 def engine_of(folder: Path, placement: dict[str, Any], **more: Any) -> Iterator[offload.Engine]:
-    """After two steps: the one that comes next is tried where it can be."""
+    """After two steps: the one that comes next speculates where it can."""
     with offload.initialize(seeded(TinyLM), config(folder, placement, **(KEYS | more))) as engine:
         for number in range(2):
             backward(engine, number)
@@ -94,7 +94,7 @@ READERS: dict[str, Callable[[offload.Engine], Any]] = {
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("how", READERS)
-def test_a_reader_sees_the_state_before_the_trial(
+def test_a_reader_sees_the_state_before_a_speculative_update(
     tmp_path: Path, how: str, expected: dict[str, torch.Tensor]
 ) -> None:
     with engine_of(tmp_path, NVME) as engine:
@@ -106,27 +106,27 @@ def test_a_reader_sees_the_state_before_the_trial(
         assert_same_bits(finished(engine), expected)
 
 
-def test_a_save_amid_a_trial_is_refused_and_ends_no_trial(
+def test_a_save_amid_speculative_updates_is_refused_and_ends_none(
     tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
     with engine_of(tmp_path, NVME) as engine:
         engine.save_checkpoint(tmp_path / "saved")
         before = states_of(engine)
         backward(engine, 2)
-        speculative = speculative_groups(engine)
+        begun = speculative_groups(engine)
         with pytest.raises(StateError, match=r"gradients wait for optimizer\.step"):
             engine.save_checkpoint(tmp_path / "saved")
-        assert speculative_groups(engine) == speculative
-        engine.load_checkpoint(tmp_path / "saved")  # the gradients are dropped, and the trials
+        assert speculative_groups(engine) == begun
+        engine.load_checkpoint(tmp_path / "saved")  # the gradients are dropped, and the updates
         assert_same_bits(states_of(engine), before)
         backward(engine, 2)
         assert_same_bits(finished(engine), expected)
 
 
-def test_a_view_that_is_kept_shows_no_trial(tmp_path: Path) -> None:
+def test_a_view_that_is_kept_shows_no_speculative_update(tmp_path: Path) -> None:
     """It is one of the copy in memory, which the update would write to."""
     with engine_of(tmp_path, NVME) as engine:
-        trials = engine._runtime.stepper.policy
+        policy = engine._runtime.stepper.policy
         with engine.gathered():
             norm = engine.module.norm.weight  # type: ignore[union-attr]
             group = engine.store.group_of(norm)[0].index  # type: ignore[arg-type,index]
@@ -134,17 +134,17 @@ def test_a_view_that_is_kept_shows_no_trial(tmp_path: Path) -> None:
         before = kept.clone()
         backward(engine, 2)
         assert speculative_groups(engine)
-        assert group not in trials
+        assert group not in policy
         engine._runtime.updates.settle()
         assert torch.equal(kept, before)
         del kept
         step(engine)
         backward(engine, 3)
-        assert group in trials
+        assert group in policy
 
 
 # ---------------------------------------------------------------- other threads and processes
-def test_another_thread_takes_a_trial_back_while_the_step_decides(
+def test_another_thread_takes_an_update_back_while_the_step_decides(
     tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
     """It waits for an update on its way when the model's thread comes to the same group."""
@@ -186,15 +186,15 @@ def test_another_thread_takes_a_trial_back_while_the_step_decides(
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_told_that_the_trials_are_its_parents(
+def test_a_forked_child_is_told_that_the_updates_are_its_parents(
     tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
     with engine_of(tmp_path, NVME) as engine:
         backward(engine, 2)
-        speculative = speculative_groups(engine)
-        assert speculative
+        begun = speculative_groups(engine)
+        assert begun
         for how in ("detach", "optimizer.state_dict", "export"):
             said = child_says(lambda how=how: READERS[how](engine))  # type: ignore[misc]
             assert said.startswith("StateError: this engine belongs to process"), said
-        assert speculative_groups(engine) == speculative
+        assert speculative_groups(engine) == begun
         assert_same_bits(finished(engine), expected)

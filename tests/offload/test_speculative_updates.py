@@ -85,13 +85,13 @@ Program = list[tuple[int, list[str]]]  # of each step: backward passes, and acts
 
 
 def run(engine: Engine, program: Program, *, force: bool) -> tuple[list[Any], dict[str, Tensor]]:
-    """What the loop sees, and the values in the end. `force`: every step begins with trials."""
-    model, optimizer, trials = engine.module, engine.optimizer, engine._runtime.stepper.policy
+    """What the loop sees, and the values in the end. `force`: every step speculates."""
+    model, optimizer, policy = engine.module, engine.optimizer, engine._runtime.stepper.policy
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     drawn, seen = torch.Generator().manual_seed(0), []
     for passes, acts in program:
         if force:
-            trials.on, trials.passes = True, passes
+            policy.on, policy.passes = True, passes
         for _ in range(passes):
             words = torch.randint(WORDS, (3, 7), generator=drawn)
             loss = loss_of(model, words)
@@ -171,7 +171,7 @@ def assert_equal_to_deferred(seed: int, folder: Path, keys: dict[str, Any], prog
     placement = PLACEMENTS[seed % len(PLACEMENTS)]
     with engine_of(seed, folder, placement, **keys) as engine:
         seen, values = run(engine, program, force=force)
-        trials = engine.report().trials
+        counts = engine.report().trials
         state = engine.optimizer.state_dict()["state"]
     with engine_of(seed, folder, ON_HOST, **keys) as engine:
         expected, expected_values = run(engine, program, force=False)
@@ -180,7 +180,7 @@ def assert_equal_to_deferred(seed: int, folder: Path, keys: dict[str, Any], prog
     torch.testing.assert_close(seen, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(values, expected_values, rtol=0, atol=0)
     torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
-    return trials
+    return counts
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -200,17 +200,17 @@ def test_drawn_loops_have_the_bits_of_deferred_updates(tmp_path: Path, program_s
 def test_a_loop_that_clips_nothing_is_updated_in_backward(tmp_path: Path, seed: int) -> None:
     keys = {"clip_grad_norm": 1e9, "precision": ["bf16", "fp32"][seed % 2]}
     program: Program = [(1, [])] * 6
-    trials = assert_equal_to_deferred(seed, tmp_path, keys, program, force=False)
-    assert trials.kept
-    assert trials == SpeculationCounts(trials.kept)
+    counts = assert_equal_to_deferred(seed, tmp_path, keys, program, force=False)
+    assert counts.kept
+    assert counts == SpeculationCounts(counts.kept)
 
 
 def test_without_room_for_old_versions_updates_wait_for_the_step(tmp_path: Path) -> None:
     with engine_of(0, tmp_path, ON_NVME) as engine:
         needed = needed_nbytes(engine.plan, Tier.NVME)
     keys = {"budget": {"host": "64MiB", "nvme": needed + 4096}}
-    trials = assert_equal_to_deferred(0, tmp_path, keys, [(1, [])] * 3, force=False)
-    assert not trials.kept
+    counts = assert_equal_to_deferred(0, tmp_path, keys, [(1, [])] * 3, force=False)
+    assert not counts.kept
 
 
 def _step(engine: Engine, words: Tensor) -> None:
@@ -229,13 +229,13 @@ def _interrupted_settle(engine: Any, go_on: threading.Event) -> None:
     engine.settle()
 
 
-def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path) -> None:
+def test_an_interrupt_while_an_update_is_taken_back_changes_no_bit(tmp_path: Path) -> None:
     """The update is under way: Ctrl-C while a read of the old version waits for it."""
     states, words = [], torch.arange(21).view(3, 7)
     for interrupted in False, True:
         with engine_of(1, tmp_path, ON_NVME, optimizer={"chunk": 16384}) as engine:
             _step(engine, words)
-            trials, updates = engine._runtime.stepper.policy, engine._runtime.updates
+            policy, updates = engine._runtime.stepper.policy, engine._runtime.updates
             go_on, step_here = threading.Event(), updates._step_here
 
             def late(chunk: Any, go_on: Any = go_on, real: Any = step_here) -> None:
@@ -245,7 +245,7 @@ def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path)
             engine.settle()
             updates._step_here = late  # type: ignore[method-assign]
             engine.backward(loss_of(engine.module, words))
-            assert trials._terms
+            assert policy._terms
             if interrupted:
                 with pytest.raises(KeyboardInterrupt):
                     _interrupted_settle(engine, go_on)
@@ -257,7 +257,7 @@ def test_an_interrupt_while_a_trial_is_taken_back_changes_no_bit(tmp_path: Path)
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-def test_why_an_update_on_trial_failed_is_what_is_raised(
+def test_why_a_speculative_update_failed_is_what_is_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = offload.initialize(
@@ -292,13 +292,13 @@ def test_without_memory_for_old_weights_updates_wait_for_the_step(tmp_path: Path
     with engine_of(0, tmp_path, homes, budget={"host": needed, "nvme": "256MiB"}) as engine:
         for _ in range(3):
             _step(engine, torch.arange(21).view(3, 7))
-        trials = engine.report().trials
+        counts = engine.report().trials
         weights = sum(group.state.nbytes for group in engine.store.groups)
-        assert trials.kept < 3 * len(engine.store.groups)
+        assert counts.kept < 3 * len(engine.store.groups)
         assert needed - weights < engine.report().tiers["host"].peak_nbytes <= needed
 
 
-def test_where_the_disk_has_become_full_nothing_is_tried(tmp_path: Path) -> None:
+def test_where_the_disk_has_become_full_nothing_is_speculative(tmp_path: Path) -> None:
     words = torch.arange(21).view(3, 7)
     with engine_of(1, tmp_path, ON_NVME) as engine:
         engine._runtime.stepper.policy.free_nbytes = lambda: 4096

@@ -48,7 +48,7 @@ class Variant:
     stage: int
     placement: dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
-    tries: bool = False  # updates on trial after every pass, as if no other one came
+    speculates: bool = False  # after every pass, as if it were the last of its step
 
 
 Program = list[Pass | Use]
@@ -60,7 +60,7 @@ class Outcome:
     numbers: list[float]
     states: dict[str, Tensor]
     error: str = ""
-    kept: int = 0  # updates on trial that a step has made its own
+    kept: int = 0  # speculative updates that a step has made its own
 
 
 def draw(seed: int, ranks: int, *, apart: bool) -> Program:
@@ -186,7 +186,7 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
 
         def one_pass(action: Pass) -> None:
             tokens = action.tokens[dist.get_rank()]
-            if variant.tries:
+            if variant.speculates:
                 stepper = engine._runtime.stepper
                 stepper.policy.on, stepper.policy.passes = (
                     True,

@@ -131,7 +131,7 @@ class StateConformance:
     """What every state owes."""
 
     has_blank = True  # False: the whole of it is filled from host memory
-    reads_no_trial = False  # True: a trial is taken back before the state is read
+    is_undone_before_reads = False  # a speculative update, in whatever reads the state
 
     def make(self, places: Places, name: str) -> State:
         raise NotImplementedError
@@ -323,12 +323,12 @@ class StateConformance:
             assert torch.equal(self.piece_of(state, last), expected)
 
     @pytest.mark.parametrize("is_read", [False, True], ids=["unseen", "fetched meanwhile"])
-    def test_what_was_written_on_trial_counts_or_never_was(
+    def test_what_was_written_speculatively_counts_or_never_was(
         self, filled: Callable[[int], State], is_read: bool
     ) -> None:
         state = filled(1)
-        trial = state.undoable()
-        if trial is None:
+        undoable = state.undoable()
+        if undoable is None:
             assert state.at_home_on_device, "every other home has room for old versions"
             return
         held = content(1, state.nbytes)
@@ -336,34 +336,34 @@ class StateConformance:
             values = held.clone()
             changed = slice(state.span(1).start, state.span(2).stop)  # the first piece stays
             values[changed] = content(version, state.nbytes)[changed]
-            assert trial.keep_old()
+            assert undoable.keep_old()
             self.begin_update(state)
             for piece in (1, 2):
                 self.update(state, piece, values[state.span(piece)])
-            if is_read and not self.reads_no_trial:  # a prefetch for the next forward
+            if is_read and not self.is_undone_before_reads:  # a prefetch for the next forward
                 state.settle()
                 assert torch.equal(self.computed_with(state), values)
-            (trial.drop_old if keep else trial.go_back)()
+            (undoable.drop_old if keep else undoable.go_back)()
             held = values if keep else held
             assert torch.equal(self.computed_with(state), held)
             assert torch.equal(state.host_tensor(), held)
             for piece in range(state.pieces):
                 assert torch.equal(self.piece_of(state, piece), held[state.span(piece)])
 
-    def test_where_a_trial_was_decided_before_its_update_began_no_old_version_is_kept(
+    def test_where_the_step_was_decided_before_its_update_began_no_old_version_is_kept(
         self, filled: Callable[[int], State]
     ) -> None:
         state = filled(1)
-        trial = state.undoable()
-        if trial is None:
+        undoable = state.undoable()
+        if undoable is None:
             return
         for version in (2, 3):
-            assert trial.keep_old()
-            trial.drop_old()
+            assert undoable.keep_old()
+            undoable.drop_old()
             self.update_all(state, content(version, state.nbytes))
-        assert trial.keep_old()
+        assert undoable.keep_old()
         self.update_all(state, content(4, state.nbytes))
-        trial.go_back()
+        undoable.go_back()
         assert torch.equal(self.computed_with(state), content(3, state.nbytes))
 
     # ---------------------------------------------------------------- memory

@@ -100,7 +100,7 @@ def used_extents(bench):
     return len(bench.store._records)
 
 
-def test_a_write_of_one_trial_that_ends_in_the_next_one_is_not_gone_back_behind(tmp_path):
+def test_a_write_of_one_update_that_ends_in_the_next_one_is_not_gone_back_behind(tmp_path):
     for bench, held in writes_held(tmp_path):
         state = bench.filled("a", 1)
         state.slot.evict()

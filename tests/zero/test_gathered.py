@@ -97,7 +97,7 @@ class OneRank(StateConformance):
 
 class TestGatheredFromMemory(OneRank):
     has_blank = False
-    reads_no_trial = True
+    is_undone_before_reads = True
 
     def make(self, places: Places, name: str) -> State:
         return self.shared.gathered(places.in_memory(name))
@@ -105,7 +105,7 @@ class TestGatheredFromMemory(OneRank):
 
 class TestGatheredFromAFile(OneRank, FileHomeConformance):
     has_blank = False
-    reads_no_trial = True
+    is_undone_before_reads = True
 
     def make(self, places: Places, name: str) -> State:
         return self.shared.gathered(places.in_file(name))
