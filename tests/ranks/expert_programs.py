@@ -129,12 +129,12 @@ def load(folder: str, ep_size: int, name: str) -> list[dict[str, Tensor]]:
 def save_and_load(folder: str, ways: list[tuple[int, int]]) -> dict[str, list[dict[str, Tensor]]]:
     """`ways`: the ep_size of what is saved, and of what loads it."""
     torch.set_num_threads(1)
-    found = {}
+    states = {}
     for saved, loaded in ways:
-        if f"{saved}" not in found:
-            found[f"{saved}"] = save(folder, saved, f"of {saved}")
-        found[f"{saved} {loaded}"] = load(folder, loaded, f"of {saved}")
-    return found
+        if f"{saved}" not in states:
+            states[f"{saved}"] = save(folder, saved, f"of {saved}")
+        states[f"{saved} {loaded}"] = load(folder, loaded, f"of {saved}")
+    return states
 
 
 def use_gradients_and_values(folder: str) -> tuple[list[str], list[float], list[str]]:
@@ -204,7 +204,7 @@ def refusals(folder: str) -> list[str]:
     torch.set_num_threads(1)
     keys = keys_of(folder, 2)
     mesh = init_device_mesh("cpu", (2,))
-    found = [
+    messages = [
         said(partial(offload.initialize, tied(), keys)),
         said(partial(offload.initialize, MoE(WIDTH, WithBuffer, EXPERTS, ep_size=2), keys)),
         said(partial(offload.initialize, spread(1 + dist.get_rank())(), keys)),
@@ -215,8 +215,8 @@ def refusals(folder: str) -> list[str]:
         with offload.initialize(spread(2)(), keys) as engine:
             steps(engine, 0, 1)
             engine.backward(engine.module.loss(batches(2)[dist.get_rank()]))  # type: ignore[operator]
-            found.append(said(partial(act, engine)))
-    return found
+            messages.append(said(partial(act, engine)))
+    return messages
 
 
 def refusals_of_four(folder: str) -> str:

@@ -37,7 +37,7 @@ def outputs(folder: str) -> list[Tensor]:
     """In every placement, of a model in parts on two ranks; of a whole one on a single rank."""
     if not dist.is_initialized():
         return [seeded(Model)(samples())]
-    found = []
+    results = []
     for parameters in PLACEMENTS:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = offload.dispatch(parallelised(seeded(Model), mesh), keys_of(folder, parameters))
@@ -45,8 +45,8 @@ def outputs(folder: str) -> list[Tensor]:
             for _ in range(2):
                 out = model(samples())
             dispatched.check_integrity()
-        found.append(out.full_tensor() if hasattr(out, "full_tensor") else out)
-    return found
+        results.append(out.full_tensor() if hasattr(out, "full_tensor") else out)
+    return results
 
 
 def generated(folder: str) -> tuple[list[list[int]], Tensor]:
@@ -65,13 +65,13 @@ def generated(folder: str) -> tuple[list[list[int]], Tensor]:
         parallelize_module(model.model, mesh, plan)
         offload.dispatch(model, keys_of(folder, "nvme"))
     prompt = torch.arange(3, 9).view(2, 3)
-    found = model.generate(
+    output = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False,
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     if dist.is_initialized():
         offload.dispatched(model).close()
-    return found.sequences.tolist(), torch.stack(found.logits)
+    return output.sequences.tolist(), torch.stack(output.logits)
 
 
 @torch.no_grad()

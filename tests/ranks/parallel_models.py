@@ -47,8 +47,8 @@ class Attention(nn.Module):
             for each in (self.q, self.k, self.v)
         )
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return found
+        projected: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return projected
 
 
 class Block(nn.Module):
@@ -213,8 +213,8 @@ def overflow(folder: str) -> tuple[int, list[float], dict[str, Tensor]]:
                 weight.register_hook(lambda gradient: gradient * math.inf)
             _step(engine, step[0])
         report = engine.report()
-        found = outcome_of(engine, [], [report.gradient_norm or 0.0])
-        return report.skipped_steps, found.norms, found.weights
+        outcome = outcome_of(engine, [], [report.gradient_norm or 0.0])
+        return report.skipped_steps, outcome.norms, outcome.weights
 
 
 def interrupted(folder: str, shape: tuple[int, int], stages: tuple[int, int]) -> list[Outcome]:
@@ -223,7 +223,7 @@ def interrupted(folder: str, shape: tuple[int, int], stages: tuple[int, int]) ->
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     path = f"{folder}/checkpoint"
     data = [step[mesh.get_local_rank("dp")] for step in data_of(4, shape[0])]
-    found = []
+    outcomes = []
     for stage, first in zip(stages, (0, 2), strict=True):
         model = parallelised(seeded(Model, seed=first), mesh["tp"])
         keys = keys_of(Case(stage, NVME), folder)
@@ -239,8 +239,8 @@ def interrupted(folder: str, shape: tuple[int, int], stages: tuple[int, int]) ->
                 losses.append(_step(engine, batch))
                 if number == 1:
                     dcp.save(_states_of(engine), checkpoint_id=path)
-            found.append(outcome_of(engine, losses[-2:], []))
-    return found
+            outcomes.append(outcome_of(engine, losses[-2:], []))
+    return outcomes
 
 
 def _step(engine: offload.Engine, batch: tuple[Tensor, Tensor]) -> float:
@@ -277,13 +277,13 @@ def left_alone(folder: str) -> str:
 def refusals(folder: str) -> dict[str, str]:
     """What is raised, by what was asked for."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    keys, found = keys_of(Case(1, HOST), folder), {}
+    keys, errors = keys_of(Case(1, HOST), folder), {}
 
     def attempt(what: str, ask: Callable[[], object]) -> None:
         try:
             ask()
         except offload.OffloadError as error:
-            found[what] = f"{type(error).__name__}: {error}"
+            errors[what] = f"{type(error).__name__}: {error}"
 
     def model() -> Model:
         return parallelised(seeded(Model), mesh["tp"])
@@ -302,4 +302,4 @@ def refusals(folder: str) -> dict[str, str]:
     with offload.initialize(model(), keys, mesh=mesh["dp"]) as engine:
         attempt("save", lambda: engine.save_checkpoint(f"{folder}/saved"))
         attempt("load", lambda: engine.load_checkpoint(f"{folder}/saved"))
-    return found
+    return errors

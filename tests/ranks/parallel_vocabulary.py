@@ -61,7 +61,7 @@ def train(parallel: bool, folder: str) -> tuple[list[float], dict[str, Tensor]]:
         both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         mesh, model = both["dp"], parallelised(model, both["tp"])
     generator = torch.Generator().manual_seed(3)
-    losses, found = [], {}
+    losses, tensors = [], {}
     with offload.initialize(model, keys_of(Case(1, PARKED), folder), mesh=mesh) as engine:
         for _ in range(3):
             for _ in range(2):
@@ -74,11 +74,11 @@ def train(parallel: bool, folder: str) -> tuple[list[float], dict[str, Tensor]]:
             for name, param in model.named_parameters():
                 gradient = engine.gradient(param)
                 assert gradient is not None, name
-                found[f"{name} gradient"] = whole(gradient)
+                tensors[f"{name} gradient"] = whole(gradient)
             engine.optimizer.step()
             engine.optimizer.zero_grad()
-        found.update({name: whole(value) for name, value in model.state_dict().items()})
+        tensors.update({name: whole(value) for name, value in model.state_dict().items()})
         with torch.no_grad(), engine.gathered(model.head.weight):
             model.head.weight.mul_(2)
-        found["twice"] = whole(model.state_dict()["head.weight"])
-    return losses, found
+        tensors["twice"] = whole(model.state_dict()["head.weight"])
+    return losses, tensors

@@ -125,8 +125,8 @@ class Experts(TinyLM):
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    found: Tensor = model(tokens) if isinstance(model, Branches) else model.loss(tokens)  # type: ignore[operator]
-    return found
+    loss: Tensor = model(tokens) if isinstance(model, Branches) else model.loss(tokens)  # type: ignore[operator]
+    return loss
 
 
 def data_of(case: Case, world_size: int) -> list[list[list[Tensor]]]:

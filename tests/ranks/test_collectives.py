@@ -38,7 +38,7 @@ def test_a_reduction_is_the_sum_in_the_order_of_ranks_divided_once(
         memory = workspace(numel, ranks, int(numel * dtype.itemsize * room) // 4 * 4)
         return collectives.reduce(contribution(rank, numel, dtype), memory, "g").clone()
 
-    found = run_threads(world_size, ranks, reduce)
+    reduced = run_threads(world_size, ranks, reduce)
     given = [contribution(rank, numel, dtype).float() for rank in range(world_size)]
     of_groups = []
     for first in range(0, world_size, ranks):
@@ -51,7 +51,7 @@ def test_a_reduction_is_the_sum_in_the_order_of_ranks_divided_once(
         expected = expected + each
     expected = expected / world_size
     shards = expected.view(ranks, -1)
-    for rank, own in enumerate(found):
+    for rank, own in enumerate(reduced):
         assert torch.equal(own, shards[rank % ranks])
 
 
@@ -88,10 +88,10 @@ def test_shards_tile_every_group_and_parts_tile_every_parameter(ranks: int) -> N
     for index, spec in enumerate(layout.params):
         if not spec.trainable:
             continue
-        found = [each for part in parts for each in part.trained() if each.index == index]
-        assert sum(each.spec.numel for each in found) == spec.numel
+        pieces = [each for part in parts for each in part.trained() if each.index == index]
+        assert sum(each.spec.numel for each in pieces) == spec.numel
         start = 0
-        for each in found:
+        for each in pieces:
             assert each.start == start
             start += each.spec.numel
     padding = layout.numel - lay_out(shapes).numel

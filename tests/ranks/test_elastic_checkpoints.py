@@ -48,10 +48,10 @@ def made(folder: str, precision: str, stage: int, seed: int) -> offload.Engine:
 
 
 def digest(engine: offload.Engine) -> int:
-    found = 0
+    checksum = 0
     for _, tensor in sorted(states_of(engine).items()):
-        found = zlib.crc32(bits(tensor), found)
-    return found
+        checksum = zlib.crc32(bits(tensor), checksum)
+    return checksum
 
 
 def train(engine: offload.Engine, *numbers: int) -> None:
@@ -61,25 +61,25 @@ def train(engine: offload.Engine, *numbers: int) -> None:
 
 
 def save(folder: str, precision: str, stages: Sequence[int]) -> dict[Kind, Digests]:
-    found, size = {}, dist.get_world_size()
+    digests, size = {}, dist.get_world_size()
     for stage in stages:
         with made(folder, precision, stage, 0) as engine:
             train(engine, 0, 1)
             engine.save_checkpoint(Path(folder) / f"{size}-{stage}")
             saved = digest(engine)
             train(engine, 2, 3)
-            found[size, stage] = saved, digest(engine)
-    return found
+            digests[size, stage] = saved, digest(engine)
+    return digests
 
 
 def load(
     folder: str, precision: str, saved: Sequence[Kind], stages: Sequence[int]
 ) -> list[dict[Kind, Digests]]:
     """Per stage, of each checkpoint; the last one is saved again before it trains on."""
-    found: list[dict[Kind, Digests]] = []
+    digests: list[dict[Kind, Digests]] = []
     for stage in stages:
         with made(folder, precision, stage, 5) as engine:
-            found.append({})
+            digests.append({})
             for ranks, saved_at in saved:
                 engine.load_checkpoint(Path(folder) / f"{ranks}-{saved_at}")
                 then = digest(engine)
@@ -87,8 +87,8 @@ def load(
                     again = f"again-{dist.get_world_size()}-{stage}"
                     engine.save_checkpoint(Path(folder) / again)
                 train(engine, 2, 3)
-                found[-1][ranks, saved_at] = then, digest(engine)
-    return found
+                digests[-1][ranks, saved_at] = then, digest(engine)
+    return digests
 
 
 def hashes_of(path: Path) -> dict[str, Any]:
@@ -113,10 +113,10 @@ def test_a_checkpoint_fits_any_number_of_ranks_at_any_stage(
     for ranks in (1, 2, 3, 4) if long else (3,):
         args = folder, precision, list(saved), stages
         each_rank = run_ranks(ranks, tmp_path, load, *args, timeout_s=600)
-        for found in each_rank:
-            assert found == [found[0]] * len(stages)  # no stage or budget makes a difference
-            assert found == each_rank[0]
-            for kind, (then, end) in found[0].items():
+        for digests in each_rank:
+            assert digests == [digests[0]] * len(stages)  # no stage or budget makes a difference
+            assert digests == each_rank[0]
+            for kind, (then, end) in digests[0].items():
                 assert then == saved[kind][0]
                 if kind[0] == ranks:  # the run goes on as it would have
                     assert end == saved[kind][1]

@@ -59,17 +59,17 @@ def backend_alone(device_type: str, folder: str) -> dict[str, list[Tensor]]:
         work = Workspace(torch.empty(4 * NUMEL, **byte), torch.empty(4 * NUMEL, **byte))
         return collectives.reduce(given[index], work, f"group {index}"), mark_here(device)
 
-    found: dict[str, list[Tensor]] = {"given": [each.cpu() for each in given]}
+    results: dict[str, list[Tensor]] = {"given": [each.cpu() for each in given]}
     try:
         for queue, run in zip((*queues, queues[1]), (gather, exchange, reduce), strict=True):
             transfers = [
                 queue.submit(run.__name__, lambda n=n, run=run: run(n)) for n in range(ROUNDS)
             ]
-            found[run.__name__] = []
+            results[run.__name__] = []
             for transfer in transfers:
                 tensor, mark = transfer.wait()
                 mark.before_compute()
-                found[run.__name__].append(tensor.cpu())
+                results[run.__name__].append(tensor.cpu())
         deadline = time.monotonic() + 10
         while ranks.watch._doing and time.monotonic() < deadline:
             time.sleep(0.1)  # what was queued on a GPU is seen to have ended a little later
@@ -78,15 +78,15 @@ def backend_alone(device_type: str, folder: str) -> dict[str, list[Tensor]]:
         for queue in queues:
             queue.close()
         ranks.watch.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("device_type", DEVICES)
 def test_a_backend_serves_one_rank_in_two_queues(device_type: str, tmp_path: Path) -> None:
-    (found,) = run_ranks(1, tmp_path, backend_alone, device_type, str(tmp_path))
-    given = found.pop("given")
-    assert found.keys() == {"gather", "exchange", "reduce"}
-    for name, tensors in found.items():
+    (results,) = run_ranks(1, tmp_path, backend_alone, device_type, str(tmp_path))
+    given = results.pop("given")
+    assert results.keys() == {"gather", "exchange", "reduce"}
+    for name, tensors in results.items():
         assert len(tensors) == ROUNDS
         for tensor, expected in zip(tensors, given, strict=True):
             assert torch.equal(tensor, expected), name

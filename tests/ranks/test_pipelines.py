@@ -39,9 +39,9 @@ def test_stages_with_replicas_shard_their_states(tmp_path: Path) -> None:
         assert outcomes[1].losses == outcomes[0].losses
         assert_same_bits(outcomes[1].weights, outcomes[0].weights)
     expected = pipelines.alone(cases[0].case, str(tmp_path))
-    found = {**by_rank[0][0].weights, **by_rank[2][0].weights}
-    assert found.keys() == expected.weights.keys()
-    for name, value in found.items():
+    weights = {**by_rank[0][0].weights, **by_rank[2][0].weights}
+    assert weights.keys() == expected.weights.keys()
+    for name, value in weights.items():
         distance = (value - expected.weights[name]).norm() / expected.weights[name].norm()
         assert distance <= 1e-6, name
 

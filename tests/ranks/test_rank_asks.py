@@ -119,7 +119,7 @@ def test_ranks_that_ask_for_different_things_are_told(
 ) -> None:
     if not long and stage == 3:  # in which a pass waits for the other rank
         pytest.skip("in make test-long")
-    for found in run_ranks(2, tmp_path, ask_all, stage, str(tmp_path)):
-        for (each, words), (told, took) in zip(ASKS.items(), found, strict=True):
+    for answers in run_ranks(2, tmp_path, ask_all, stage, str(tmp_path)):
+        for (each, words), (told, took) in zip(ASKS.items(), answers, strict=True):
             assert re.match(f"RankError: .*({words})", told), f"{each.__name__}: {told}"
             assert took < TIMEOUT_S + GRACE_S, each.__name__

@@ -44,18 +44,18 @@ def values_of(model: nn.Module) -> Values:
 def lives(folder: str, stage: int, keep: str, more: dict[str, Any]) -> list[Values]:
     """Of a model that trains, is closed amid an accumulation, computes, and trains again."""
     torch.set_num_threads(1)
-    model, found = seeded(TinyLM), []
+    model, values = seeded(TinyLM), []
     for _ in range(2):
         engine = offload.initialize(model, keys_of(folder, stage, **more))
         losses_of(engine, batches(2))
         engine.backward(model.loss(batches(3)[2]))
-        found.append(parameters_of(engine))
+        values.append(parameters_of(engine))
         engine.close(keep)  # type: ignore[arg-type]
         assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
-        found.append(values_of(model))
+        values.append(values_of(model))
         model.loss(batches(1)[0]).backward()  # an ordinary model
         model.zero_grad()
-    return found
+    return values
 
 
 @pytest.mark.slow
@@ -113,14 +113,14 @@ def test_a_rank_that_asks_alone_is_told_so_at_once(tmp_path: Path) -> None:
 
 def taking_over(folder: str) -> list[Values]:
     torch.set_num_threads(1)
-    model, found = seeded(TinyLM), []
+    model, values = seeded(TinyLM), []
     loaded = offload.OffloadConfig.load(keys_of(folder, 3, placement=NVME))
     for changed in ({}, {}, {"seed": 5}):
         engine = engine_for(model, loaded.model_copy(update=changed))
         losses_of(engine, batches(2))
-        found.append(parameters_of(engine))
+        values.append(parameters_of(engine))
     engine.close("drop")
-    return found
+    return values
 
 
 def test_ranks_take_a_model_over_together(tmp_path: Path) -> None:

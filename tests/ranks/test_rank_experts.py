@@ -30,23 +30,23 @@ from tests.ranks.programs import OPTIMIZER, Outcome, train_all
 
 def together(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Those of all ranks; what several have is the same."""
-    found: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for mine in states:
         for name, value in mine.items():
-            assert torch.equal(found.setdefault(name, value), value), name
-    return found
+            assert torch.equal(merged.setdefault(name, value), value), name
+    return merged
 
 
-def assert_close(found: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
-    mine, theirs = (together(each.states for each in some) for some in (found, expected))
+def assert_close(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
+    mine, theirs = (together(each.states for each in some) for some in (actual, expected))
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
         # AdamW makes more of the last bits of a gradient near zero; the learning rate is 3e-3
         torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-5, msg=name)
-    for here, there in zip(found, expected, strict=True):
+    for here, there in zip(actual, expected, strict=True):
         torch.testing.assert_close(here.losses, there.losses, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(here.norms, there.norms, rtol=1e-6, atol=1e-6)
-        assert here.norms == found[0].norms
+        assert here.norms == actual[0].norms
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -92,17 +92,17 @@ def test_whatever_else_a_step_does_experts_are_as_on_each_rank(tmp_path: Path, l
 def test_a_checkpoint_has_the_experts_of_all_ranks(tmp_path: Path, long: bool) -> None:
     ways = [(1, 1), (1, 2), (2, 1), (2, 2)] if long else [(1, 2), (2, 1)]
     ranks = run_ranks(2, tmp_path, save_and_load, str(tmp_path), ways)
-    found = {
+    states = {
         name: [together(rank[name][when] for rank in ranks) for when in (0, 1)] for name in ranks[0]
     }
     for saved, loaded in ways:
-        assert_same_bits(found[f"{saved} {loaded}"][0], found[f"{saved}"][0])
+        assert_same_bits(states[f"{saved} {loaded}"][0], states[f"{saved}"][0])
         if saved == loaded:
-            assert_same_bits(found[f"{saved} {loaded}"][1], found[f"{saved}"][1])
-    assert any(".experts.3." in name for name in found["2"][0])
+            assert_same_bits(states[f"{saved} {loaded}"][1], states[f"{saved}"][1])
+    assert any(".experts.3." in name for name in states["2"][0])
     with offload.initialize(spread(1)(), keys_of(str(tmp_path), 0, precision="bf16")) as engine:
         engine.load_checkpoint(tmp_path / "of 2")
-        assert_same_bits(states_of(engine), found["2"][0])
+        assert_same_bits(states_of(engine), states["2"][0])
     with CheckpointReader(tmp_path / "of 2") as reader:
         names = {name for names, _ in reader.weights() for name in names}
     assert names == spread(1)().state_dict().keys()
@@ -119,8 +119,8 @@ def test_gradients_and_values_of_experts_are_their_ranks_own(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_what_does_not_go_with_experts_of_other_ranks_is_said(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(2, tmp_path, refusals, str(tmp_path))):
-        says = iter(found)
+    for rank, messages in enumerate(run_ranks(2, tmp_path, refusals, str(tmp_path))):
+        says = iter(messages)
         assert "0.weight is tied" in next(says)
         assert f"experts.{2 * rank}.norm.running_mean is a buffer of an expert" in next(says)
         assert "ep_size has to be the same on all ranks" in next(says)
@@ -145,5 +145,5 @@ def test_ranks_with_the_same_experts_share_their_gradients_and_states(
 
 
 def test_layers_that_are_spread_in_two_ways_are_refused(tmp_path: Path) -> None:
-    for found in run_ranks(4, tmp_path, refusals_of_four, str(tmp_path)):
-        assert "has ep_size 4, another layer 2" in found
+    for message in run_ranks(4, tmp_path, refusals_of_four, str(tmp_path)):
+        assert "has ep_size 4, another layer 2" in message

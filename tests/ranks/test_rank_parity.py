@@ -108,12 +108,12 @@ def world(
     for family in families:
         cases += [case for case in cases_of(family, every=long) if case not in cases]
     folder = tmp_path_factory.mktemp("ranks")
-    found = run_ranks(
+    ranks = run_ranks(
         request.param, folder, programs.train_all, cases, str(folder), timeout_s=200
     )  # fmt: skip
     # cases that are equal were run once
     every = [case for family in families for case in cases_of(family, every=long)]
-    by_rank = [{id(case): rank[cases.index(case)] for case in every} for rank in found]
+    by_rank = [{id(case): rank[cases.index(case)] for case in every} for rank in ranks]
     return request.param, families, by_rank
 
 
@@ -126,12 +126,12 @@ def test_no_stage_and_no_placement_changes_a_bit(world: World, family: str) -> N
     first, sharded = (by_rank[0][id(case)] for case in cases[:2])
     for rank, outcomes in enumerate(by_rank):
         for case in cases:
-            found: Outcome = outcomes[id(case)]
+            outcome: Outcome = outcomes[id(case)]
             # whole or in parts, squares are added up in another order: fp64 differs in its last bit
-            assert found.norms == (sharded if case.stage else first).norms, case
-            assert found.norms == pytest.approx(first.norms, rel=1e-12), case
-            assert_same_bits(found.states, first.states)
-            assert found.losses == outcomes[id(cases[0])].losses, (rank, case)
+            assert outcome.norms == (sharded if case.stage else first).norms, case
+            assert outcome.norms == pytest.approx(first.norms, rel=1e-12), case
+            assert_same_bits(outcome.states, first.states)
+            assert outcome.losses == outcomes[id(cases[0])].losses, (rank, case)
 
 
 def alone(case: Case, world_size: int, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
@@ -169,12 +169,12 @@ def test_several_ranks_train_as_one_with_all_their_data(
     losses, states = alone(case, world_size, tmp_path)
 
     of_ranks = [iter(outcomes[id(case)].losses) for outcomes in by_rank]
-    found = [
+    actual = [
         next(of_ranks[rank])
         for number, step in enumerate(data_of(case, world_size)) for _ in step
         for rank in range(world_size - (number in case.idle))
     ]  # fmt: skip
-    assert found == pytest.approx(losses, rel=1e-6)
+    assert actual == pytest.approx(losses, rel=1e-6)
     for name, value in by_rank[0][id(case)].states.items():
         expected = states[name].double()
         distance = (value.double() - expected).norm() / max(expected.norm(), 1e-30)

@@ -74,7 +74,7 @@ def everybody(folder: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
         fully_shard(block)
     fully_shard(sharded)
     # DDP sees every parameter in the graph: frozen ones are left out
-    found = {
+    outcomes = {
         "ddp": peer(DistributedDataParallel(WithLoss(seeded(TinyLM)))),
         "fsdp2": peer(sharded),
     }
@@ -91,16 +91,16 @@ def everybody(folder: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
                 losses.append(loss.item())
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
-            found[f"stage {stage}"] = losses, parameters_of(engine)
-    return found
+            outcomes[f"stage {stage}"] = losses, parameters_of(engine)
+    return outcomes
 
 
 @pytest.mark.slow
 def test_ddp_and_fsdp2_have_the_same_losses(tmp_path: Path) -> None:
     for outcomes in run_ranks(3, tmp_path, everybody, str(tmp_path)):  # with uneven shards
         losses, params = outcomes["ddp"]
-        for name, (found, values) in outcomes.items():
-            assert found == pytest.approx(losses, rel=1e-6), name
+        for name, (actual, values) in outcomes.items():
+            assert actual == pytest.approx(losses, rel=1e-6), name
             for key, value in values.items():
                 expected = params[key]
                 distance = (value - expected).norm() / expected.norm()
@@ -120,8 +120,8 @@ def test_a_hybrid_shards_within_groups_and_sums_across_them(tmp_path: Path, long
     outcomes: list[list[Outcome]] = run_ranks(4, tmp_path, train_all, cases, str(tmp_path))
     first, full = outcomes[0][0], outcomes[0][-1]
     for per_rank in outcomes:
-        for found in per_rank[: len(hybrid)]:
-            assert_same_bits(found.states, first.states)  # on every rank of every group
+        for outcome in per_rank[: len(hybrid)]:
+            assert_same_bits(outcome.states, first.states)  # on every rank of every group
     assert first.norms == pytest.approx(full.norms, rel=1e-6)
     for name, value in full.states.items():
         expected = first.states[name].double()

@@ -18,7 +18,7 @@ from tests.ranks.processes import run_ranks
 from tests.ranks.programs import BUDGET
 
 STORAGE: dict[str, Any] = {"storage": {"weights": "nf4", "group_size": 32}}
-Found = list[tuple[list[float], dict[str, Tensor]]]
+Outcomes = list[tuple[list[float], dict[str, Tensor]]]
 
 
 def keys_of(folder: str, stage: int, placement: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -26,10 +26,10 @@ def keys_of(folder: str, stage: int, placement: dict[str, Any], **keys: Any) -> 
     return config(Path(folder), placement, budget=BUDGET, zero=zero, **keys)
 
 
-def train(folder: str) -> tuple[Found, str]:
+def train(folder: str) -> tuple[Outcomes, str]:
     """On codes at every stage, and on dequantized values; and what is said of a write."""
     data = batches(8)[dist.get_rank() :: dist.get_world_size()]
-    found: Found = []
+    outcomes: Outcomes = []
     said = ""
     plain = adapted()
     round_to(plain, "nf4")
@@ -40,7 +40,7 @@ def train(folder: str) -> tuple[Found, str]:
             losses = losses_of(engine, data)
             engine.save_checkpoint(Path(folder) / f"checkpoint-{number}")
             values = {name: value.clone() for name, value in model.state_dict().items()}
-            found.append((losses, values))
+            outcomes.append((losses, values))
             if stage == 3 and storage:
                 with (
                     pytest.raises(UnsupportedError) as error,
@@ -51,14 +51,14 @@ def train(folder: str) -> tuple[Found, str]:
                 said = str(error.value)
                 engine.load_checkpoint(Path(folder) / "checkpoint-0")
                 assert_same_bits(model.state_dict(), values)
-    return found, said
+    return outcomes, said
 
 
 @pytest.mark.slow
 def test_ranks_train_adapters_on_codes_as_on_dequantized_values(tmp_path: Path) -> None:
-    for found, said in run_ranks(2, tmp_path, train, str(tmp_path)):
-        losses, values = found[0]
-        for other in found[1:]:
+    for outcomes, said in run_ranks(2, tmp_path, train, str(tmp_path)):
+        losses, values = outcomes[0]
+        for other in outcomes[1:]:
             assert other[0] == losses
             assert_same_bits(other[1], values)
         assert "several ranks, each of which has all of it" in said

@@ -107,9 +107,9 @@ def test_ranks_on_other_branches_do_not_wait_for_each_other(
 ) -> None:
     """Nine groups: more than are reduced at a time."""
     calls = [(str(tmp_path), stage, more) for stage in (1, 2, 3)]
-    found = run_in_turn(2, tmp_path, pick, calls)
-    for values in (*found[0], *found[1]):
-        assert_same_bits(values, found[0][0])
+    by_rank = run_in_turn(2, tmp_path, pick, calls)
+    for values in (*by_rank[0], *by_rank[1]):
+        assert_same_bits(values, by_rank[0][0])
 
 
 # ------------------------------------------------------------------------- a dropped pass
@@ -129,9 +129,9 @@ def drop_a_pass(folder: str, stage: int, dropped: bool) -> Values:
 @pytest.mark.slow
 def test_a_dropped_pass_leaves_nothing_behind_on_any_rank(tmp_path: Path) -> None:
     calls = [(str(tmp_path), stage, dropped) for stage in (0, 1, 3) for dropped in (False, True)]
-    found = run_in_turn(2, tmp_path, drop_a_pass, calls)
-    for number, values in itertools.chain(*map(enumerate, found)):
-        assert_same_bits(values, found[0][number - number % 2])
+    by_rank = run_in_turn(2, tmp_path, drop_a_pass, calls)
+    for number, values in itertools.chain(*map(enumerate, by_rank)):
+        assert_same_bits(values, by_rank[0][number - number % 2])
 
 
 # ------------------------------------------------------------------------- written together
@@ -168,8 +168,8 @@ def load_into(folder: str, stage: int) -> tuple[Values, Values]:
 
 
 def test_a_state_dict_is_loaded_where_parameters_are_sharded(tmp_path: Path) -> None:
-    for given, found in run_ranks(2, tmp_path, load_into, str(tmp_path), 3):
-        assert_same_bits(found, given)
+    for given, loaded in run_ranks(2, tmp_path, load_into, str(tmp_path), 3):
+        assert_same_bits(loaded, given)
 
 
 # ------------------------------------------------------------------------- what has to be alike
@@ -186,7 +186,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 
 def initialize_otherwise(folder: str) -> list[tuple[str, str]]:
-    found = []
+    refused = []
     for key, other in DIFFERENT.items():
         keys, blocks = keys_of(folder, 3), 2
         if dist.get_rank() == 1:
@@ -198,14 +198,14 @@ def initialize_otherwise(folder: str) -> list[tuple[str, str]]:
         try:
             offload.initialize(model, keys).close()
         except ConfigError as error:
-            found.append((key, str(error)))
-    return found
+            refused.append((key, str(error)))
+    return refused
 
 
 def test_ranks_with_other_configurations_are_told_which_key(tmp_path: Path) -> None:
-    for found in run_ranks(2, tmp_path, initialize_otherwise, str(tmp_path)):
-        assert [key for key, _ in found] == list(DIFFERENT)
-        for key, text in found:
+    for refused in run_ranks(2, tmp_path, initialize_otherwise, str(tmp_path)):
+        assert [key for key, _ in refused] == list(DIFFERENT)
+        for key, text in refused:
             assert text.startswith(key)
             assert "rank 1 has another one than rank 0" in text
 
@@ -226,20 +226,20 @@ class OwnWays(nn.Linear):
 
 
 def initialize_in_own_ways(folder: str) -> list[Values]:
-    found = []
+    begun = []
     for stage in (0, 1, 3):
         with torch.device("meta"):
             model = nn.Sequential(OwnWays(), nn.ReLU(), nn.Linear(4, 2))
         with offload.initialize(model, keys_of(folder, stage)) as engine:
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            found.append({**parameters_of(engine), **buffers})
+            begun.append({**parameters_of(engine), **buffers})
     file = Path(folder) / f"{dist.get_rank()}.safetensors"
     save_file({f"0.{n}": p.detach() for n, p in seeded(OwnWays).named_parameters()}, file)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
     with offload.initialize(model, keys_of(folder, 3), weights=file) as engine:
-        found.append(parameters_of(engine))
-    return found
+        begun.append(parameters_of(engine))
+    return begun
 
 
 def test_ranks_that_initialise_otherwise_train_what_the_first_one_has(tmp_path: Path) -> None:

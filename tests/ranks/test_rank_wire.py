@@ -33,14 +33,14 @@ def test_rounding_is_the_same_on_all_ranks_and_at_all_stages(
 ) -> None:
     first = outcomes[0][1]
     for per_rank in outcomes:
-        for found in per_rank[1:]:
-            assert_same_bits(found.states, first.states)
+        for outcome in per_rank[1:]:
+            assert_same_bits(outcome.states, first.states)
 
 
 def test_it_is_approximate_and_takes_half_the_bytes(outcomes: list[list[Outcome]]) -> None:
     exact, *rounded = outcomes[0]
-    for found in rounded:
-        assert found.losses[0] == exact.losses[0]
-        assert found.losses != exact.losses
-        assert found.losses == pytest.approx(exact.losses, rel=0.05)
+    for outcome in rounded:
+        assert outcome.losses[0] == exact.losses[0]
+        assert outcome.losses != exact.losses
+        assert outcome.losses == pytest.approx(exact.losses, rel=0.05)
     assert rounded[3].moved["reduce-scatter"] * 2 == exact.moved["reduce-scatter"]

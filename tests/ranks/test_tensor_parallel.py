@@ -47,11 +47,11 @@ def run(
     by_rank = run_ranks(
         shape[0] * shape[1], folder, parallel_models.train_all, cases, shape, str(folder)
     )  # fmt: skip
-    found = {}
+    outcomes_of = {}
     for name, family in families.items():
-        found[name] = [outcomes[: len(family)] for outcomes in by_rank]
+        outcomes_of[name] = [outcomes[: len(family)] for outcomes in by_rank]
         by_rank = [outcomes[len(family) :] for outcomes in by_rank]
-    return shape, found
+    return shape, outcomes_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,19 +61,19 @@ def test_no_stage_and_no_placement_changes_a_bit(run: Run, family: str) -> None:
     by_rank = run[1][family]
     norms, weights = by_rank[0][0].norms, by_rank[0][0].weights
     for outcomes in by_rank:
-        for found in outcomes:
-            assert found.losses == outcomes[0].losses
-            assert found.norms == norms
-            assert_same_bits(found.weights, weights)
-            assert_same_bits(found.states, by_rank[0][0].states)
+        for outcome in outcomes:
+            assert outcome.losses == outcomes[0].losses
+            assert outcome.norms == norms
+            assert_same_bits(outcome.weights, weights)
+            assert_same_bits(outcome.states, by_rank[0][0].states)
 
 
 def test_it_trains_as_the_model_that_is_not_parallel(run: Run, tmp_path: Path) -> None:
     (ranks, ways), by_rank = run[0], run[1]["fp32"]
     expected = parallel_models.alone(Case(1, HOST), ranks, str(tmp_path))
     losses = [by_rank[rank * ways][0].losses for rank in range(ranks)]
-    found = [loss for step in zip(*losses, strict=True) for loss in step]
-    assert found == pytest.approx(expected.losses, rel=1e-6)
+    actual = [loss for step in zip(*losses, strict=True) for loss in step]
+    assert actual == pytest.approx(expected.losses, rel=1e-6)
     first = by_rank[0][0]
     assert first.norms == pytest.approx(expected.norms, rel=1e-6)
     assert min(first.norms) > parallel_models.CLIP
@@ -87,11 +87,11 @@ def test_it_trains_as_the_model_that_is_not_parallel(run: Run, tmp_path: Path) -
 def test_a_vocabulary_in_uneven_parts_trains_as_a_whole_one(tmp_path: Path) -> None:
     by_rank = run_ranks(2, tmp_path / "2", parallel_vocabulary.train, True, str(tmp_path))
     losses, expected = parallel_vocabulary.train(False, str(tmp_path))
-    for found_losses, found in by_rank:
-        assert found_losses == pytest.approx(losses, rel=1e-6)
-        assert found.keys() == expected.keys()
-        assert torch.equal(found["twice"], 2 * found["head.weight"])
-        for name, value in found.items():
+    for actual_losses, actual in by_rank:
+        assert actual_losses == pytest.approx(losses, rel=1e-6)
+        assert actual.keys() == expected.keys()
+        assert torch.equal(actual["twice"], 2 * actual["head.weight"])
+        for name, value in actual.items():
             bound = 1e-5 if name.endswith("gradient") else 1e-6
             distance = (value - expected[name]).norm() / expected[name].norm()
             assert distance <= bound or expected[name].norm() < 1e-3, name
@@ -106,7 +106,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
 
 @pytest.mark.slow
 def test_all_ranks_skip_a_step_in_which_one_overflows(small: list[tuple[Any, ...]]) -> None:
-    first, second = (found for found, _, _ in small)
+    first, second = (overflow for overflow, _, _ in small)
     assert first[0] == second[0] == 1
     assert first[1] == second[1] == [math.inf]
     assert_same_bits(first[2], second[2])
@@ -127,7 +127,7 @@ def test_a_run_goes_on_from_a_distributed_checkpoint(small: list[tuple[Any, ...]
 
 
 def test_what_cannot_work_is_refused(small: list[tuple[Any, ...]]) -> None:
-    for _, _, found in small:
+    for _, _, messages in small:
         expected = {
             "no mesh": 'ConfigError.*mesh=mesh\\["dp"\\]',
             "two dimensions": "ConfigError.*not one dimension of ranks",
@@ -137,6 +137,6 @@ def test_what_cannot_work_is_refused(small: list[tuple[Any, ...]]) -> None:
             "save": "UnsupportedError: save_checkpoint.*torch.distributed.checkpoint",
             "load": "UnsupportedError: load_checkpoint",
         }
-        assert found.keys() == expected.keys()
+        assert messages.keys() == expected.keys()
         for what, pattern in expected.items():
-            assert re.match(pattern, found[what]), found[what]
+            assert re.match(pattern, messages[what]), messages[what]

@@ -30,7 +30,7 @@ def run_threads(
 ) -> list[Any]:
     """What `function(rank, collectives)` returns on each of `world_size` threads, of which
     neighbours form shard groups of `ranks`. Raises what any of them raises."""
-    found: list[Any] = [None] * world_size
+    results: list[Any] = [None] * world_size
 
     @spawn_threads_and_init_comms(world_size=world_size)  # type: ignore[untyped-decorator]
     def run(self: object) -> None:
@@ -38,7 +38,7 @@ def run_threads(
         shards = [list(range(s, s + ranks)) for s in range(0, world_size, ranks)]
         replicas = [list(each) for each in zip(*shards, strict=True)]
         groups = [dist.new_subgroups_by_enumeration(each)[0] for each in (shards, shards, replicas)]
-        found[rank] = function(rank, Collectives(*groups, Unwatched()))
+        results[rank] = function(rank, Collectives(*groups, Unwatched()))
 
     run(object())
-    return found
+    return results
