@@ -59,12 +59,12 @@ class DeviceHomes:
     # ---------------------------------------------------------------- states
     def at_home(
         self, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
-        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+        trainable_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
         """Return a state at home on the device."""
         lease = self.pool.demand(nbytes, name, state_class)
         return DeviceHomeState(
-            name, nbytes, piece_nbytes, lease, self._update_links, edge_nbytes, stride_nbytes,
+            name, nbytes, piece_nbytes, lease, self._update_links, trainable_nbytes, stride_nbytes,
             is_record=state_class is StateClass.OPTIMIZER,
         )  # fmt: skip
 

@@ -149,12 +149,12 @@ class TierManager:
 
     # ---------------------------------------------------------------- states
     def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
+        self, index: int, name: str, numel: int, next_use: NextUse, trainable: int,
         stride: int | None = None,
     ) -> State:  # fmt: skip
         tier, group = self.plan.parameters[index], self.plan.groups[index]
         size, piece = numel * self._itemsize, self.plan.chunk_numel * self._itemsize
-        cut = edge * self._itemsize, None if stride is None else stride * self._itemsize
+        cut = trainable * self._itemsize, None if stride is None else stride * self._itemsize
         label, kind = f"{name} parameters", StateClass.PARAMETERS
         if group.dequantized:
             return self._quantized(tier, label, size, piece, group.layout, next_use)
@@ -167,10 +167,10 @@ class TierManager:
 
     def _computed_with(
         self, tier: Tier, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
-        next_use: NextUse, edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+        next_use: NextUse, trainable_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
         """Return a state that the model reads."""
-        cut = edge_nbytes, stride_nbytes
+        cut = trainable_nbytes, stride_nbytes
         home = self._state(tier, name, nbytes, piece_nbytes, state_class, next_use, *cut)
         if tier.on_device or not self.plan.gpu:  # it is there, or comes there by itself
             return home
@@ -227,9 +227,9 @@ class TierManager:
 
     def _state(
         self, tier: Tier, name: str, nbytes: int, piece_nbytes: int, state_class: StateClass,
-        next_use: NextUse, edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+        next_use: NextUse, trainable_nbytes: int | None = None, stride_nbytes: int | None = None,
     ) -> State:  # fmt: skip
-        cut = edge_nbytes, stride_nbytes
+        cut = trainable_nbytes, stride_nbytes
         if tier.on_device and self.plan.gpu:
             return self._device.at_home(name, nbytes, piece_nbytes, state_class, *cut)
         if tier.is_file:

@@ -28,12 +28,12 @@ class DeviceHomeState(State):
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links,
-        edge_nbytes: int | None = None, stride_nbytes: int | None = None, *,
+        trainable_nbytes: int | None = None, stride_nbytes: int | None = None, *,
         is_record: bool = False,
     ) -> None:  # fmt: skip
         """`is_record`: the update alone works with it. Other readers and writers (loading, reading
         values out) get a copy in host memory, one such copy at a time."""
-        super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
+        super().__init__(name, nbytes, piece_nbytes, trainable_nbytes, stride_nbytes)
         self._lease = lease
         self._links = links
         self._is_record = is_record
@@ -62,7 +62,7 @@ class DeviceHomeState(State):
     def blank(self) -> torch.Tensor:
         return self.host_blank() if self._is_record else self.tensor()
 
-    def mark_dirty(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, trainable_only: bool = False) -> None:
         """Take home the copy of a record; anything else was changed where it is at home."""
         if self._is_record:
             self.mark_host_dirty()

@@ -26,7 +26,7 @@ class MirroredState(State):
     def __init__(self, home: State, slot: DeviceSlot) -> None:
         """`slot` is as long as `home`, and lent to no other state."""
         super().__init__(
-            home.name, home.nbytes, home.piece_nbytes, home.edge_nbytes, home.stride_nbytes
+            home.name, home.nbytes, home.piece_nbytes, home.trainable_nbytes, home.stride_nbytes
         )
         self.slot = slot
         slot.user = self
@@ -109,18 +109,18 @@ class MirroredState(State):
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled from host memory: use host_blank")
 
-    def mark_dirty(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, trainable_only: bool = False) -> None:
         with self._lock:
             if self.slot.lease is None or self._lacking:
                 raise StateError(f"{self.name} holds no device memory that could have been written")
-            keeps_rest = to_edge and self.edge_nbytes < self.nbytes
-            changed = slice(self.edge_nbytes if keeps_rest else self.nbytes)
+            keeps_rest = trainable_only and self.trainable_nbytes < self.nbytes
+            changed = slice(self.trainable_nbytes if keeps_rest else self.nbytes)
             source = self.slot.lease.tensor[changed]
         if keeps_rest:
             self._home.settle()  # nothing of it may be on its way while it changes
         home = self._home.tensor() if keeps_rest else self._home.blank()
         self.slot.links.to_host.copy(home[changed], source).wait()
-        self._home.mark_dirty(to_edge=to_edge)
+        self._home.mark_dirty(trainable_only=trainable_only)
 
     def residency(self) -> Residency:
         with self._lock:

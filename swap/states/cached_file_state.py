@@ -35,11 +35,11 @@ class CachedFileState(State):
     can_snapshot = True
 
     def __init__(
-        self, store: BlockStore, slot: Slot, piece_nbytes: int, edge_nbytes: int | None = None,
+        self, store: BlockStore, slot: Slot, piece_nbytes: int, trainable_nbytes: int | None = None,
         stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
         """`slot` says how the state is called and how long it is, and is lent to no other."""
-        super().__init__(slot.name, slot.nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
+        super().__init__(slot.name, slot.nbytes, piece_nbytes, trainable_nbytes, stride_nbytes)
         inner = [self.span(piece).start for piece in range(self.pieces)]
         if any(start % PAGE_NBYTES for start in inner):
             raise ValueError(f"{self.name}: pieces of {piece_nbytes} bytes would share pages")
@@ -163,7 +163,7 @@ class CachedFileState(State):
         return view
 
     @defer_signals
-    def mark_dirty(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, trainable_only: bool = False) -> None:
         with self._lock:
             if self.slot.lease is None:
                 raise StateError(f"{self.name} holds no memory that could have been written")
@@ -172,8 +172,8 @@ class CachedFileState(State):
                     f"{self.name}: written without a view of its slot, so the written values may "
                     "have been dropped meanwhile"
                 )
-            all_of_it = self._filling or not to_edge
-            changed = range(self.pieces if all_of_it else self._pieces_to_edge)
+            all_of_it = self._filling or not trainable_only
+            changed = range(self.pieces if all_of_it else self._trainable_pieces)
             self._dirty.update(changed)  # first: a dirty copy is not dropped
             self._filling = False
             if self._class is StateClass.GRADIENTS:

@@ -25,11 +25,11 @@ class MemoryState(State):
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease | None,
-        edge_nbytes: int | None = None, stride_nbytes: int | None = None,
+        trainable_nbytes: int | None = None, stride_nbytes: int | None = None,
         spare: SlotPool | None = None,
     ) -> None:  # fmt: skip
         """`lease` is None where there are no bytes. `spare` has the memory for old versions."""
-        super().__init__(name, nbytes, piece_nbytes, edge_nbytes, stride_nbytes)
+        super().__init__(name, nbytes, piece_nbytes, trainable_nbytes, stride_nbytes)
         self._lease = lease
         self._spare = spare
         self._old: Lease | None = None
@@ -47,7 +47,7 @@ class MemoryState(State):
     def blank(self) -> torch.Tensor:
         return self.tensor()
 
-    def mark_dirty(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, trainable_only: bool = False) -> None:
         """Do nothing: the buffer is its home."""
 
     def residency(self) -> Residency:

@@ -159,7 +159,7 @@ class QuantizedState(State):
         self.slot.begin_write()
         return self.slot.view()
 
-    def mark_dirty(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, trainable_only: bool = False) -> None:
         """Store what was written at once, and round the slot to what is stored."""
         view = self.held_values()
         if view is None:

@@ -109,42 +109,42 @@ class State(abc.ABC):
     """`nbytes` bytes in *pieces* of `piece_nbytes` (the last one may be shorter); a piece moves in
     one transfer.
 
-    Pieces begin anew at `edge_nbytes`, behind which nothing is updated: what is not changed is not
-    written with what is. With a `stride_nbytes` they also do, up to there, at each multiple of it,
-    so that each of several owners' parts is made of pieces of its own:
+    Pieces begin anew at `trainable_nbytes`, behind which nothing is updated: what is not changed is
+    not written with what is. With a `stride_nbytes` they also do, up to there, at each multiple of
+    it, so that each of several owners' parts is made of pieces of its own:
 
         ├─ 0 ──┤├ 1 ┤ ├─ 2 ──┤├ 3 ┤ ├─── 4 ────┤├─── 5 ────┤├ 6 ┤
-        0             stride        edge                        nbytes
+        0             stride        trainable                   nbytes
 
     Guaranteed by callers: the update side works on a piece only between `host_piece` or
     `read_piece` and `mark_piece_dirty` or `write_piece`, and never while the compute side writes.
     """
 
     def __init__(
-        self, name: str, nbytes: int, piece_nbytes: int, edge_nbytes: int | None = None,
+        self, name: str, nbytes: int, piece_nbytes: int, trainable_nbytes: int | None = None,
         stride_nbytes: int | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.nbytes = nbytes
         self.piece_nbytes = piece_nbytes
-        self.edge_nbytes = nbytes if edge_nbytes is None else edge_nbytes
-        self.stride_nbytes = stride_nbytes or max(1, self.edge_nbytes)
+        self.trainable_nbytes = nbytes if trainable_nbytes is None else trainable_nbytes
+        self.stride_nbytes = stride_nbytes or max(1, self.trainable_nbytes)
         self.pieces_per_stride = -(-self.stride_nbytes // piece_nbytes)
-        strides, rest = divmod(self.edge_nbytes, self.stride_nbytes)
-        self._pieces_to_edge = strides * self.pieces_per_stride + -(-rest // piece_nbytes)
-        behind = -(-(nbytes - self.edge_nbytes) // piece_nbytes)
-        self.pieces = max(1, self._pieces_to_edge + behind)
+        strides, rest = divmod(self.trainable_nbytes, self.stride_nbytes)
+        self._trainable_pieces = strides * self.pieces_per_stride + -(-rest // piece_nbytes)
+        behind = -(-(nbytes - self.trainable_nbytes) // piece_nbytes)
+        self.pieces = max(1, self._trainable_pieces + behind)
 
     def span(self, piece: int) -> slice:
         """The bytes of a piece within the buffer."""
-        behind = piece - self._pieces_to_edge
+        behind = piece - self._trainable_pieces
         if behind >= 0:
-            start, end = self.edge_nbytes + behind * self.piece_nbytes, self.nbytes
+            start, end = self.trainable_nbytes + behind * self.piece_nbytes, self.nbytes
         else:
             stride, number = divmod(piece, self.pieces_per_stride)
             begin = stride * self.stride_nbytes
             start = begin + number * self.piece_nbytes
-            end = min(begin + self.stride_nbytes, self.edge_nbytes)
+            end = min(begin + self.stride_nbytes, self.trainable_nbytes)
         return slice(start, min(start + self.piece_nbytes, end))
 
     in_place = False  # True: `tensor()` is the home itself and never moves
@@ -172,10 +172,10 @@ class State(abc.ABC):
         """
 
     @abc.abstractmethod
-    def mark_dirty(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, trainable_only: bool = False) -> None:
         """Start taking home the buffer that the compute side changed and still has a view of.
         Gradients, which are used up soon, go to a file only where their memory is needed for
-        something else. `to_edge`: nothing was changed behind the edge.
+        something else. `trainable_only`: nothing was changed behind `trainable_nbytes`.
         """
 
     has_codes = False  # True: there are `codes`

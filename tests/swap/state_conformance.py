@@ -60,11 +60,12 @@ class Places:
         return lambda: self.next_use.get(name, 1.0)
 
     def in_memory(
-        self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
-    ) -> MemoryState:
+        self, name: str, nbytes: int = NBYTES, trainable: int | None = None,
+        stride: int | None = None,
+    ) -> MemoryState:  # fmt: skip
         lease = self.homes.lease(nbytes, owner=name, state_class=StateClass.PARAMETERS)
         spare = None if stride else SlotPool(self.homes, self.host.lock)
-        return MemoryState(name, nbytes, PIECE_NBYTES, lease, edge, stride, spare)
+        return MemoryState(name, nbytes, PIECE_NBYTES, lease, trainable, stride, spare)
 
     def device_slot(self, name: str, nbytes: int = NBYTES) -> DeviceSlot:
         return DeviceSlot(
@@ -73,10 +74,11 @@ class Places:
         )  # fmt: skip
 
     def in_file(
-        self, name: str, nbytes: int = NBYTES, edge: int | None = None, stride: int | None = None
-    ) -> CachedFileState:
+        self, name: str, nbytes: int = NBYTES, trainable: int | None = None,
+        stride: int | None = None,
+    ) -> CachedFileState:  # fmt: skip
         slot = Slot(name, nbytes, StateClass.PARAMETERS, self.host, self.use_of(name))
-        return CachedFileState(self.store, slot, PIECE_NBYTES, edge, stride)
+        return CachedFileState(self.store, slot, PIECE_NBYTES, trainable, stride)
 
 
 def make_places(folder: Path, world: World | None = None) -> Iterator[Places]:

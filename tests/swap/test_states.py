@@ -152,12 +152,12 @@ class TestLaggingDeviceRecord(OnALaggingDevice, TestDeviceRecord):
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_what_lies_behind_the_edge_is_written_only_with_all_of_it(
+def test_what_lies_behind_the_trainable_part_is_written_only_with_all_of_it(
     tmp_path: Path, mirrored: bool
 ) -> None:
-    edge = 5 * PAGE_NBYTES
+    trainable = 5 * PAGE_NBYTES
     for places in make_places(tmp_path):
-        state: State = places.in_file("adapted", edge=edge)
+        state: State = places.in_file("adapted", trainable=trainable)
         if mirrored:
             state = MirroredState(state, places.device_slot("adapted"))
 
@@ -169,12 +169,12 @@ def test_what_lies_behind_the_edge_is_written_only_with_all_of_it(
         fill(state, expected)
         assert written() == NBYTES
         view = state.tensor()
-        view[:edge] = expected[:edge] = content(2, edge)
-        state.mark_dirty(to_edge=True)
-        assert written() == NBYTES + edge
+        view[:trainable] = expected[:trainable] = content(2, trainable)
+        state.mark_dirty(trainable_only=True)
+        assert written() == NBYTES + trainable
         view[:] = expected[:] = content(3, NBYTES)
         state.mark_dirty()
-        assert written() == NBYTES + edge + NBYTES
+        assert written() == NBYTES + trainable + NBYTES
         del view
         for piece in range(state.pieces):
             found = staging(state.span(piece))

@@ -55,7 +55,7 @@ class Homes:
     states: list[State] = field(default_factory=list)
 
     def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
+        self, index: int, name: str, numel: int, next_use: NextUse, trainable: int,
         stride: int | None = None,
     ) -> State:  # fmt: skip
         return self.state(name, 4 * numel, next_use)
@@ -135,7 +135,7 @@ class _Counter:
         self.sizes: list[int] = []
 
     def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
+        self, index: int, name: str, numel: int, next_use: NextUse, trainable: int,
         stride: int | None = None,
     ) -> State:  # fmt: skip
         self.sizes.append(4 * numel)

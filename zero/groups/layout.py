@@ -81,8 +81,8 @@ class Layout:
         return self.numel_trainable // self.ranks
 
     @property
-    def edge(self) -> int:
-        """The element where pieces begin anew: nothing behind it is updated."""
+    def paged_trainable(self) -> int:
+        """Trainable elements if they end with a page, where pieces begin anew; else all."""
         paged = self.numel_trainable % SHARD_ALIGN_NUMEL == 0
         return self.numel_trainable if paged else self.numel
 

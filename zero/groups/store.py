@@ -76,11 +76,11 @@ class WeightHomes(Protocol):
     """Makes the states of groups' parameters, each at home in the tier of its placement."""
 
     def parameters(
-        self, index: int, name: str, numel: int, next_use: NextUse, edge: int,
+        self, index: int, name: str, numel: int, next_use: NextUse, trainable: int,
         stride: int | None = None,
     ) -> State:  # fmt: skip
-        """Return the state of a group's parameters. Elements from `edge` on are not updated; those
-        before it are parts of `stride` elements, each in pieces of its own (None: one part)."""
+        """Return the state of a group's parameters. Elements from `trainable` on are not updated;
+        those before it are parts of `stride` elements, each in pieces of its own (None: one)."""
         ...
 
 
@@ -168,13 +168,13 @@ class WeightStore:
         # homes live as long as files, and keep no model
         this, fetcher = weakref.proxy(self), weakref.proxy(self.fetcher)
 
-        def make(numel: int, edge: int, stride: int | None) -> State:
+        def make(numel: int, trainable: int, stride: int | None) -> State:
             return self._homes.parameters(
-                index, shape.name, numel, lambda: fetcher.next_use(index), edge, stride
+                index, shape.name, numel, lambda: fetcher.next_use(index), trainable, stride
             )
 
         if layout.is_quantized:  # whole on every rank: it has few bytes, which never change
-            return make(layout.numel, layout.edge, None)
+            return make(layout.numel, layout.paged_trainable, None)
         return self.ranks.of(shape.ep_size).parameters(
             make,
             layout,

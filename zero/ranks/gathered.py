@@ -268,7 +268,7 @@ class GatheredState(SharedState):
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
 
-    def mark_dirty(self, *, to_edge: bool = False) -> None:
+    def mark_dirty(self, *, trainable_only: bool = False) -> None:
         """Store this rank's part of the whole copy, which the caller changed."""
         whole, own = self._copy(), self.home.tensor()
         own[: self._own_cut] = whole[self._trained]
@@ -337,7 +337,7 @@ class ReplicatedState(SharedState):
             whole, whole[self._trained] if trainable else None,
             whole[self._frozen] if frozen else None,
         )  # fmt: skip
-        self.home.mark_dirty(to_edge=not frozen)
+        self.home.mark_dirty(trainable_only=not frozen)
         del whole  # not before: a copy without views may be dropped
         return mark
 
@@ -354,8 +354,8 @@ class ReplicatedState(SharedState):
     def blank(self) -> torch.Tensor:
         return self.home.blank()
 
-    def mark_dirty(self, *, to_edge: bool = False) -> None:
-        self.home.mark_dirty(to_edge=to_edge)
+    def mark_dirty(self, *, trainable_only: bool = False) -> None:
+        self.home.mark_dirty(trainable_only=trainable_only)
 
     def host_tensor(self) -> torch.Tensor:
         self._await_arrival()

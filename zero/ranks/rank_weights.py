@@ -42,7 +42,7 @@ class RankWeights:
     ) -> State:  # fmt: skip
         """Return the parameters of a group, as the model sees them. `is_held` and `update` are the
         group's (see `GatheredState`)."""
-        return make(layout.numel, layout.edge, None)
+        return make(layout.numel, layout.paged_trainable, None)
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:
         """Set all groups, and the order of their uses."""

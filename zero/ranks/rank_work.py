@@ -100,12 +100,12 @@ class SharedWork(RankWork):
     ) -> State:  # fmt: skip
         rank = self.sharding.rank
         if self.sharding.ranks == 1:
-            return make(layout.numel, layout.edge, None)
+            return make(layout.numel, layout.paged_trainable, None)
         shared = Part.of(layout, rank), self._itemsize, self._gatherer, update
         if self.sharding.parameters:
             home = make(layout.shard_numel, layout.shard_trainable, None)
             return GatheredState(home, *shared, is_held)
-        home = make(layout.numel, layout.edge, layout.shard_trainable or None)
+        home = make(layout.numel, layout.paged_trainable, layout.shard_trainable or None)
         return ReplicatedState(home, *shared, rank)
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:

@@ -55,7 +55,7 @@ class GroupBytes:
     def updated_numel(self) -> int:
         """The elements of `home_numel` that an update writes home."""
         whole = self.home_numel == self.layout.numel
-        return self.layout.edge if whole else self.layout.shard_trainable
+        return self.layout.paged_trainable if whole else self.layout.shard_trainable
 
     @cached_property
     def optimizer(self) -> int:
