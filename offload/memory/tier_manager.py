@@ -181,12 +181,13 @@ class TierManager:
     ) -> State:
         """Return a state for weights whose home is quantized, as they cross every link."""
         kind, state_class = FLOAT_OF[self._dtype], StateClass.PARAMETERS
-        codec = WeightQuantizer(lay_out_quantized(layout, self._itemsize), kind, self._run)
-        stored = codec.stored_nbytes(nbytes)
+        quantizer = WeightQuantizer(lay_out_quantized(layout, self._itemsize), kind, self._run)
+        stored = quantizer.stored_nbytes(nbytes)
         home = self._computed_with(tier, label, stored, piece, state_class, next_use)
         if self.plan.gpu:
-            return QuantizedState(home, codec, self._device.slot(label, nbytes, next_use))
-        return QuantizedState(home, codec, Slot(label, nbytes, state_class, self.pool, next_use))
+            return QuantizedState(home, quantizer, self._device.slot(label, nbytes, next_use))
+        slot = Slot(label, nbytes, state_class, self.pool, next_use)
+        return QuantizedState(home, quantizer, slot)
 
     def kv_memory(self, name: str, nbytes: int) -> Lease:
         """Return memory where the model computes. Its previous contents may still be read: work

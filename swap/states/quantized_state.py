@@ -1,22 +1,22 @@
 """State whose home stores it quantized: dequantized into a slot while it is computed with.
 
-    home    ├ codes ┤        any State: in memory, in a file, mirrored on a device
-               │ decode    ▲ encode
-               ▼           │
-    slot    ├───── values ─────┤        host memory, or device memory: codes cross the link then
+    home    ├ quantized ┤        any State: in memory, in a file, mirrored on a device
+               │ dequantize   ▲ quantize
+               ▼              │
+    slot    ├───────── values ─────────┤    host memory, or device memory: less crosses the link
 
-The slot always holds the decoded codes of the home: writes are rounded at once, so results do not
-depend on when a slot was evicted. Elements that are written with the values that they had keep
-their codes. It is one piece, and has no update side: what is quantized is frozen.
+The slot always holds what the home has, dequantized: writes are rounded at once, so results do not
+depend on when a slot was evicted. Elements that are written with the values that they had stay as
+they are stored. It is one piece, and has no update side: what is quantized is frozen.
 
-Nothing is decoded ahead of its use: decoding and computing share the same processors, and reads of
-the next codes go on meanwhile. A slot is evicted before any codes are: decoding takes a fraction of
-the time of a read, and a slot a multiple of the memory. If the last use decoded its values, the
-slot is leased as soon as the buffer is needed, before prefetched codes fill its place: they would
-have to be evicted, and read again.
+Nothing is dequantized ahead of its use: that and computing share the same processors, and the next
+reads go on meanwhile. A slot is evicted before any quantized bytes are: dequantizing takes a
+fraction of the time of a read, and a slot a multiple of the memory. If the last use dequantized,
+the slot is leased as soon as the buffer is needed, before prefetched bytes fill its place: they
+would have to be evicted, and read again.
 
-A device decodes on the model's stream, which then reads the slot. Before it writes there it waits
-for whatever else works in that memory.
+A device dequantizes on the model's stream, which then reads the slot. Before it writes there it
+waits for whatever else works in that memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot import HostCopy, Slot
 from offload.swap.states.slot_pool import MADE_HERE
-from offload.swap.states.state import Codec, State
+from offload.swap.states.state import Quantizer, State
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError
 from offload.tiers.tier import PAGE_NBYTES, Residency
@@ -38,26 +38,26 @@ from offload.tiers.units import round_up
 
 
 class QuantizedState(State):
-    """The values of `slot`, which has room for all of them, as a codec stores them in `home`."""
+    """The values of `slot`, which has room for them all, as a quantizer stores them in `home`."""
 
-    def __init__(self, home: State, codec: Codec, slot: Slot) -> None:
+    def __init__(self, home: State, quantizer: Quantizer, slot: Slot) -> None:
         """`slot` says how long the values are, and is lent to no other state."""
         super().__init__(home.name, slot.nbytes, slot.nbytes)
         self.slot = slot
         slot.user = self
         slot.next_use = _after_reads(slot.next_use)
         self.home = home
-        self.codec = codec
+        self.quantizer = quantizer
         self._pool = slot.pool
         self._lock = slot.lock
         copy = slot.host_copy
-        self.has_codes = copy is None  # else a device decodes them
+        self.has_quantized = copy is None  # else a device dequantizes
         self._host = _InSlot(self) if copy is None else _InCopy(self, copy)
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
         self._is_reserved = False  # the slot is empty, and taken for values that are needed now
-        self._was_decoded: bool | None = None  # at its last use
-        self._is_stored = False  # the home has codes
-        self._decoding = threading.Lock()  # one thread fills the slot, others wait for it
+        self._was_dequantized: bool | None = None  # at its last use
+        self._is_stored = False  # the home has values
+        self._dequantizing = threading.Lock()  # one thread fills the slot, others wait for it
 
     # ---------------------------------------------------------------- what the pool asks
     def may_evict(self) -> bool:
@@ -74,16 +74,16 @@ class QuantizedState(State):
 
     # ---------------------------------------------------------------- compute side
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Bring the codes of the home; they are decoded when the buffer is used."""
+        """Prefetch the home; it is dequantized when the buffer is used."""
         with self._lock:
             if self._has_values:
                 return True
             if next_use is not None and next_use < 0:  # it is used now
-                if self._was_decoded is False:
+                if self._was_dequantized is False:
                     self._pool.keep_no_values(round_up(self.nbytes, PAGE_NBYTES))
-                elif self.slot.lease is None and (self._was_decoded or self._pool.makes_values):
+                elif self.slot.lease is None and (self._was_dequantized or self._pool.makes_values):
                     self._reserve()
-                self._was_decoded = False
+                self._was_dequantized = False
         return self.home.prefetch(next_use=next_use, priority=priority)
 
     def held_values(self) -> torch.Tensor | None:
@@ -106,29 +106,29 @@ class QuantizedState(State):
 
     @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
-        with self._decoding:
+        with self._dequantizing:
             with self._lock:
                 if self._has_values:
                     self.slot.note_read()
                     return self.slot.view()
-            # before its codes are held: these fit into smaller holes
+            # before the home is held: its bytes fit into smaller holes
             view = self._take_slot()
             try:
-                self.codec.decode(self.home.tensor(), view)
+                self.quantizer.dequantize(self.home.tensor(), view)
             except BaseException:
                 with self._lock:
                     self.slot.evict()  # the next caller must not take what is half there for values
                 raise
-            self._is_blank, self._was_decoded = False, True
+            self._is_blank, self._was_dequantized = False, True
             with self._lock:
                 self._pool.keep_for_values(self.slot)
                 self.slot.note_read()
             return view
 
-    def codes(self) -> tuple[Codec, torch.Tensor]:
-        if not self.has_codes:
-            return super().codes()
-        return self.codec, self.home.tensor()
+    def quantized(self) -> tuple[Quantizer, torch.Tensor]:
+        if not self.has_quantized:
+            return super().quantized()
+        return self.quantizer, self.home.tensor()
 
     def blank(self) -> torch.Tensor:
         return self._take_slot()
@@ -189,7 +189,7 @@ class QuantizedState(State):
 
     # ---------------------------------------------------------------- update side
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise StateError(f"{self.name} is stored in codes, which no update reads or changes")
+        raise StateError(f"{self.name} is stored quantized, which no update reads or changes")
 
     host_piece = mark_piece_dirty = read_piece = write_piece = _refuse
 
@@ -233,17 +233,17 @@ class _InSlot:
 
     def store(self, view: torch.Tensor, *, is_new: bool) -> None:
         """Store the slot's `view`, and round it. `is_new`: it is no change of what was stored."""
-        home, codec = self._state.home, self._state.codec
+        home, quantizer = self._state.home, self._state.quantizer
         home.settle()  # what goes home must not be half of what is written now
         stored = home.blank() if is_new else home.tensor()
-        store = codec.encode if is_new else codec.update
+        store = quantizer.quantize if is_new else quantizer.update
         try:
             store(view, stored)
         except BaseException:
             if not is_new:
-                codec.decode(stored, view)  # what was refused is not there
+                quantizer.dequantize(stored, view)  # what was refused is not there
             raise
-        codec.decode(stored, view)
+        quantizer.dequantize(stored, view)
         home.mark_dirty()
 
 
@@ -257,7 +257,7 @@ class _InCopy:
 
     def tensor(self) -> torch.Tensor:
         values = self._lend(is_new=False)
-        self._state.codec.decode(self._state.home.host_tensor(), values)
+        self._state.quantizer.dequantize(self._state.home.host_tensor(), values)
         return values
 
     def blank(self) -> torch.Tensor:
@@ -268,15 +268,15 @@ class _InCopy:
         return self._copy.lend(self._state)
 
     def mark_dirty(self) -> None:
-        home, codec = self._state.home, self._state.codec
+        home, quantizer = self._state.home, self._state.quantizer
         values = self._copy.take_back(self._state)
         if self._is_new:
             stored = home.host_blank()
-            codec.encode(values, stored)
+            quantizer.quantize(values, stored)
         else:
             stored = home.host_tensor()
             try:
-                codec.update(values, stored)
+                quantizer.update(values, stored)
             except BaseException:
                 del stored
                 self._refresh()  # what was refused is not there
@@ -286,12 +286,12 @@ class _InCopy:
         self._refresh()
 
     def store(self, view: torch.Tensor, *, is_new: bool) -> None:
-        """Store the slot's `view`, encoded on the CPU: users write to it outside of passes."""
+        """Store the slot's `view`, quantized on the CPU: users write to it outside of passes."""
         self._lend(is_new=is_new).copy_(view)
         self.mark_dirty()
 
     def _refresh(self) -> None:
-        """Decode the home's codes into the slot, if it holds values."""
+        """Dequantize the home into the slot, if it holds values."""
         view = self._state.held_values()
         if view is not None:
-            self._state.codec.decode(self._state.home.tensor(), view)
+            self._state.quantizer.dequantize(self._state.home.tensor(), view)

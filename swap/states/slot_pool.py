@@ -10,8 +10,8 @@ half of the memory. A prefetch that finds no room starts to write back the gradi
 On a machine that is short of memory, copies get less than the whole tier: up to a limit, beyond
 which only a demand gets a lease.
 
-Values decoded in memory need a slot several times as large as their codes. The largest such slot is
-kept for the next values: codes prefetched into it would be evicted at once, and read again.
+Dequantized values need a slot several times as large as what is stored. The largest such slot is
+kept for the next values: bytes prefetched into it would be evicted at once, and read again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from offload.tiers.ledger import StateClass
 if TYPE_CHECKING:
     from offload.tiers.memory_tier import Lease, MemoryTier
 
-# Added to the next use of a copy that was decoded from other bytes in memory (weights from their
-# codes): it is evicted before any copy that would have to be read again.
+# Added to the next use of a copy that was made from other bytes in memory (dequantized weights): it
+# is evicted before any copy that would have to be read again.
 MADE_HERE = 1e9
 
 
@@ -46,9 +46,9 @@ class SlotPool:
         self._may_write_back: dict[int, CachedPiece] = {}  # dirty, and stay until room is needed
         self._held_nbytes = self._staying_nbytes = 0  # of all copies; of `_may_write_back`
         self._written_back: CachedPiece | None = None  # the last one written back for a prefetch
-        self._values: CachedPiece | None = None  # the largest slot of decoded values
+        self._values: CachedPiece | None = None  # the largest slot of dequantized values
         self._limit: int | None = None  # bytes of the tier beyond which nothing is fetched ahead
-        self.makes_values = False  # the last values that were used were decoded here
+        self.makes_values = False  # the last values that were used were dequantized here
         self._is_prefetching = False  # a prefetch is looking for room
         # Waits until another user releases copies; False if none will. Set by the owner of the work
         # that holds views of copies (the update queue).
@@ -120,13 +120,13 @@ class SlotPool:
             self._staying_nbytes -= nbytes
 
     def keep_for_values(self, piece: CachedPiece) -> None:
-        """Record that `piece` holds values decoded in this memory (under the lock)."""
+        """Record that `piece` holds values dequantized in this memory (under the lock)."""
         self.makes_values = True
         if self._values is None or self._values.held_nbytes <= piece.held_nbytes:
             self._values = piece
 
     def keep_no_values(self, nbytes: int) -> None:
-        """Record that values of `nbytes` were not decoded when they were used (under the lock)."""
+        """Record that values of `nbytes` were not dequantized when used (under the lock)."""
         self.makes_values = False
         if self._values is not None and self._values.held_nbytes <= nbytes:
             self._values = None
@@ -137,7 +137,7 @@ class SlotPool:
 
     def offer_for_values(self, nbytes: int, owner: str, state_class: StateClass) -> Lease | None:
         """Return a lease, as `offer` does, for values that are needed now: if there is no room, the
-        largest values decoded before are evicted."""
+        largest values dequantized before are evicted."""
         with self.lock:
             lease = self._lease(nbytes, owner, state_class)
             if lease is None and self._values is not None and self._values.can_evict():

@@ -37,25 +37,25 @@ class HostPiece:
         return self.view
 
 
-class Codec(Protocol):
-    """A stored format. The same stored bytes decode to the same bytes, wherever they are."""
+class Quantizer(Protocol):
+    """A stored format. The same stored bytes have the same values, wherever they are."""
 
     def stored_nbytes(self, nbytes: int) -> int:
         """Stored bytes of a buffer of `nbytes`. ValueError where it cannot be stored."""
         ...
 
-    def encode(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+    def quantize(self, values: torch.Tensor, stored: torch.Tensor) -> None:
         """Fill `stored` from `values` (both 1D uint8). The values may be rounded. UnsupportedError
         for values that cannot be stored."""
         ...
 
     def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
-        """Like `encode`, but codes in `stored` that decode to the new values already are kept, as
+        """Like `quantize`, but what is `stored` and has the new values already is kept, as
         far as parts of the buffer can be told apart. After an error, `stored` is unchanged."""
         ...
 
-    def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill `values` by decoding `stored` (both 1D uint8)."""
+    def dequantize(self, stored: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill `values` from `stored` (both 1D uint8)."""
         ...
 
 
@@ -178,12 +178,12 @@ class State(abc.ABC):
         something else. `trainable_only`: nothing was changed behind `trainable_nbytes`.
         """
 
-    has_codes = False  # True: there are `codes`
+    has_quantized = False  # True: there is `quantized`
 
-    def codes(self) -> tuple[Codec, torch.Tensor]:
-        """The codec and the stored codes of a buffer in one piece, 1D uint8 in host memory; waits
-        for their arrival, and any view keeps them there."""
-        raise StateError(f"{self.name} has no codes that a model computes with")
+    def quantized(self) -> tuple[Quantizer, torch.Tensor]:
+        """The quantizer and the stored bytes of a buffer in one piece, 1D uint8 in host memory;
+        waits for their arrival, and any view keeps them there."""
+        raise StateError(f"{self.name} has no quantized bytes that a model computes with")
 
     def note_use(self) -> None:  # noqa: B027 - a device alone reads behind the host
         """Note a use of the buffer by the compute side."""

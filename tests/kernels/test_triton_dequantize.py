@@ -1,4 +1,4 @@
-"""Codes of weights in device memory have the bits of the CPU's."""
+"""Weights that are dequantized in device memory have the bits of the CPU's."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def test_a_bad_argument_is_named() -> None:
         dequantize_weights(words.float(), codes, values, weights)
 
 
-def test_a_groups_codec_uses_it_where_its_bytes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_groups_quantizer_uses_it_where_its_bytes_are(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = ParamShape(("up",), (6, 128), False, WeightFormat(QuantType.INT4))
     layout = lay_out([stored, ParamShape(("norm",), (100,), False)])
     quantized = lay_out_quantized(layout, 2)
-    codec = WeightQuantizer(quantized, Float.BF16)
+    quantizer = WeightQuantizer(quantized, Float.BF16)
     values = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).bfloat16()
     given = values.view(torch.uint8)
     expected, kept = torch.ones_like(given), torch.ones(quantized.stored_nbytes, dtype=torch.uint8)
-    codec.encode(given, kept)
-    codec.decode(kept, expected)
+    quantizer.quantize(given, kept)
+    quantizer.dequantize(kept, expected)
     actual = torch.zeros_like(given).to(DEVICE)
     with monkeypatch.context() as patched:
         patched.setattr(weight_quantizer, "is_accelerator", lambda device: True)
         patched.setattr(weight_quantizer, "dequantize_weights", None)
-        codec.decode(kept.to(DEVICE), actual)
+        quantizer.dequantize(kept.to(DEVICE), actual)
     assert torch.equal(actual.cpu(), expected)

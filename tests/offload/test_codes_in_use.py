@@ -121,15 +121,16 @@ def test_an_embedding_dequantizes_the_rows_that_are_looked_up(
     round_to(plain, "nf4")
     offload.dispatch(model, quantized(tmp_path, "nf4", "nvme"))
     with torch.no_grad(), offload.dispatched(model):
-        decode = offload.zero.groups.weight_quantizer.WeightQuantizer.decode
+        owner = offload.zero.groups.weight_quantizer.WeightQuantizer
 
         def refused(*_: Any) -> None:
             raise AssertionError("dequantized as a whole")
 
-        monkeypatch.setattr(offload.zero.groups.weight_quantizer.WeightQuantizer, "decode", refused)
+        real = owner.dequantize
+        monkeypatch.setattr(owner, "dequantize", refused)
         for ids in (tokens(1), tokens(3).view(3, 1), torch.zeros(2, 0, dtype=torch.long)):
             assert torch.equal(model.embed(ids), plain.embed(ids))
-        monkeypatch.setattr(offload.zero.groups.weight_quantizer.WeightQuantizer, "decode", decode)
+        monkeypatch.setattr(owner, "dequantize", real)
         with pytest.raises(IndexError, match="out of range"):
             model.embed(torch.tensor([10**6]))
 

@@ -1,5 +1,5 @@
-"""Codes that a device decodes, whose streams lag behind: nothing is overwritten before it was read,
-and nothing read before it was written."""
+"""States that a device dequantizes, whose streams lag behind: nothing is overwritten before it was
+read, and nothing read before it was written."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Halved:
     def stored_nbytes(self, nbytes: int) -> int:
         return nbytes // 2
 
-    def encode(self, values: Tensor, stored: Tensor) -> None:
+    def quantize(self, values: Tensor, stored: Tensor) -> None:
         stored.copy_(values[::2])
 
     def update(self, values: Tensor, stored: Tensor) -> None:
-        self.encode(values, stored)
+        self.quantize(values, stored)
 
-    def decode(self, stored: Tensor, values: Tensor) -> None:
-        into, codes = weak(values).view(-1, 2), weak(stored)[:, None]
+    def dequantize(self, stored: Tensor, values: Tensor) -> None:
+        into, packed = weak(values).view(-1, 2), weak(stored)[:, None]
 
         def work() -> None:
-            into.copy_(codes.expand(-1, 2))
+            into.copy_(packed.expand(-1, 2))
 
         on_device = self.bench.device._memory.tensor(0, 1).data_ptr()
         if 0 <= values.data_ptr() - on_device < self.bench.device.account.budget_nbytes:
@@ -64,8 +64,9 @@ def make(bench: Bench) -> Make:
             return MirroredState(kept, bench.slot(name, stored))
 
         nbytes = pages * PAGE_NBYTES
-        codec = Halved(bench)
-        state = QuantizedState(home(codec.stored_nbytes(nbytes)), codec, bench.slot(name, nbytes))
+        quantizer = Halved(bench)
+        stored = home(quantizer.stored_nbytes(nbytes))
+        state = QuantizedState(stored, quantizer, bench.slot(name, nbytes))
         state.host_blank().fill_(fill)
         state.mark_host_dirty()
         return state
@@ -73,15 +74,13 @@ def make(bench: Bench) -> Make:
     return one
 
 
-def test_values_are_decoded_after_their_codes_arrived(bench: Bench, make: Make) -> None:
+def test_values_are_dequantized_after_they_arrived(bench: Bench, make: Make) -> None:
     seen = bench.reads_on_model_stream(make("first", 4, 3).tensor())
     bench.world.model.synchronize()
     assert torch.equal(seen, torch.full_like(seen, 3))
 
 
-def test_a_slot_that_is_given_up_is_decoded_into_after_its_last_reader(
-    bench: Bench, make: Make
-) -> None:
+def test_a_slot_that_is_given_up_is_filled_after_its_last_reader(bench: Bench, make: Make) -> None:
     first, second = make("first", 4, 1), make("second", 4, 2)
     seen = [bench.reads_on_model_stream(first.tensor())]
     seen.append(bench.reads_on_model_stream(second.tensor()))  # there is room for one
@@ -92,11 +91,11 @@ def test_a_slot_that_is_given_up_is_decoded_into_after_its_last_reader(
     assert all(bool((each == each[0]).all()) for each in seen)
 
 
-def test_a_copy_into_the_memory_of_values_or_codes_waits_for_what_reads_them(
+def test_a_copy_into_the_memory_of_values_or_quantized_bytes_waits_for_what_reads_them(
     bench: Bench, make: Make
 ) -> None:
-    coded = make("coded", 4, 1)
-    seen = bench.reads_on_model_stream(coded.tensor())
+    quantized = make("quantized", 4, 1)
+    seen = bench.reads_on_model_stream(quantized.tensor())
     mirrored = bench.mirrored("mirrored", 8, 9)
     mirrored.prefetch(next_use=None)  # all of the device
     run(bench.links.to_device)
@@ -105,7 +104,7 @@ def test_a_copy_into_the_memory_of_values_or_codes_waits_for_what_reads_them(
     assert int(mirrored.tensor()[0]) == 9
 
 
-def test_what_is_written_on_the_device_is_stored_and_decoded_again(
+def test_what_is_written_on_the_device_is_stored_and_dequantized_again(
     bench: Bench, make: Make
 ) -> None:
     state = make("state", 2, 5)

@@ -23,7 +23,7 @@ from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.quantized_state import QuantizedState
 from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import Codec, State
+from offload.swap.states.state import Quantizer, State
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
@@ -51,7 +51,7 @@ class Homes:
     files: BlockStore
     pool: SlotPool
     in_files: bool
-    codec: Codec | None = None  # how weights are stored; None: as they are
+    quantizer: Quantizer | None = None  # how weights are stored; None: as they are
     states: list[State] = field(default_factory=list)
 
     def parameters(
@@ -68,11 +68,11 @@ class Homes:
             lease = self.pool.demand(nbytes, name, StateClass.PARAMETERS)
             return MemoryState(name, nbytes, PAGE_NBYTES, lease)
 
-        if self.codec is None:
+        if self.quantizer is None:
             made = home(nbytes)
         else:
             slot = Slot(name, nbytes, StateClass.PARAMETERS, self.pool, next_use)
-            made = QuantizedState(home(self.codec.stored_nbytes(nbytes)), self.codec, slot)
+            made = QuantizedState(home(self.quantizer.stored_nbytes(nbytes)), self.quantizer, slot)
         self.states.append(made)
         return made
 
@@ -81,12 +81,12 @@ class Homes:
 def make_homes(tmp_path: Path) -> Iterator[Callable[..., Homes]]:
     made: list[Homes] = []
 
-    def make(slots_nbytes: int, *, in_files: bool, codec: Codec | None = None) -> Homes:
+    def make(slots_nbytes: int, *, in_files: bool, quantizer: Quantizer | None = None) -> Homes:
         lock, ledger = threading.RLock(), Ledger()
         host = MemoryTier(Tier.HOST, slots_nbytes, HostMemory(slots_nbytes), ledger)
         tier = FileTier(64 << 20, [1.0], ledger)
         files = BlockStore([SwapFile(tmp_path)], tier, ThreadsBackend(), lock=lock)
-        made.append(Homes(files, SlotPool(host, lock), in_files, codec))
+        made.append(Homes(files, SlotPool(host, lock), in_files, quantizer))
         return made[-1]
 
     yield make
@@ -212,17 +212,17 @@ def test_the_same_stored_bytes_give_the_same_bits_wherever_they_are(
 ) -> None:
     plain = seeded(lambda: TinyLM(4))
     model = copy.deepcopy(plain)
-    codec = Nibbles()
-    homes = make_homes(3 * largest(plain), in_files=in_files, codec=codec)
+    quantizer = Nibbles()
+    homes = make_homes(3 * largest(plain), in_files=in_files, quantizer=quantizer)
     store = stored(model, homes)
-    for group in store.groups:  # what the codes say
+    for group in store.groups:  # what is stored
         flat = torch.zeros(group.layout.numel)
         names = dict(plain.named_parameters())
         for spec in group.layout.params:
             flat[spec.offset : spec.stop] = names[spec.name].detach().reshape(-1)
-        said = torch.empty(codec.stored_nbytes(flat.nbytes), dtype=torch.uint8)
-        codec.encode(flat.view(torch.uint8), said)
-        codec.decode(said, flat.view(torch.uint8))
+        said = torch.empty(quantizer.stored_nbytes(flat.nbytes), dtype=torch.uint8)
+        quantizer.quantize(flat.view(torch.uint8), said)
+        quantizer.dequantize(said, flat.view(torch.uint8))
         with torch.no_grad():
             for spec in group.layout.params:
                 names[spec.name].copy_(flat[spec.offset : spec.stop].view(spec.shape))

@@ -138,7 +138,7 @@ class WeightStore:
             index, shape.name, layout, ordered, self.dtype, state, self.device,
             self._released.classes_of, shape.ep_size,
         )  # fmt: skip
-        group.is_lazy = self._multiply_quantized and state.has_codes
+        group.is_lazy = self._multiply_quantized and state.has_quantized
         group.writes.check_assigned = self._released.check_assigned
         self.groups.append(group)
         self.fetcher.add(group, shape.table)

@@ -1,4 +1,4 @@
-"""Quantizes the frozen weights of a whole group to 8 or 4 bits (a `swap.Codec`)."""
+"""Quantizes the frozen weights of a whole group to 8 or 4 bits (a `swap.Quantizer`)."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class WeightQuantizer:
             raise ValueError(f"a group of {self.layout.nbytes} bytes, got {nbytes} of them")
         return self.layout.stored_nbytes
 
-    def encode(self, values: torch.Tensor, stored: torch.Tensor) -> None:
+    def quantize(self, values: torch.Tensor, stored: torch.Tensor) -> None:
         end = 0
         for part in self.layout.parts:
             stored[end : part.stored.start].zero_()
             end = part.stored.stop
             self._check(part, values[part.values])
-            self._quantize(part, values[part.values], stored[part.stored])
+            self._store(part, values[part.values], stored[part.stored])
         stored[end:].zero_()
 
     def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
@@ -52,16 +52,16 @@ class WeightQuantizer:
         for part in self.layout.parts:
             now, kept = values[part.values], stored[part.stored]
             was = torch.empty_like(now)
-            self._dequantize(part, kept, was)
+            self._load(part, kept, was)
             if not torch.equal(now, was):
-                self._quantize(part, now, kept)
+                self._store(part, now, kept)
 
-    def decode(self, stored: torch.Tensor, values: torch.Tensor) -> None:
+    def dequantize(self, stored: torch.Tensor, values: torch.Tensor) -> None:
         end = 0
         for part in self.layout.parts:
             values[end : part.values.start].zero_()
             end = part.values.stop
-            self._dequantize(part, stored[part.stored], values[part.values])
+            self._load(part, stored[part.stored], values[part.values])
         values[end:].zero_()
 
     def _check(self, part: QuantizedPart, values: torch.Tensor) -> None:
@@ -77,8 +77,8 @@ class WeightQuantizer:
                 f"to storage.skip{wider if self.kind is Float.FP16 else ''}"
             )
 
-    def _quantize(self, part: QuantizedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
-        """Quantize one parameter; both arguments are its own bytes, in host memory."""
+    def _store(self, part: QuantizedPart, values: torch.Tensor, stored: torch.Tensor) -> None:
+        """Store one parameter; both arguments are its own bytes, in host memory."""
         if part.weights is None:
             stored.copy_(values)
             return
@@ -88,8 +88,8 @@ class WeightQuantizer:
         arrays = array_of(values, self.kind), words.numpy().view(np.uint32), codes.numpy()
         quantize_weights(*arrays, part.weights, self.kind, self.runner(part))
 
-    def _dequantize(self, part: QuantizedPart, stored: torch.Tensor, values: torch.Tensor) -> None:
-        """The reverse of `_quantize`."""
+    def _load(self, part: QuantizedPart, stored: torch.Tensor, values: torch.Tensor) -> None:
+        """The reverse of `_store`."""
         if part.weights is None:
             values.copy_(stored)
             return

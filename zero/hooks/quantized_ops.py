@@ -42,7 +42,7 @@ class StoredParam:
 
     part: QuantizedPart
     stored: torch.Tensor  # its own bytes, 1D uint8 in host memory; kept while there is a view
-    codec: WeightQuantizer
+    quantizer: WeightQuantizer
     dtype: torch.dtype
 
     @property
@@ -104,7 +104,7 @@ def _linear(
     out = torch.empty(len(x), columns)
     multiply(
         in_lane_order(x, weights), words.numpy().view(np.uint32), codes.numpy(), out.numpy(),
-        weights, stored.codec.kind, stored.codec.runner(stored.part),
+        weights, stored.quantizer.kind, stored.quantizer.runner(stored.part),
     )  # fmt: skip
     if bias is not None:
         out += bias if stored_bias is None else stored_bias.plain()
@@ -130,6 +130,6 @@ def _embedding(
     out = torch.empty(len(flat), row, dtype=stored.dtype)
     dequantize_weights(
         words.numpy().view(np.uint32), codes.numpy(), flat_array(out), stored.part.weights,
-        stored.codec.kind,
+        stored.quantizer.kind,
     )  # fmt: skip
     return out.view(*input.shape, row)

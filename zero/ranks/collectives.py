@@ -128,9 +128,9 @@ def _exchange_and_sum(
         _sum_in_order(received.view(ranks, -1), out)
         return
     shards = contribution.view(ranks, -1)
-    most = room.numel() // (2 * ranks)
-    for start in range(0, out.numel(), most):
-        stop = min(start + most, out.numel())
+    max_numel = room.numel() // (2 * ranks)
+    for start in range(0, out.numel(), max_numel):
+        stop = min(start + max_numel, out.numel())
         sent, received = room[: 2 * ranks * (stop - start)].view(2, -1)
         sent.view(ranks, -1).copy_(shards[:, start:stop])
         dist.all_to_all_single(received, sent, group=group)

@@ -142,8 +142,8 @@ class Ranks:
         bits = np.array(mine, dtype=np.float64).view(np.int64)
         return self.exchange(bits.tolist(), "gradient norms").view(np.float64)
 
-    def least(self, number: int) -> int:
-        """Return the least of all ranks' numbers."""
+    def min(self, number: int) -> int:
+        """Return the minimum of all ranks' numbers."""
         return int(self.exchange([number], "the least number").min())
 
     def _gather(self, numbers: torch.Tensor) -> np.ndarray:

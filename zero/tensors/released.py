@@ -269,10 +269,10 @@ class ReleasedParameters:
             return None
         place = self._find(value)
         assert place is not None, "released parameters are managed ones"
-        codec, stored = place[0].state.codes()
-        assert isinstance(codec, WeightQuantizer), "of frozen weights"
-        part = codec.layout.parts[place[1]]
-        return StoredParam(part, stored[part.stored], codec, place[0].dtype)
+        quantizer, stored = place[0].state.quantized()
+        assert isinstance(quantizer, WeightQuantizer), "of frozen weights"
+        part = quantizer.layout.parts[place[1]]
+        return StoredParam(part, stored[part.stored], quantizer, place[0].dtype)
 
     # ---------------------------------------------------------------- packed ones
     def hide(self, packed: PackedParam, dtype: torch.dtype, device: torch.device) -> None:
