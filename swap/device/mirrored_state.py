@@ -179,7 +179,7 @@ class MirroredState(State):
         self._home_read.wait()
         return self._home.snapshot()
 
-    # ---------------------------------------------------------------- an update on trial
+    # ---------------------------------------------------------------- a speculative update
     def undoable(self) -> MirroredState | None:
         return None if self._home.undoable() is None else self
 

@@ -216,7 +216,7 @@ class CachedFileState(State):
         with self._lock:
             return self._file.write(piece, self._staged_pages(piece, source))
 
-    # ---------------------------------------------------------------- an update on trial
+    # ---------------------------------------------------------------- a speculative update
     def undoable(self) -> CachedFileState:
         return self
 

@@ -74,7 +74,7 @@ class MemoryState(State):
         self._memory[span].copy_(source[: span.stop - span.start])
         return Transfer.completed(None)
 
-    # ---------------------------------------------------------------- an update on trial
+    # ---------------------------------------------------------------- a speculative update
     def undoable(self) -> MemoryState | None:
         return None if self._spare is None else self
 

@@ -60,7 +60,7 @@ class Quantizer(Protocol):
 
 
 class Undoable(Protocol):
-    """A state that can return to its versions from before an update on trial."""
+    """A state that can return to its versions from before a speculative update."""
 
     @property
     def old_nbytes(self) -> OldBytes:
@@ -234,7 +234,7 @@ class State(abc.ABC):
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         """Take the piece home from `source`, which must not change until the transfer is done."""
 
-    # an update on trial -------------------------------------------------------------------
+    # a speculative update ------------------------------------------------------------------
     def undoable(self) -> Undoable | None:
         """This state as an `Undoable`; None if its old version cannot be kept."""
         return None

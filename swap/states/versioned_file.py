@@ -19,8 +19,8 @@ from offload.tiers.units import round_up
 
 class VersionedFile:
     """`pieces` pieces in a `BlockStore`. A write makes a new version of a piece, which is the
-    piece once it is complete; the version before is dropped then, or kept while an update is on
-    trial. The store's lock must be held in all calls but those that say otherwise."""
+    piece once it is complete; the version before is dropped then, or kept while an update is
+    speculative. The store's lock must be held in all calls but those that say otherwise."""
 
     def __init__(
         self, name: str, pieces: int, state_class: StateClass, store: BlockStore
@@ -86,7 +86,7 @@ class VersionedFile:
                     raise
 
     def _commit(self, piece: int, block: StoredBlock, old: dict[int, StoredBlock] | None) -> None:
-        """The write is complete (lock held). `old` is where the version before goes, if that trial
+        """The write is complete (lock held). `old` is where the version before goes, if that step
         is not decided yet; without one the store has freed it."""
         before, self._blocks[piece] = self._blocks[piece], block
         if old is not None and before is not None:

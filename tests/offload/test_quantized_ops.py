@@ -1,5 +1,5 @@
-"""A dispatched model computes straight from codes where it gets few tokens: the same bits from all
-tiers, close to those of dequantized values, and no slot for values."""
+"""A dispatched model computes with quantized weights where it gets few tokens: the same bits from
+all tiers, close to those of dequantized values, and no slot for values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.offload.test_storage import PLACEMENTS, quantized
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each product straight from codes."""
+    """The number of tokens of each product with quantized weights."""
     counts: list[int] = []
     multiply = quantized_ops.multiply
 

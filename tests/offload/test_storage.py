@@ -1,5 +1,5 @@
 """Frozen weights in 8 and 4 bits: a model computes with the dequantized values, to the bit,
-wherever the codes live."""
+wherever the weights live."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ class ReplicatedState(SharedState):
 
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         if self.is_arriving:
-            return True  # it is brought where it is gathered
+            return True  # it is fetched where it is gathered
         return self.home.prefetch(next_use=next_use, priority=priority)
 
     def tensor(self) -> torch.Tensor:

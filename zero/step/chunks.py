@@ -2,7 +2,7 @@
 
 A chunk is stepped where its optimizer record lives. The CPU works on bytes in host memory, in place
 or staged through a buffer there. The device steps bytes that are at home or mirrored in its memory
-in place; others are first brought to host memory, as for the CPU, and copied to the device and
+in place; others are first fetched to host memory, as for the CPU, and copied to the device and
 back.
 """
 
