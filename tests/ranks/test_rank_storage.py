@@ -27,7 +27,7 @@ def keys_of(folder: str, stage: int, placement: dict[str, Any], **keys: Any) -> 
 
 
 def train(folder: str) -> tuple[Outcomes, str]:
-    """With quantized weights at every stage and with dequantized ones; and what is said of a write."""
+    """With quantized weights at every stage and with dequantized ones; what is said of a write."""
     data = batches(8)[dist.get_rank() :: dist.get_world_size()]
     outcomes: Outcomes = []
     said = ""
