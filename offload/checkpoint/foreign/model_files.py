@@ -4,20 +4,17 @@ names, and those beside them."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.format.disk import storage_errors
 from offload.process import bounded_json
-from offload.tiers.errors import CheckpointError, ConfigError
+from offload.tiers.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-_COUNT = re.compile(r"(^|_)(num|n)_(\w+_)?(layers?|blocks?|experts?)$|_layers$|^layers$|^depths?$")
-_ANY_COUNT, _ENTRY_NBYTES = 1000, 60  # of a tensor in a header, at least
 # Of tokenizers and processors: what they were made from, too.
 _CARRIED = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
@@ -78,33 +75,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: it holds no object; get the folder again")
     return content
-
-
-def max_tensors(files: Iterable[Path]) -> int:
-    """The number of tensors that the headers of safetensors files have room for."""
-    headers = 0
-    for path in files:
-        with storage_errors("reading", path), path.open("rb") as file:
-            headers += min(int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size)
-    return headers // _ENTRY_NBYTES
-
-
-def check_counts(config: Any, tensors: int, where: str | Path) -> None:
-    """Raise ConfigError for a configuration with many more layers or experts than there are
-    `tensors`: each would be made, and take memory, before it is seen to be missing."""
-    limit = _ANY_COUNT + tensors
-    left: list[tuple[str, Any]] = [("", config)]
-    while left:
-        key, value = left.pop()
-        if isinstance(value, dict):
-            left += value.items()
-        elif isinstance(value, list):
-            left += ((key, each) for each in value)
-        elif isinstance(value, int) and value > limit and _COUNT.search(key):
-            raise ConfigError(
-                f"{where}: {key[:80]} is {value!s:.20}, and the files have tensors for {limit} at "
-                "most; get the folder from where you trust it"
-            )
 
 
 def carry(folder: Path, into: Path) -> list[str]:

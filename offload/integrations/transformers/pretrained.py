@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +24,10 @@ from offload.checkpoint.foreign.model_files import (
     GENERATION_CONFIG,
     INDEX,
     SINGLE,
-    check_counts,
-    max_tensors,
     read_json,
     weight_files,
 )
+from offload.checkpoint.format.disk import storage_errors
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
 from offload.display.plain_text import plain
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload")
 _ADAPTER = "adapter_config.json"
+_COUNT = re.compile(r"(^|_)(num|n)_(\w+_)?(layers?|blocks?|experts?)$|_layers$|^layers$|^depths?$")
+_ANY_COUNT, _ENTRY_NBYTES = 1000, 60  # of a tensor in a header, at least
 _DOWNLOAD = "download the folder (hf download ID --local-dir FOLDER) and name it"
 _STATES = "budget and placement in offload's configuration say where states are"
 _QUANTIZED = (
@@ -140,9 +143,36 @@ def open_pretrained(
     text = read_json(folder / CONFIG)
     settings_of(text, folder)  # unsupported formats are refused before a class is looked for
     files = _files(folder, variant, text.get("transformers_weights"))
-    check_counts(text, max_tensors(files), folder / CONFIG)
+    _check_counts(text, _max_tensors(files), folder / CONFIG)
     with _understood(folder / CONFIG):
         return _opened(transformers, folder, files, model_class, dtype, kwargs)
+
+
+def _max_tensors(files: Iterable[Path]) -> int:
+    """The number of tensors that the headers of safetensors files have room for."""
+    headers = 0
+    for path in files:
+        with storage_errors("reading", path), path.open("rb") as file:
+            headers += min(int.from_bytes(file.read(8), "little"), os.fstat(file.fileno()).st_size)
+    return headers // _ENTRY_NBYTES
+
+
+def _check_counts(config: Any, tensors: int, where: str | Path) -> None:
+    """Raise ConfigError for a configuration with many more layers or experts than there are
+    `tensors`: each would be made, and take memory, before it is seen to be missing."""
+    limit = _ANY_COUNT + tensors
+    left: list[tuple[str, Any]] = [("", config)]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            left += ((key, each) for each in value)
+        elif isinstance(value, int) and value > limit and _COUNT.search(key):
+            raise ConfigError(
+                f"{where}: {key[:80]} is {value!s:.20}, and the files have tensors for {limit} at "
+                "most; get the folder from where you trust it"
+            )
 
 
 def _opened(
