@@ -35,7 +35,8 @@ from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
 
 # of a save, those that change something, and so after which something else is there
 _CALLS = {
-    "mkdir", "create", "pwrite", "fsync", "fsync folder", "rename", "exchange", "rmtree",
+    "mkdir", "create", "fallocate", "pwrite", "fsync", "fsync folder", "rename", "exchange",
+    "rmtree",
 }  # fmt: skip
 # what happens to a speculative update, in whichever thread
 _EVENTS: list[tuple[type, str]] = [

@@ -3,18 +3,25 @@ after it."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offload.checkpoint.format import disk
 from offload.checkpoint.format.disk import OpenFile, new_file, rename
+from offload.checkpoint.format.manifest import MANIFEST, OPTIMIZER, PARAMETERS
 from offload.errors import NoSpaceError
+from tests.offload.engine_cases import TinyLM, seeded
+from tests.offload.plain_training import MakeEngine
 
 
 def test_a_call_that_does_not_return_is_named_with_its_path(
@@ -92,3 +99,36 @@ def test_a_file_that_is_open_when_the_program_ends_does_not_keep_it() -> None:
         "time.sleep(0.5)\n"  # by then no thread watches any longer
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_every_file_is_durable_before_a_manifest_names_it(
+    make: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calls = make(seeded(TinyLM)), list[tuple[str, str]]()
+
+    def perform(operation: str, path: Path, function: Callable[..., Any], *args: Any) -> Any:
+        calls.append((operation, path.name if path.name == MANIFEST else path.parent.name))
+        return function(*args)
+
+    monkeypatch.setattr(disk, "perform", perform)
+    engine.save_checkpoint(tmp_path / "saved")
+    before = calls[: calls.index(("create", MANIFEST))]
+    made = [where for operation, where in before if operation == "create"]
+    assert PARAMETERS in made
+    assert OPTIMIZER in made
+    assert sorted(made) == sorted(where for operation, where in before if operation == "fsync")
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSPC])
+def test_room_is_reserved_where_the_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fails(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with new_file(tmp_path / "file") as file:
+        file.reserve(1 << 20)
+        assert file.status().st_blocks * 512 >= 1 << 20
+        monkeypatch.setattr(disk, "fallocate", fails)
+        with pytest.raises(NoSpaceError) if number == errno.ENOSPC else nullcontext():
+            file.reserve(2 << 20)

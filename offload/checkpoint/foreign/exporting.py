@@ -302,6 +302,7 @@ def new_files(
         yield lambda name, raw: file_of[name].append(name, raw.numpy().data)
         for writer in dict.fromkeys(file_of.values()):
             writer.finish()
+            writer.sync()
 
 
 def _tensors(names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[list[TensorInfo]]:

@@ -20,6 +20,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
+from offload.swap.io.swap_file import UNSUPPORTED, fallocate
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import CheckpointError, NoSpaceError, PathError, StorageError
 from offload.tiers.units import format_bytes, in_one_unit
@@ -198,6 +199,16 @@ class OpenFile:
                         "another checkpoint"
                     )
                 done += count
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve the room of a new file in one piece, where the file system can: it is written,
+        and removed, with less work. Raises NoSpaceError or StorageError."""
+        with storage_errors("writing", self.path, 0, nbytes):
+            try:
+                make_call("fallocate", self.path, fallocate, self.fd, 0, nbytes)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
 
     def sync(self) -> None:
         """Wait until all is on the device."""

@@ -124,6 +124,7 @@ class SafetensorsWriter:
         header = _header(chain(*sections), metadata)
         self.nbytes = len(header) + sum(tensor.nbytes for tensor in chain(*sections))
         self._file = new_file(path)
+        self._file.reserve(self.nbytes)
         self._unsent = 0  # bytes that the device was not told to write yet
         self._bound_to = bound_to
         self._sections: list[_Section] = []
@@ -161,20 +162,24 @@ class SafetensorsWriter:
         return into.filled
 
     def finish(self) -> FileRecord:
-        """Complete the file, durably; returns its bytes and hashes."""
+        """Complete the file, which is not durable before `sync`; returns its bytes and hashes."""
         for section in self._sections:
             if section.filled != section.nbytes:
                 raise IntegrityError(
                     f"{self.path}: {section.name} holds {section.filled} of {section.nbytes} bytes"
                 )
-        self._file.sync()
-        self._file.forget()  # not read soon: leave the page cache to the training data
-        self._file.close()
+        self._file.forget()  # the device writes its end meanwhile
         records = [
             SectionRecord(name=section.name, nbytes=section.nbytes, xxh3=section.hashes.text())
             for section in self._sections
         ]
         return FileRecord(nbytes=self.nbytes, sections=records)
+
+    def sync(self) -> None:
+        """Make the file durable, and close it."""
+        self._file.sync()
+        self._file.forget()  # not read soon: leave the page cache to the training data
+        self._file.close()
 
 
 def parse_header(

@@ -52,6 +52,7 @@ class CheckpointWriter:
         """Makes the subfolders, if there is room for `nbytes`."""
         self._folder, self._manifest = folder, manifest
         self._files: dict[str, FileRecord] = {}
+        self._last: SafetensorsWriter | None = None  # complete, and not durable yet
         check_room(folder, nbytes)
         with storage_errors("creating", folder):
             make_folder(folder / PARAMETERS)
@@ -63,8 +64,15 @@ class CheckpointWriter:
         return SafetensorsWriter(self._folder / name, sections, metadata, bound_to)
 
     def close(self, name: str, file: SafetensorsWriter) -> None:
-        """Complete a file that was filled."""
+        """Complete a file that was filled. It is made durable after the next one, which is filled
+        while the device writes this one."""
         self._files[name] = file.finish()
+        self._sync_last()
+        self._last = file
+
+    def _sync_last(self) -> None:
+        if self._last is not None:
+            self._last.sync()
 
     def write_tensors(
         self, name: str, records: Sequence[Record], values: Iterable[torch.Tensor]
@@ -80,7 +88,8 @@ class CheckpointWriter:
         self.close(name, file)
 
     def finish(self) -> None:
-        """Write the manifest. CheckpointError if it is inconsistent."""
+        """Write the manifest, once all files are durable. CheckpointError if it is inconsistent."""
+        self._sync_last()
         files = dict(sorted(self._files.items()))  # groups may be written in any order
         text = self._manifest.model_copy(update={"files": files}).to_json()
         Manifest.from_json(text.encode(), str(self._folder / MANIFEST))
