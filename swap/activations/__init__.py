@@ -3,6 +3,6 @@
 The limits that decide whether one travels are here, without torch: planning needs them, too.
 """
 
-LEAST_NBYTES = 128 << 10  # moving less costs more time than the memory is worth
+MIN_NBYTES = 128 << 10  # moving less costs more time than the memory is worth
 WHOLE = 4  # a storage travels whole unless it is more than so many times what is saved of it
 TRIM_NBYTES = 256 << 20  # freed memory kept by the C library: returning it costs page faults

@@ -107,7 +107,7 @@ class Backlog:
     def _whatever_moves(self) -> Callable[[], object] | None:
         """A wait for the next thing that makes room (lock held)."""
         if not self._moving:
-            self._write_behind(most_nbytes=0, pieces=1)
+            self._write_behind(max_nbytes=0, pieces=1)
         for transfer in self._moving.values():
             return transfer.wait
         filling = [piece.copied for piece in self._unwritten if not piece.copied.done()]
@@ -123,11 +123,11 @@ class Backlog:
             assert piece.slot is not None, "just filled"
             self._unwritten[piece] = None
             self._unwritten_nbytes += piece.slot.nbytes
-            self._write_behind(most_nbytes=self.window.nbytes // 2)
+            self._write_behind(max_nbytes=self.window.nbytes // 2)
 
-    def _write_behind(self, most_nbytes: int, pieces: float = math.inf) -> None:
-        """Start writing until at most `most_nbytes` are unwritten, or no more can be (lock held)"""
-        while self._unwritten and self._unwritten_nbytes > most_nbytes and pieces > 0:
+    def _write_behind(self, max_nbytes: int, pieces: float = math.inf) -> None:
+        """Start writing until at most `max_nbytes` are unwritten, or no more can be (lock held)"""
+        while self._unwritten and self._unwritten_nbytes > max_nbytes and pieces > 0:
             piece = next(iter(self._unwritten))
             if not piece.copied.done() or not self._write_back(piece):
                 return

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.swap.activations import LEAST_NBYTES, TRIM_NBYTES, WHOLE
+from offload.swap.activations import MIN_NBYTES, TRIM_NBYTES, WHOLE
 from offload.swap.activations.activation_backlog import Backlog
 from offload.swap.activations.activation_record import (
     DeviceCopy,
@@ -69,7 +69,7 @@ class ActivationTier:
     def __init__(
         self, window: ActivationWindow, store: BlockStore | None, disk_nbytes: int, links: Links,
         lock: threading.RLock, *, device: torch.device, in_place: bool,
-        least_nbytes: int | None = None, trim: Callable[[], object] | None = None,
+        min_nbytes: int | None = None, trim: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         """Takes over tensors saved on `device`. `in_place`: that is host memory, a slot can be used
         as it is. Without a `store` the window is where activations live, otherwise where they pass
@@ -82,7 +82,7 @@ class ActivationTier:
         self._links = links
         self._lock = lock
         self._device = device
-        self._least_nbytes = LEAST_NBYTES if least_nbytes is None else least_nbytes
+        self._min_nbytes = MIN_NBYTES if min_nbytes is None else min_nbytes
         self._records: dict[int, SavedStorage] = {}
         self._order: list[int] = []  # numbers of living records, rising
         self._next_number = 0
@@ -102,7 +102,7 @@ class ActivationTier:
         """Leave the storages of `tensors` alone, until called again: other code keeps them."""
         spared = {}
         for tensor in tensors:
-            if tensor.layout is torch.strided and tensor.nbytes >= self._least_nbytes:
+            if tensor.layout is torch.strided and tensor.nbytes >= self._min_nbytes:
                 weak = WeakMemory(bytes_of(tensor.untyped_storage(), tensor.device, 0, 0))
                 spared[weak.key] = weak
         self._spared = spared
@@ -117,18 +117,18 @@ class ActivationTier:
             return None
         storage = tensor.untyped_storage()
         start, stop = span_of(tensor)
-        if stop - start < self._least_nbytes or storage._cdata in self._spared:
+        if stop - start < self._min_nbytes or storage._cdata in self._spared:
             return None
         self._bury_dead()
-        found = self._known(storage, start, stop, tensor)
-        if found is None:
+        kept = self._known(storage, start, stop, tensor)
+        if kept is None:
             if storage.nbytes() <= WHOLE * (stop - start):  # other views may follow
                 start, stop = 0, storage.nbytes()
             source = bytes_of(storage, tensor.device, start, stop - start)
-            found = self._save(source, tensor._version)
-        if found is None:
+            kept = self._save(source, tensor._version)
+        if kept is None:
             return None
-        record, token = found
+        record, token = kept
         offset = int(tensor.storage_offset()) * tensor.itemsize - record.start_bytes
         return Parked(self, token, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
@@ -218,16 +218,16 @@ class ActivationTier:
         stream = current_stream(self._links.device)
         with self._lock:
             record = self._records[token.number]
-            found = record.on_device.revive() if record.is_for(stream) else None
-        if found is None:
-            found = self._returns.bring_back(record)
+            memory = record.on_device.revive() if record.is_for(stream) else None
+        if memory is None:
+            memory = self._returns.bring_back(record)
         with self._lock:
             self._forget_storage(record)
-            record.on_device, record.given_out = WeakMemory(found), True
+            record.on_device, record.given_out = WeakMemory(memory), True
             record.given_to = stream
             self._returns.look_ahead(record.number)
         self._trim_now_and_then(record.nbytes)  # gradients were made and freed meanwhile
-        return found
+        return memory
 
     def _saved_before(self, number: int) -> Iterator[SavedStorage]:
         """Living records, latest first (lock held)."""
@@ -237,10 +237,10 @@ class ActivationTier:
     def _forget_storage(self, record: SavedStorage) -> None:
         """The record no longer holds what tells its storage from every other one (lock held)."""
         key = record.on_device.key
-        found = self._of_storage.get(key, [])
-        if record in found:
-            found.remove(record)
-            if not found:
+        records = self._of_storage.get(key, [])
+        if record in records:
+            records.remove(record)
+            if not records:
                 del self._of_storage[key]
 
     # ---------------------------------------------------------------- ends

@@ -149,8 +149,8 @@ class MirroredState(State):
         return self._home.prefetch_host(next_use=next_use)
 
     def host_piece(self, piece: int) -> HostPiece | None:
-        found = self._home.host_piece(piece)
-        return found and HostPiece(found.view, (*found.transfers, self._home_read))
+        at_home = self._home.host_piece(piece)
+        return at_home and HostPiece(at_home.view, (*at_home.transfers, self._home_read))
 
     def mark_piece_dirty(self, piece: int) -> None:
         self._home.mark_piece_dirty(piece)

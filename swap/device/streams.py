@@ -104,8 +104,8 @@ def current_stream(device: torch.device) -> accelerator.Stream | None:
 
 def _new_stream(device: torch.device) -> accelerator.Stream | None:
     """A new stream; None where work is done when its call returns."""
-    found = accelerator.is_accelerator(device)
-    return accelerator.of(device).stream(device) if found else None
+    has_streams = accelerator.is_accelerator(device)
+    return accelerator.of(device).stream(device) if has_streams else None
 
 
 def keeping(*tensors: torch.Tensor) -> Callable[[], object]:

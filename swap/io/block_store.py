@@ -307,13 +307,13 @@ class BlockStore:
     # ---- checks
 
     def _verify(self, block: StoredBlock, destination: memoryview) -> None:
-        found = checksum_of(destination)
-        if found == block.checksum:
+        checksum = checksum_of(destination)
+        if checksum == block.checksum:
             return
         path, offset = self.files[block.extent.path_index].path, block.extent.offset_bytes
         raise ChecksumError(
             f"{block.owner}: {format_bytes(block.nbytes)} at offset {offset} of {path} are not "
-            f"what was written (XXH3 {found:016x}, not {block.checksum:016x}); the device or "
+            f"what was written (XXH3 {checksum:016x}, not {block.checksum:016x}); the device or "
             "memory is faulty: see `dmesg`, and resume from the last checkpoint",
             path=path, offset_bytes=offset, nbytes=block.nbytes,
         )  # fmt: skip

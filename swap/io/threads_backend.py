@@ -24,7 +24,7 @@ from offload.tiers.units import round_up
 _log = logging.getLogger(__name__)
 
 WORKERS = 6  # 6 x 8 MiB keep a device busy
-_LEAST_SHARE_NBYTES = 512 << 10  # least part of an urgent read: smaller calls lose bandwidth
+_MIN_SHARE_NBYTES = 512 << 10  # smallest part of an urgent read: smaller calls lose bandwidth
 
 # os.preadv and os.pwritev, or something in their place that fails on purpose
 VectorCall = Callable[[int, Sequence[memoryview], int], int]
@@ -66,7 +66,7 @@ class ThreadsBackend(IOBackend):
 
     def _start(self, request: IORequest) -> None:
         urgent = request.priority is Priority.URGENT and request.before is None
-        if urgent and request.buffer.nbytes > _LEAST_SHARE_NBYTES:
+        if urgent and request.buffer.nbytes > _MIN_SHARE_NBYTES:
             pieces = self._cut(request, self._share_of(request))
         else:
             # Provisional, holds the place in the queue: cut for good by the worker that takes it.
@@ -79,7 +79,7 @@ class ThreadsBackend(IOBackend):
 
     def _share_of(self, request: IORequest) -> int:
         share = round_up(-(-request.buffer.nbytes // self._workers), PAGE_NBYTES)
-        return min(max(share, _LEAST_SHARE_NBYTES), self.io_block_nbytes)
+        return min(max(share, _MIN_SHARE_NBYTES), self.io_block_nbytes)
 
     def _stop(self) -> None:
         for _ in self._threads:  # no piece is queued any more: nothing is in flight

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _RECENT = 1 / 4  # the weight of the last forward in a share
-_LEAST_SHARE = 1e-6
+_MIN_SHARE = 1e-6
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class Table:
     # those that its backward has used since are taken out
     settled_at: int | None = None  # the place at which the forward has announced all that it uses
     _uses: int = 0  # by this forward
-    _passes: int = 0  # forwards that came here
+    _passes: int = 0  # forwards that used this table
     _shares: dict[int, tuple[float, int]] = field(default_factory=dict)  # the last, and its pass
 
     def begin_pass(self) -> None:
@@ -60,7 +60,7 @@ class Table:
         share, last = self._shares.get(item, (0.0, 0))
         passes = self._passes
         weights = 1 - _faded(1.0, passes)  # the sum over all forwards so far
-        return max(_LEAST_SHARE, _faded(share, passes - last) / weights) if passes else _LEAST_SHARE
+        return max(_MIN_SHARE, _faded(share, passes - last) / weights) if passes else _MIN_SHARE
 
 
 def _faded(share: float, passes: int) -> float:

@@ -51,8 +51,8 @@ class EvictionPolicy(Protocol):
     ) -> CachedPiece | None:
         """Return the copy to evict next, which the caller does at once; None if none should go.
 
-        `held` has all copies of the pool by identity, in the order in which they came. The victim
-        must be one that can be evicted, and one that `may_make_room` for what is needed `before`.
+        `held` has all copies of the pool by identity, the oldest first. The victim must be one that
+        can be evicted, and one that `may_make_room` for what is needed `before`.
         """
         ...
 
@@ -108,8 +108,8 @@ class FurthestNextUse:
             held.values(), key=lambda each: (-each.next_use(), -each.held_nbytes, each.name)
         )
         victims = (each for each in ordered if each.can_evict())
-        found = list(itertools.islice(victims, 1 + len(held) // _PER_VICTIM))
-        self._furthest = found[:0:-1]
+        furthest = list(itertools.islice(victims, 1 + len(held) // _PER_VICTIM))
+        self._furthest = furthest[:0:-1]
         if self._furthest:
             self._least_use = self._furthest[0].next_use()
-        return found[0] if found else None
+        return furthest[0] if furthest else None

@@ -137,8 +137,8 @@ class MemorySnapshot:
         return self._piece_of(piece)
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
-        found = self._piece_of(piece).view
-        destination[: found.numel()].copy_(found)
+        view = self._piece_of(piece).view
+        destination[: view.numel()].copy_(view)
         return Transfer.completed(None)
 
     def let_go(self, piece: int) -> None:

@@ -70,10 +70,10 @@ class Lane:
 
 def waits_s(lanes: Iterable[Lane]) -> dict[str, float]:
     """Seconds waited so far, for each `WaitFor`."""
-    found = dict.fromkeys(map(str, WaitFor), 0.0)
+    waited_s = dict.fromkeys(map(str, WaitFor), 0.0)
     for lane in lanes:
-        found[lane.kind] += lane.waited_s
-    return found
+        waited_s[lane.kind] += lane.waited_s
+    return waited_s
 
 
 # ---------------------------------------------------------------- for a profiler

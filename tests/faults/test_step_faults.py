@@ -80,7 +80,7 @@ class Case:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Park the activations of small models, too."""
-    monkeypatch.setattr(activations, "LEAST_NBYTES", 1)
+    monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     monkeypatch.setattr(plan, "MIN_WINDOW_NBYTES", 64 << 10)
 
 

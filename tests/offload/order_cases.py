@@ -71,7 +71,7 @@ def on_a_checked_device(patch: pytest.MonkeyPatch, **options: Any) -> CheckedWor
     """Engines plan as for a GPU of 1 GiB whose kernels run, and get streams whose order is
     checked. Everything is worth moving; copies may hold little."""
     plan_for_a_gpu(patch, kernels_missing=None)
-    patch.setattr(offload.swap.activations.activations, "LEAST_NBYTES", 1)
+    patch.setattr(offload.swap.activations.activations, "MIN_NBYTES", 1)
     patch.setattr(offload.swap.activations.activation_returns, "DEVICE_NBYTES", 8 * KIB)
     patch.setattr(offload.planning.plan.plan, "MIN_WINDOW_NBYTES", 16 * KIB)
     world = CheckedWorld(patch, **options)

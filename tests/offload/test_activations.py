@@ -113,7 +113,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is worth moving, and a window holds a fraction of what is saved."""
-    monkeypatch.setattr(offload.swap.activations.activations, "LEAST_NBYTES", 1)
+    monkeypatch.setattr(offload.swap.activations.activations, "MIN_NBYTES", 1)
     monkeypatch.setattr(offload.planning.plan.plan, "MIN_WINDOW_NBYTES", 64 * KIB)
 
 

@@ -94,7 +94,7 @@ class CheckedBench(Bench):
         store, cut = self.store(folder, lock), ActivationWindow(self.host_lease(window))
         tier = ActivationTier(
             cut, store, disk * PAGE_NBYTES, self.links, lock, device=CPU, in_place=False,
-            least_nbytes=1,
+            min_nbytes=1,
         )  # fmt: skip
         return tier, store
 

@@ -76,7 +76,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def build(
         window: int = 64, disk: int = 1024, *, stored: bool = True, in_place: bool = True,
-        least_nbytes: int = 1, backend: Any = None,
+        min_nbytes: int = 1, backend: Any = None,
     ) -> Bench:  # fmt: skip
         lock, ledger = threading.RLock(), Ledger()
         host = MemoryTier(Tier.HOST, window * PAGE, HostMemory(window * PAGE), ledger)
@@ -87,7 +87,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         cut = ActivationWindow(lease)
         tier = ActivationTier(
             cut, store if stored else None, disk * PAGE if stored else 0, links, lock,
-            device=CPU, in_place=in_place, least_nbytes=least_nbytes,
+            device=CPU, in_place=in_place, min_nbytes=min_nbytes,
         )  # fmt: skip
         made.append(Bench(tier, cut, files, ledger, store, links))
         return made[-1]

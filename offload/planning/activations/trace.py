@@ -44,7 +44,7 @@ from offload.planning.activations.traced_blocks import (
 from offload.planning.activations.valueless import WithoutValues, valueless
 from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import MIN_WINDOW_NBYTES
-from offload.swap.activations import LEAST_NBYTES, WHOLE
+from offload.swap.activations import MIN_NBYTES, WHOLE
 from offload.swap.activations.activations import span_of
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, UnsupportedError
@@ -302,7 +302,7 @@ class SavedElsewhere:
         if tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
             return None
         span = span_of(tensor)
-        if span[1] - span[0] < LEAST_NBYTES or not self._live.nbytes_of(tensor):
+        if span[1] - span[0] < MIN_NBYTES or not self._live.nbytes_of(tensor):
             return None
         record = self._record_of(tensor.untyped_storage(), tensor._version, span)
         offset = int(tensor.storage_offset()) * tensor.itemsize
