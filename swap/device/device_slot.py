@@ -94,6 +94,7 @@ class DeviceSlot(Slot):
     def begin_write(self) -> None:
         for mark in self._before_write:
             mark.before_compute()
+        self.note_read()
 
     def fill(self, source: torch.Tensor, spans: Iterable[slice]) -> Transfer[None]:
         """Start copying spans of `source`, host memory, to the slot. No thread waits for fresh

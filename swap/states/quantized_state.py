@@ -87,9 +87,13 @@ class QuantizedState(State):
         return self.home.prefetch(next_use=next_use, priority=priority)
 
     def held_values(self) -> torch.Tensor | None:
-        """A view of the values in the slot; None if it holds none."""
+        """A view of the values in the slot, for what the model's stream is given from here on;
+        None if it holds none."""
         with self._lock:
-            return self.slot.view() if self._has_values else None
+            if not self._has_values:
+                return None
+            self.slot.note_read()
+            return self.slot.view()
 
     @property
     def _has_values(self) -> bool:
@@ -107,10 +111,9 @@ class QuantizedState(State):
     @interrupted_in_waits
     def tensor(self) -> torch.Tensor:
         with self._dequantizing:
-            with self._lock:
-                if self._has_values:
-                    self.slot.note_read()
-                    return self.slot.view()
+            view = self.held_values()
+            if view is not None:
+                return view
             # before the home is held: its bytes fit into smaller holes
             view = self._take_slot()
             try:
@@ -122,7 +125,6 @@ class QuantizedState(State):
             self._is_blank, self._was_dequantized = False, True
             with self._lock:
                 self._pool.keep_for_values(self.slot)
-                self.slot.note_read()
             return view
 
     def quantized(self) -> tuple[Quantizer, torch.Tensor]:

@@ -138,8 +138,8 @@ class Slot:
         """Look for reads of slots that have ended: the model uses something now."""
 
     def begin_write(self) -> None:
-        """Order the model's writing to the slot from here on after what works there (under the
-        lock)."""
+        """Order the model's writing to the slot from here on after what works there; it counts as
+        a read (under the lock)."""
 
 
 class HostCopy:

@@ -119,6 +119,47 @@ def test_what_is_written_on_the_device_is_stored_and_dequantized_again(
     assert torch.equal(view, expected)
 
 
+@pytest.fixture
+def on_device(bench: Bench) -> QuantizedState:
+    """A state with values of 4 pages, filled with 1, that is at home on the device."""
+    state = QuantizedState(bench.at_home(2), Halved(bench), bench.slot("state", 4 * PAGE_NBYTES))
+    state.host_blank().fill_(1)
+    state.mark_host_dirty()
+    return state
+
+
+def written_anew(state: QuantizedState) -> None:
+    state.tensor()
+    state.quantizer.bench.world.model.synchronize()  # type: ignore[attr-defined]
+    state.note_use()  # nothing reads the slot any more
+    state.host_blank().fill_(2)
+    state.mark_host_dirty()
+
+
+def cut_short(state: QuantizedState) -> None:
+    dequantize = state.quantizer.dequantize
+
+    def begin(stored: Tensor, values: Tensor) -> None:
+        dequantize(stored, values)
+        raise KeyboardInterrupt
+
+    state.quantizer.dequantize = begin  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        state.tensor()
+
+
+@pytest.mark.parametrize("dequantizes", [written_anew, cut_short])
+def test_a_slot_is_given_up_after_the_device_has_dequantized_into_it(
+    bench: Bench, on_device: QuantizedState, dequantizes: Callable[[QuantizedState], None]
+) -> None:
+    dequantizes(on_device)  # the device has not come to it
+    mirrored = bench.mirrored("mirrored", 6, 9)
+    mirrored.prefetch(next_use=None)  # all of the device beside the home
+    run(bench.links.to_device)
+    bench.world.model.synchronize()
+    assert mirrored.tensor().unique().tolist() == [9]
+
+
 def test_host_memory_is_of_one_state_at_a_time(make: Make) -> None:
     first, second = make("first", 2, 1), make("second", 2, 2)
     first.host_tensor()
