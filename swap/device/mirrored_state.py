@@ -41,6 +41,10 @@ class MirroredState(State):
         return True
 
     def evicted(self) -> None:
+        self._forget_copy()
+
+    def _forget_copy(self) -> None:
+        """Let nothing that is in the slot count any more (under the lock)."""
         self._lacking = set(range(self.pieces))
         self._updated.clear()
 
@@ -102,7 +106,7 @@ class MirroredState(State):
                 slot, lease = self.slot, self.slot.lease
                 if lease is not None and not self._lacking:
                     slot.arrival.before_compute()
-                    slot.reads.note(slot)
+                    slot.note_read()
                     return lease.tensor[: self.nbytes]
             self.prefetch(next_use=None, priority=Priority.URGENT)
 
@@ -143,7 +147,7 @@ class MirroredState(State):
     def mark_host_dirty(self) -> None:
         self._home.mark_dirty()
         with self._lock:
-            self._lacking = set(range(self.pieces))
+            self._forget_copy()
 
     def prefetch_host(self, *, next_use: float) -> bool:
         return self._home.prefetch_host(next_use=next_use)
@@ -210,7 +214,7 @@ class MirroredState(State):
             self._undoable_home.go_back()
         finally:
             with self._lock:  # what was fetched meanwhile is of the new version
-                self._lacking = set(range(self.pieces))
+                self._forget_copy()
 
     # ---------------------------------------------------------------- update on the device
     def device_piece(self, piece: int) -> torch.Tensor | None:

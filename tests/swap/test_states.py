@@ -103,6 +103,27 @@ class TestMirrorOfMemory(BorrowingConformance, OnADevice):
     def make(self, places: Places, name: str) -> State:
         return MirroredState(self.home(places, name), places.device_slot(name))
 
+    def test_what_the_device_updated_and_did_not_take_home_never_was_after_going_back(
+        self, filled: Callable[[int], State]
+    ) -> None:
+        state, expected = filled(1), content(1, NBYTES)
+        undoable = state.undoable()
+        assert undoable is not None
+        assert undoable.keep_old()
+        state.tensor()
+        piece = state.device_piece(1)
+        assert piece is not None
+        self.synchronize()
+        piece.fill_(7)
+        state.used_device_piece(1, StreamEvent())
+        del piece
+        undoable.go_back()
+        assert torch.equal(self.computed_with(state), expected)
+        expected[state.span(1)] = 8
+        self.begin_update(state)
+        self.update(state, 1, expected[state.span(1)])
+        assert torch.equal(self.computed_with(state), expected)
+
 
 class TestMirrorOfAFile(TestMirrorOfMemory, FileHomeConformance):
     def home(self, places: Places, name: str) -> State:
