@@ -258,8 +258,9 @@ class _InCopy:
         self._is_new = False  # what is there is no change of what is stored
 
     def tensor(self) -> torch.Tensor:
+        stored = self._state.home.host_tensor()  # first: the home may lend of the same memory
         values = self._lend(is_new=False)
-        self._state.quantizer.dequantize(self._state.home.host_tensor(), values)
+        self._state.quantizer.dequantize(stored, values)
         return values
 
     def blank(self) -> torch.Tensor:

@@ -128,6 +128,16 @@ def on_device(bench: Bench) -> QuantizedState:
     return state
 
 
+def test_quantized_bytes_at_home_on_the_device_are_read_and_changed_on_the_host(
+    on_device: QuantizedState,
+) -> None:
+    values = on_device.host_tensor()
+    assert values.unique().tolist() == [1]
+    values.fill_(2)
+    on_device.mark_host_dirty()
+    assert on_device.host_tensor().unique().tolist() == [2]
+
+
 def written_anew(state: QuantizedState) -> None:
     state.tensor()
     state.quantizer.bench.world.model.synchronize()  # type: ignore[attr-defined]
