@@ -59,7 +59,8 @@ class DeviceSlot(Slot):
 
     # ---------------------------------------------------------------- memory that changes hands
     def hold(self, lease: Lease) -> None:
-        self._before_write = self.links.fences.claim(lease.extent)
+        if self.lease is None:
+            self._before_write = self.links.fences.claim(lease.extent)
         super().hold(lease)
 
     def evict(self) -> None:

@@ -103,11 +103,10 @@ class MirroredState(State):
     def tensor(self) -> torch.Tensor:
         while True:
             with self._lock:
-                slot, lease = self.slot, self.slot.lease
-                if lease is not None and not self._lacking:
-                    slot.arrival.before_compute()
-                    slot.note_read()
-                    return lease.tensor[: self.nbytes]
+                if self._is_whole():
+                    self.slot.arrival.before_compute()
+                    self.slot.note_read()
+                    return self.slot.view()
             self.prefetch(next_use=None, priority=Priority.URGENT)
 
     def blank(self) -> torch.Tensor:
@@ -115,11 +114,11 @@ class MirroredState(State):
 
     def mark_dirty(self, *, trainable_only: bool = False) -> None:
         with self._lock:
-            if self.slot.lease is None or self._lacking:
+            if not self._is_whole():
                 raise StateError(f"{self.name} holds no device memory that could have been written")
             keeps_rest = trainable_only and self.trainable_nbytes < self.nbytes
             changed = slice(self.trainable_nbytes if keeps_rest else self.nbytes)
-            source = self.slot.lease.tensor[changed]
+            source = self.slot.view()[changed]
         if keeps_rest:
             self._home.settle()  # nothing of it may be on its way while it changes
         home = self._home.tensor() if keeps_rest else self._home.blank()

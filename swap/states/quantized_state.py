@@ -138,25 +138,16 @@ class QuantizedState(State):
     def _take_slot(self) -> torch.Tensor:
         """The slot's memory, blank until it is filled; leases a slot if none is held."""
         with self._lock:
-            view = self._blank_slot()
-        if view is not None:
-            return view
+            if self.slot.lease is not None:
+                return self._blank_slot()
         lease = self.slot.request(None)
         assert lease is not None, "demanded"
         with self._lock:
-            view = self._blank_slot()
-            if view is not None:  # another thread has taken or reserved one meanwhile
-                lease.free()
-                return view
-            self._is_blank, self._is_reserved = True, False
             self.slot.hold(lease)
-            self.slot.begin_write()
-            return self.slot.view()
+            return self._blank_slot()
 
-    def _blank_slot(self) -> torch.Tensor | None:
-        """The slot's memory, marked as blank; None if no slot is held."""
-        if self.slot.lease is None:
-            return None
+    def _blank_slot(self) -> torch.Tensor:
+        """The memory of the slot, which holds some, marked as blank."""
         self._is_blank, self._is_reserved = True, False
         self.slot.begin_write()
         return self.slot.view()

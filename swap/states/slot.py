@@ -106,7 +106,11 @@ class Slot:
         return self.pool.offer(size, self.name, self.state_class, next_use=next_use)
 
     def hold(self, lease: Lease) -> None:
-        """Keep `lease` until the slot is evicted."""
+        """Keep `lease` until the slot is evicted; free it if another thread's is kept already
+        (under the lock)."""
+        if self.lease is not None:
+            lease.free()
+            return
         self.lease, self.held_nbytes = lease, lease.extent.nbytes
         self.pool.register(self)
 
@@ -128,7 +132,7 @@ class Slot:
         """Whether every transfer into the slot is done."""
         return not self.arrivals or all(arrival.done() for arrival in self.arrivals.values())
 
-    # ---------------------------------------------------------------- where the host runs ahead
+    # ---------------------------------------------------------------- what a device does with it
     host_copy: HostCopy | None = None  # where the host works on it; None: on the slot itself
 
     def note_read(self) -> None:

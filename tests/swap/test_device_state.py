@@ -97,6 +97,23 @@ def test_a_copy_waits_only_for_readers_of_its_own_range(bench: Bench):
     assert [int(first[0]), int(second[0])] == [1, 0]  # the second reader's turn has not come
 
 
+def test_a_mirror_that_two_threads_prefetch_holds_one_slot(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    state, demand = bench.mirrored("state", 2, 1), bench.pool.demand
+
+    def late(nbytes: int, owner: str, state_class: StateClass) -> Lease:
+        lease = demand(nbytes, owner, state_class)
+        patched.undo()
+        state.prefetch(next_use=None)  # as another thread would that is faster
+        return lease
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.pool, "demand", late)
+        state.prefetch(next_use=None)
+    assert bench.device.used_nbytes == state.slot.held_nbytes == 2 * PAGE_NBYTES
+
+
 def test_what_fails_after_a_copy_is_the_error_of_its_transfer(bench: Bench):
     stream = bench.links.to_host
     ends = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
