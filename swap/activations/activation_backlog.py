@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from offload.swap.activations.activation_record import SavedPiece
-from offload.swap.activations.activation_window import ActivationWindow, Slot
+from offload.swap.activations.activation_window import ActivationWindow, WindowSlot
 from offload.swap.device.streams import StreamEvent
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.io_backend import Priority
@@ -53,12 +53,13 @@ class Backlog:
         self._unwritten_nbytes = 0
         self._clean: list[SavedPiece] = []  # the first saved first
         self._moving: dict[SavedPiece, Transfer[Any]] = {}
-        self._lent: list[tuple[Slot, StreamEvent]] = []  # of dead pieces: still viewed, or a copy
+        # of dead pieces: still viewed, or a copy
+        self._lent: list[tuple[WindowSlot, StreamEvent]] = []
         self.disk_full: TierFullError | NoSpaceError | None = None  # the last refusal
         self._failure: Failure | None = None  # a write that failed
 
     # ---------------------------------------------------------------- slots
-    def demand(self, nbytes: int) -> Slot | None:
+    def demand(self, nbytes: int) -> WindowSlot | None:
         """A slot; waits for moves under way that make room. None where none would.
 
         Raises StorageError if one of them failed.
@@ -74,7 +75,7 @@ class Backlog:
                 return None
             wait()
 
-    def offer(self, nbytes: int, *, below: float) -> Slot | None:
+    def offer(self, nbytes: int, *, below: float) -> WindowSlot | None:
         """A slot, now or not at all, in place of clean pieces with numbers `below` (lock held)."""
         while True:
             slot = self.window.take(nbytes)
@@ -176,7 +177,7 @@ class Backlog:
             self._settled(piece)
 
     # ---------------------------------------------------------------- from the disk
-    def read(self, piece: SavedPiece, slot: Slot, priority: Priority) -> None:
+    def read(self, piece: SavedPiece, slot: WindowSlot, priority: Priority) -> None:
         """Start reading an absent piece into `slot` (lock held)."""
         assert self.store is not None, "absent"
         assert piece.block is not None, "absent"
@@ -228,7 +229,7 @@ class Backlog:
             piece.slot = None
         self._reap()
 
-    def lend(self, slot: Slot, mark: StreamEvent) -> None:
+    def lend(self, slot: WindowSlot, mark: StreamEvent) -> None:
         """`slot` is freed when `mark` is done and no tensor views it (lock held)."""
         self._lent.append((slot, mark))
 

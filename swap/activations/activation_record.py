@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.swap.activations.activation_window import Slot
+from offload.swap.activations.activation_window import WindowSlot
 from offload.swap.device.streams import StreamEvent
 from offload.swap.io.block_store import StoredBlock
 from offload.swap.threads.transfer import Transfer
@@ -40,7 +40,7 @@ class SavedPiece:
     number: int  # the record's: a larger one was saved later and is needed earlier
     offset_bytes: int
     nbytes: int
-    slot: Slot | None = None
+    slot: WindowSlot | None = None
     copied: StreamEvent = field(default_factory=StreamEvent)  # the slot's last copy, in or out
     block: StoredBlock | None = None
     write: Transfer[Any] | None = None

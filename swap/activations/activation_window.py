@@ -13,7 +13,7 @@ from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES
 
 
-class Slot:
+class WindowSlot:
     """A range of the window: whole pages. Freed once."""
 
     __slots__ = ("_window", "nbytes", "offset_bytes", "tensor")
@@ -57,9 +57,9 @@ class ActivationWindow:
         next is filled."""
         return max(PAGE_NBYTES, self.nbytes // 4 // PAGE_NBYTES * PAGE_NBYTES)
 
-    def take(self, nbytes: int) -> Slot | None:
+    def take(self, nbytes: int) -> WindowSlot | None:
         """A slot of at least `nbytes`, content undefined; None where no hole is that large."""
         offset = self.arena.allocate(nbytes)
         if offset is None:
             return None
-        return Slot(self, offset, self.arena.size_of(offset))
+        return WindowSlot(self, offset, self.arena.size_of(offset))

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from offload.memory.device_homes import DeviceHomes
 from offload.swap.activations.activation_backlog import Backlog
 from offload.swap.activations.activation_returns import ActivationReturns
-from offload.swap.activations.activation_window import Slot
+from offload.swap.activations.activation_window import WindowSlot
 from offload.swap.device import streams
 from offload.swap.device.fences import Fences
 from offload.swap.io.io_backend import IOBackend
@@ -258,7 +258,7 @@ class CheckedWorld(World):
         self._around(MemoryTier, "__init__", after=self._opened)
         self._around(MemoryTier, "close", before=self._closed)
         self._around(Lease, "free", before=self._freed)
-        self._around(Slot, "free", before=lambda slot: self._given_back(slot.tensor))
+        self._around(WindowSlot, "free", before=lambda slot: self._given_back(slot.tensor))
 
     def _opened(self, tier: MemoryTier) -> None:
         start = tier._memory.tensor(0, 1).data_ptr()
@@ -301,7 +301,7 @@ class CheckedWorld(World):
     def _follow_views(self) -> None:
         """A thread that finds memory without views comes after the threads that had views."""
         self._around(ChunkBytes, "let_go", before=lambda part: self._let_go(_views_of(part)))
-        for owner in (Lease, Slot):
+        for owner in (Lease, WindowSlot):
             self._patch.setattr(owner, "in_use", self._counted(owner.in_use))
 
     def _let_go(self, views: Iterable[torch.Tensor]) -> None:
