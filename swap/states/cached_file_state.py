@@ -299,4 +299,9 @@ class CachedFileState(State):
 
     def _read_into_slot(self, piece: int, priority: Priority) -> None:
         pages = self.slot.pages(self.span(piece))
-        self.slot.arrivals[piece] = self._file.read(piece, pages, priority)
+        try:
+            arrival = self._file.read(piece, pages, priority)
+        except BaseException as error:  # noqa: BLE001  raised by all that wait for the piece
+            arrival = Transfer(f"{self.name}: a read that did not begin")
+            arrival.fail(error)
+        self.slot.arrivals[piece] = arrival

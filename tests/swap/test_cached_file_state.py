@@ -96,6 +96,26 @@ def test_a_write_without_a_view_is_refused(bench):
     assert state.tensor().unique().tolist() == [3]
 
 
+def test_a_slot_that_a_read_could_not_begin_to_fill_is_not_taken_for_values(bench, monkeypatch):
+    state = bench.filled("s", 1, 2 * PAGE)
+    state.slot.evict()
+    read, begun = bench.store.read, []
+
+    def read_once(*args, **keys):
+        begun.append(args)
+        if len(begun) > 1:
+            raise StateError("closed")
+        return read(*args, **keys)
+
+    monkeypatch.setattr(bench.store, "read", read_once)
+    for _ in range(2):
+        with pytest.raises(StateError, match="closed"):
+            state.tensor()
+    monkeypatch.undo()
+    state.slot.evict()
+    assert state.tensor().unique().tolist() == [1]
+
+
 def used_extents(bench):
     return len(bench.store._records)
 
