@@ -264,15 +264,11 @@ class CachedFileState(State):
         try:
             self.settle()
         finally:  # what failed has ended, too, and its memory is given back
-            self._forget()
-
-    def _forget(self) -> None:
-        with self._lock:
-            self._dirty.clear()
-            self._filling = False
-            if self.slot.lease is not None:
-                self.slot.evict()
-            self._file.free()
+            with self._lock:
+                self._dirty.clear()
+                self._filling = False
+                self.slot.give_back()
+                self._file.free()
 
     @interrupted_in_waits
     def settle(self) -> None:

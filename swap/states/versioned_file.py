@@ -22,9 +22,7 @@ class VersionedFile:
     piece once it is complete; the version before is dropped then, or kept while an update is
     speculative. The store's lock must be held in all calls but those that say otherwise."""
 
-    def __init__(
-        self, name: str, pieces: int, state_class: StateClass, store: BlockStore
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, pieces: int, state_class: StateClass, store: BlockStore) -> None:
         self.name = name
         self.writes: dict[int, Transfer[Any]] = {}  # of pieces on their way, without those done
         self.failure: Failure | None = None  # of a write
