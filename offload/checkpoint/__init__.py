@@ -78,8 +78,8 @@ def has_steps(folder: StrPath) -> bool:
 
 def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> list[Path]:
     """Remove all but the `keep_last` (at least 1) highest steps that are whole, and of the others
-    those of each `keep_every`-th step; returns the removed, oldest first. Torn ones do not count;
-    those below the lowest of the last steps are removed, too.
+    those of each `keep_every`-th step; returns the removed, oldest first. Torn ones do not count,
+    and stay: a disk may have misread what is whole.
 
     A folder that only has such a name, or holds other files as well, stays, with a warning.
     StorageError, and nothing is removed, where the disk does not say which are whole.
@@ -91,19 +91,16 @@ def prune(folder: StrPath, keep_last: int, keep_every: int | None = None) -> lis
     folder = path_of(folder, "folder")
     if not _is_folder(folder):
         return []
-    steps = _steps(folder)
-    whole = [path for path in steps if _is_whole(path)]
-    if not whole:
-        return []
+    whole = [path for path in _steps(folder) if _is_whole(path)]
     stays = {path for path in whole if keep_every and not (step_of(path) or 0) % keep_every}
-    older = steps[: steps.index(whole[-keep_last:][0])]
-    return [path for path in older if path not in stays and _discard(path)]
+    return [path for path in whole[:-keep_last] if path not in stays and _discard(path)]
 
 
 def _is_whole(path: Path) -> bool:
     try:
         _check(path)
-    except CheckpointError:
+    except CheckpointError as error:
+        _log.warning("not removed, nor counted as one to keep: %s", error)
         return False
     return True
 

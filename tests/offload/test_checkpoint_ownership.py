@@ -314,12 +314,14 @@ def test_pruning_counts_whole_checkpoints_and_leaves_links(
     engine: offload.Engine, original: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 5):
         shutil.copytree(original, checkpoint.step_path(folder, step))
-    (folder / "step-000003" / "buffers.safetensors").unlink()  # torn
+    for step in (1, 5):  # torn
+        (checkpoint.step_path(folder, step) / "buffers.safetensors").unlink()
     shutil.copytree(original, tmp_path / "elsewhere")
     (folder / "step-000000").symlink_to(tmp_path / "elsewhere")
     written(folder / "step-4", "notes.txt")
-    assert checkpoint.prune(folder, keep_last=1) == [folder / "step-000001"]
-    assert sorted(os.listdir(folder)) == ["step-000000", "step-000002", "step-000003", "step-4"]
+    assert checkpoint.prune(folder, keep_last=1) == [folder / "step-000002"]
+    left = ["step-000000", "step-000001", "step-000003", "step-000005", "step-4"]
+    assert sorted(os.listdir(folder)) == left
     assert tree(tmp_path / "elsewhere") == tree(original)
