@@ -44,6 +44,7 @@ class DeviceHomes:
         self.links, self._update_links = (
             Links(CopyStream(device), CopyStream(device), device, fences) for _ in range(2)
         )
+        self._gradients_to_host = CopyStream(device)  # the thread behind it adds them up there
         self._stream = WorkStream(device)
         self.pool = SlotPool(tier, lock)
         self._reads = OpenReads(device)  # of slots of `pool`
@@ -74,8 +75,9 @@ class DeviceHomes:
         return DeviceSlot(name, nbytes, kind, self.pool, next_use, self.links, self._reads)
 
     # ---------------------------------------------------------------- work
-    def work(self) -> DeviceWork:
-        """Return the streams and memory for the update and the gradients."""
+    def work(self, landing_of: Callable[[int, str], torch.Tensor]) -> DeviceWork:
+        """Return the streams and memory for the update and the gradients. `landing_of` leases host
+        memory of a size for an owner."""
         plan = self._plan
         if plan is None:
             return DeviceWork(self._stream, self._update_links)
@@ -90,7 +92,13 @@ class DeviceHomes:
         partials = None
         if plan.partials_nbytes:
             partials = self._lease(plan.partials_nbytes, "sums of squares").view(torch.float64)
-        ring = StagingRing(waiting, self.links) if waiting else None
+        landings = [
+            landing_of(plan.ring_nbytes, f"gradients to be added, buffer {index}")
+            for index in range(plan.landing_buffers)
+        ]
+        ring = None
+        if waiting:
+            ring = StagingRing(waiting, self._gradients_to_host, self._device, landings)
         return DeviceWork(self._stream, self._update_links, buffers, partials, ring)
 
     def _lease(self, nbytes: int, owner: str) -> torch.Tensor:
@@ -103,20 +111,25 @@ class DeviceHomes:
         both = (self.links, self._update_links)
         return {
             _TO_DEVICE: sum(links.to_device.moved_nbytes for links in both),
-            _TO_HOST: sum(links.to_host.moved_nbytes for links in both),
+            _TO_HOST: sum(stream.moved_nbytes for stream in self._to_host()),
         }
+
+    def _to_host(self) -> list[CopyStream]:
+        """Return the links to the host."""
+        return [self.links.to_host, self._update_links.to_host, self._gradients_to_host]
 
     # ---------------------------------------------------------------- waiting
     def lanes(self) -> list[Lane]:
         """Return the links that the model's thread waits for."""
         both = (self.links, self._update_links)
-        return [stream.lane for links in both for stream in (links.to_device, links.to_host)]
+        streams = [*(links.to_device for links in both), *self._to_host()]
+        return [stream.lane for stream in streams]
 
     def await_progress(self, otherwise: Callable[[], bool]) -> Callable[[], bool]:
         """Return a wait function for a full pool: copies in transit hold memory at both ends."""
 
         def wait() -> bool:
-            streams = (self.links.to_device, self.links.to_host)
+            streams = (self.links.to_device, self.links.to_host, self._gradients_to_host)
             return any(stream.await_oldest() for stream in streams) or otherwise()
 
         return wait
@@ -127,5 +140,6 @@ class DeviceHomes:
         with ExitStack() as last_first:
             last_first.callback(accelerator.synchronize, self._device)
             last_first.callback(self._update_links.close)
+            last_first.callback(self._gradients_to_host.close)
             last_first.callback(self.links.close)
             last_first.callback(self._stream.close)

@@ -248,7 +248,13 @@ class TierManager:
 
     def device_work(self) -> DeviceWork:
         """Return the device's streams and memory for updates and gradients beside the model."""
-        return self._device.work()
+
+        def landing_of(nbytes: int, owner: str) -> torch.Tensor:
+            lease = self.pool.demand(nbytes, owner, StateClass.STAGING)
+            self._staging.append(lease)
+            return lease.tensor
+
+        return self._device.work(landing_of)
 
     def free_nvme_nbytes(self) -> int:
         """Return the free bytes of all paths together, if each gets as much as the one with the

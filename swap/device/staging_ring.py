@@ -14,18 +14,27 @@ and a copy, a `Bucket`. It lies in the buffer as in the destination, in whatever
 
 It leaves when the run is complete, or when anything else needs the ring, or its arrival is asked
 for; what was not filled is not copied.
+
+A gradient that is added to what the destination holds lands beside it, in a buffer of host memory.
+The thread that watches the copies adds it there. No other thread waits, unless all are full.
+
+    to host       ├─ copy 0 to landing 0 ─┤├─ copy 1 to landing 1 ─┤
+    additions                              ├── add 0 ──┤            ├── add 1 ──┤
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from offload.swap.device.device_slot import Links
-from offload.swap.device.streams import StreamEvent, current_stream, mark_of
+from offload.swap.device.streams import CopyStream, StreamEvent, current_stream, mark_of
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.accelerator import Stream
+
+Addition = Callable[[torch.Tensor], object]  # adds what has landed (1D) where it belongs
 
 
 class Run:
@@ -40,33 +49,71 @@ class Run:
         self.places = [slice(each.start - self.start, each.stop - self.start) for each in ranges]
 
 
-def runs_of(ranges: Sequence[range], most: int) -> list[Run | None]:
-    """The run that each of `ranges`, which are in order, belongs to: of `most` elements at most.
-    None for a range that is longer."""
-    runs: list[Run | None] = []
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a gradient, small enough for one buffer."""
+
+    number: int  # among the ranges of all parts
+    run: Run
+    elements: slice  # of the gradient
+    blocks: slice  # of the gradient, cut into blocks
+
+
+def parts_of(ranges: Sequence[range], max_numel: int, block: int) -> list[list[Part]]:
+    """The parts of each of `ranges`, which are in order: of at most `max_numel` elements, and of
+    whole blocks where there are several."""
+    step = max(1, max_numel // block) * block
+    places = [
+        (index, range(start, min(start + step, each.stop)))
+        for index, each in enumerate(ranges)
+        for start in range(each.start, each.stop, step)
+    ]
+    runs = runs_of([place for _, place in places], max_numel)
+    parts: list[list[Part]] = [[] for _ in ranges]
+    for number, ((index, place), run) in enumerate(zip(places, runs, strict=True)):
+        start = place.start - ranges[index].start
+        blocks = slice(start // block, -(-(start + len(place)) // block))
+        parts[index].append(Part(number, run, slice(start, start + len(place)), blocks))
+    return parts
+
+
+def runs_of(ranges: Sequence[range], max_numel: int) -> list[Run]:
+    """The run that each of `ranges`, which are in order, belongs to: of at most `max_numel`
+    elements, as many as each range has at most."""
+    runs: list[Run] = []
     first = 0
-    for last, each in enumerate(ranges):
-        if len(each) > most:
-            runs.append(None)
-        elif last + 1 == len(ranges) or ranges[last + 1].stop - ranges[first].start > most:
+    for last in range(len(ranges)):
+        ends = last + 1 == len(ranges)
+        if ends or ranges[last + 1].stop - ranges[first].start > max_numel:
             runs += [Run(first, ranges[first : last + 1])] * (last + 1 - first)
-        else:
-            continue
-        first = last + 1
+            first = last + 1
     return runs
 
 
 class Bucket:
     """A buffer that a run is being put in, from its first gradient until it leaves."""
 
-    def __init__(self, run: Run, destination: torch.Tensor, buffer: torch.Tensor) -> None:
-        """`destination`: the run, 1D; `buffer`: memory of the same dtype."""
+    def __init__(
+        self, run: Run, destination: torch.Tensor, buffer: torch.Tensor, *, lands: bool = False
+    ) -> None:
+        """`destination`: the run, 1D; `buffer`: memory of the same dtype. `lands`: the destination
+        is host memory of the ring, for `additions` to read."""
         self.run = run
         self.destination = destination
         self.buffer = buffer
         self.filled: set[int] = set()  # ranges by index
         self.streams: list[Stream | None] = []  # the streams that fill it
         self.mark: StreamEvent | None = None  # once it has left
+        self.lands = lands
+        self.additions: dict[int, Addition] = {}  # of filled ranges by index
+
+    def add_all(self) -> None:
+        """Make the additions of everything that has landed."""
+        try:
+            for index, add in self.additions.items():
+                add(self.destination[self.run.places[index - self.run.first]])
+        finally:
+            self.additions.clear()  # they keep views of what was added to
 
     def room(self, index: int) -> torch.Tensor:
         """The buffer's part for a range, for the stream current at `StagingRing.bucket`."""
@@ -90,49 +137,60 @@ class StagingRing:
     """A ring of `buffers` (1D uint8, device memory, all of one size). For the model's threads, one
     at a time, on any streams."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor], links: Links) -> None:
+    def __init__(
+        self, buffers: Sequence[torch.Tensor], to_host: CopyStream, device: torch.device,
+        landings: Sequence[torch.Tensor] = (),
+    ) -> None:  # fmt: skip
+        """`landings` are buffers of host memory, of the same size; without any, nothing lands. The
+        thread that watches `to_host` makes additions: other copies should have another link."""
         self.nbytes = buffers[0].numel()  # of one buffer
+        self.lands = bool(landings)
+        self._to_host = to_host
+        self._device = device
         self._buffers = list(buffers)
         self._left = [StreamEvent()] * len(buffers)
-        self._links = links
+        self._landings = deque(landings)  # the one to be used next is first
+        self._landed = deque(Transfer.completed(None) for _ in landings)
         self._next = 0
         self._bucket: Bucket | None = None  # the open one, in the next buffer
 
-    # ---------------------------------------------------------------- one at a time
-    def take(self, nbytes: int) -> torch.Tensor:
-        """A buffer for the current stream to fill (1D uint8); its last content has left by then."""
-        self._send_bucket()
-        self._left[self._next].before_compute()
-        return self._buffers[self._next][:nbytes]
+    def _free_landing(self) -> torch.Tensor:
+        """The next landing buffer; waits until what has landed there before was added."""
+        self._landed[0].wait()
+        return self._landings[0]
 
-    def send(self, destination: torch.Tensor, filled: torch.Tensor) -> StreamEvent:
-        """Start copying what `take` gave to host memory, once the current stream has filled it."""
-        mark = self._links.to_host.copy(destination, filled)
-        self._went(mark)
-        return mark
+    def _note_landing(self, mark: StreamEvent, add: Callable[[], object]) -> None:
+        """Let `add` run once the copy of `mark` has arrived in the next landing buffer."""
+        self._landed[0] = self._to_host.transfer(mark, "gradients that are added", add)
+        self._landed.rotate(-1)
+        self._landings.rotate(-1)
 
-    def _went(self, mark: StreamEvent) -> None:
-        self._left[self._next] = mark
-        self._next = (self._next + 1) % len(self._buffers)
-
-    # ---------------------------------------------------------------- packed
-    def bucket(self, run: Run, index: int, whole: torch.Tensor) -> Bucket:
-        """The open bucket of a run of `whole` (1D), for the current stream to fill a range of."""
+    def bucket(
+        self, run: Run, index: int, dtype: torch.dtype, whole: torch.Tensor | None = None
+    ) -> Bucket:
+        """The open bucket of a run of `whole` (1D), for the current stream to fill a range of. If
+        that is None, the run lands in host memory of the ring. One run is always used alike."""
         bucket = self._bucket
         if bucket is None or bucket.run is not run or index in bucket.filled:
             self._send_bucket()
-            destination = whole[run.start : run.stop]
-            buffer = self._buffers[self._next].view(whole.dtype)
-            bucket = self._bucket = Bucket(run, destination, buffer)
-        stream = current_stream(self._links.device)
+            if whole is None:
+                destination = self._free_landing().view(dtype)[: run.stop - run.start]
+            else:
+                destination = whole[run.start : run.stop]
+            buffer = self._buffers[self._next].view(dtype)
+            bucket = self._bucket = Bucket(run, destination, buffer, lands=whole is None)
+        stream = current_stream(self._device)
         if stream not in bucket.streams:
             self._left[self._next].before(stream)
             bucket.streams.append(stream)
         return bucket
 
-    def filled(self, bucket: Bucket, index: int) -> None:
-        """Record that the stream that was current at `bucket` has filled a range."""
+    def filled(self, bucket: Bucket, index: int, add: Addition | None = None) -> None:
+        """Record that the stream that was current at `bucket` has filled a range. Where it lands,
+        `add` takes it from there."""
         bucket.filled.add(index)
+        if add is not None:
+            bucket.additions[index] = add
         if len(bucket.filled) == len(bucket.run.ranges):
             self._send_bucket()
 
@@ -147,21 +205,24 @@ class StagingRing:
         bucket, self._bucket = self._bucket, None
         if bucket is None:
             return
-        device, mark = self._links.device, self._left[self._next]
+        device, mark = self._device, self._left[self._next]
         # a thread may send what others have filled
         after = [mark_of(stream, device) for stream in bucket.streams]
         for span in bucket.spans():
             destination, source = bucket.destination[span], bucket.buffer[span]
-            mark = self._links.to_host.copy(
+            mark = self._to_host.copy(
                 destination.view(torch.uint8), source.view(torch.uint8), after
             )
         bucket.mark = mark
-        self._went(mark)
-        del bucket.destination  # its owner keeps it until it has arrived
+        self._left[self._next] = mark
+        self._next = (self._next + 1) % len(self._buffers)
+        if bucket.lands:
+            self._note_landing(mark, bucket.add_all)
+        else:
+            del bucket.destination  # its owner keeps it until it has arrived
 
-    # ---------------------------------------------------------------- arrival
     def when_left(
         self, mark: StreamEvent, what: object, then: Callable[[], object]
     ) -> Transfer[None]:
-        """Run `then` when everything sent up to `mark` has arrived."""
-        return self._links.to_host.transfer(mark, what, then)
+        """Run `then` when everything sent up to `mark` has arrived, and was added."""
+        return self._to_host.transfer(mark, what, then)

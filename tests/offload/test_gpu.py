@@ -206,6 +206,7 @@ def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
 
 @pytest.mark.sample(10)
 @pytest.mark.skipif(ON_GPU, reason="there the links are real")
+@pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     "placement",
@@ -217,11 +218,15 @@ def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
     ids=str,
 )
 def test_copies_that_take_their_time_change_no_bit(
-    tmp_path, device, monkeypatch, placement, in_backward
+    tmp_path, device, monkeypatch, placement, in_backward, passes
 ):
     """Copies happen when they are waited for, or a while later: a reader that does not wait reads
     the bytes before the copy, and memory that is freed too early is written over."""
-    keys: dict[str, Any] = {"precision": "bf16", "optimizer": {"in_backward": in_backward}}
+    on_nvme = placement.get("gradients") == "nvme"  # never sums of 16-bit gradients
+    keys: dict[str, Any] = {
+        "precision": "fp32" if on_nvme and passes > 1 else "bf16", "accumulate": passes,
+        "optimizer": {"in_backward": in_backward}, "gradient_accumulation_steps": passes,
+    }  # fmt: skip
     expected = on_host(tmp_path, device, **keys)
     world = World(monkeypatch, eager_model=True)
     monkeypatch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)

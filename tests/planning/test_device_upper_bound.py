@@ -16,6 +16,7 @@ from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.step.memory import PlannedMemory
+from offload.planning.step.program import total_of
 from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
 from offload.zero.ranks.sharding import ALONE, Sharding
@@ -53,7 +54,7 @@ def peak_of(candidate: Candidate) -> int:
 
 def traffic_of(candidate: Candidate) -> Any:
     work = Workload(2, 64)
-    return step_traffic(candidate.plan, candidate.config, small(), None, work).total
+    return total_of(step_traffic(candidate.plan, candidate.config, small(), None, work).moves)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)

@@ -16,6 +16,7 @@ from offload.planning.choice.planner import make_plan
 from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes
 from offload.planning.plan.sizes import pages
+from offload.planning.step.program import total_of
 from offload.planning.step.representatives import touched
 from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
@@ -155,7 +156,8 @@ def test_a_step_with_experts_moves_the_predicted_bytes(monkeypatch: pytest.Monke
             engine.optimizer.zero_grad()
             moved.append(engine.report().bytes_moved)
         in_turn.end(engine)
-        said = step_traffic(engine.plan, engine.config, shape, None, Workload(1, 256)).total
+        work = Workload(1, 256)
+        said = total_of(step_traffic(engine.plan, engine.config, shape, None, work).moves)
     read, written = (moved[-1][link] - moved[-2][link] for link in ("nvme read", "nvme write"))
     assert said.written == pytest.approx(written, rel=0.03)
     assert said.read == pytest.approx(read, rel=0.06)

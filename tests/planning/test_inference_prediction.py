@@ -17,6 +17,7 @@ from offload.planning.activations.trace import trace_activations
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.estimate import Workload
 from offload.planning.step.memory import PlannedMemory
+from offload.planning.step.program import total_of
 from offload.planning.step.step_time import step_traffic
 from offload.tiers.tier import Tier
 from offload.zero.groups.parameter_grouping import group_parameters
@@ -68,5 +69,5 @@ def test_peaks_and_bytes_of_a_pass_are_predicted(name: str, tmp_path: Path) -> N
     assert peaks["nvme"] == estimate.ledger_peaks[Tier.NVME]
     assert peaks["host"] <= estimate.ledger_peaks[Tier.HOST]
     assert peaks["host"] == estimate.ledger_peaks[Tier.HOST] or Tier.HOST in estimate.bounds
-    predicted = step_traffic(plan, config, shape, None, workload).total.read
+    predicted = total_of(step_traffic(plan, config, shape, None, workload).moves).read
     assert predicted == pytest.approx(per_pass, rel=0.03)

@@ -22,6 +22,7 @@ from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import StepEstimate, Workload
 from offload.planning.plan.plan import Hardware
 from offload.planning.step import planned_run
+from offload.planning.step.program import total_of
 from offload.planning.step.representatives import representatives
 from offload.planning.step.step_time import estimate_step, step_traffic
 from offload.swap.io.requests_and_retries import IORequest
@@ -216,7 +217,7 @@ def test_a_step_moves_the_predicted_bytes_behind_compute() -> None:
     with offload.initialize(build_meta_model(config), config) as engine:
         moved = train(engine, config, 5, settle=True)
         workload = replace(WORK, passes=config.gradient_accumulation_steps)
-        said = step_traffic(engine.plan, engine.config, shape, None, workload).total
+        said = total_of(step_traffic(engine.plan, engine.config, shape, None, workload).moves)
     assert said.written == pytest.approx(moved[-1]["nvme write"], rel=0.1)
     states = sum(g.parameters + g.gradients + g.optimizer for g in engine.plan.groups)
     assert abs(said.read - moved[-1]["nvme read"]) <= 0.3 * states
@@ -247,7 +248,7 @@ def test_a_step_sends_the_predicted_bytes_to_the_device(
         moved = train(engine, config, 5)
         in_turn.end(engine)
         workload = replace(WORK, passes=config.gradient_accumulation_steps)
-        said = step_traffic(engine.plan, engine.config, shape, None, workload).total
+        said = total_of(step_traffic(engine.plan, engine.config, shape, None, workload).moves)
     assert (said.to_device, said.read, said.written) == tuple(
         moved[-1].get(link, 0) for link in ("host to device", "nvme read", "nvme write")
     )

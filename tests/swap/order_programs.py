@@ -105,10 +105,15 @@ class CheckedBench(Bench):
         slot = Slot("in a file", nbytes, kind, pool, lambda: 1.0)
         return CachedFileState(store, slot, nbytes)
 
-    def gradients(self, numel: int, count: int, store: BlockStore) -> GradientAccumulator:
+    def gradients(
+        self, numel: int, count: int, store: BlockStore, landings: int = 0
+    ) -> GradientAccumulator:
         """Of `count` parameters of `numel` elements, at home in a file."""
         pool = SlotPool(self.host, store._lock)
-        ring = StagingRing([self.at_home(1)._lease.tensor for _ in range(2)], self.links)
+        buffers = [self.at_home(1)._lease.tensor for _ in range(2)]
+        ring = StagingRing(
+            buffers, self.links.to_host, CUDA, [self.page() for _ in range(landings)]
+        )
         partials = DevicePartials(torch.zeros(64, dtype=torch.float64))
         specs = [ParamSpec((str(i),), (numel,), offset=i * numel) for i in range(count)]
 
@@ -339,24 +344,16 @@ def homes_are_closed_while_all_is_under_way(bench: CheckedBench, folder: Path) -
 
 
 @program
-def buffers_of_a_staging_ring_go_round(bench: CheckedBench, folder: Path) -> None:
-    ring = StagingRing([bench.at_home(1)._lease.tensor for _ in range(2)], bench.links)
-    for _ in range(3):
-        filled = ring.take(PAGE_NBYTES)
-        bench.write(filled)
-        ring.send(bench.page(), filled)
-
-
-@program
 def a_bucket_is_filled_on_two_streams(bench: CheckedBench, folder: Path) -> None:
-    ring = StagingRing([bench.at_home(1)._lease.tensor for _ in range(2)], bench.links)
+    ring = StagingRing(
+        [bench.at_home(1)._lease.tensor for _ in range(2)], bench.links.to_host, CUDA
+    )
     runs, whole = runs_of([range(100), range(100, 300)], PAGE_NBYTES), bench.page()
     streams = [bench.work(), bench.work()]
     for _ in range(3):
         for index, (run, stream) in enumerate(zip(runs, streams, strict=True)):
-            assert run is not None
             with stream.entered():
-                bucket = ring.bucket(run, index, whole)
+                bucket = ring.bucket(run, index, whole.dtype, whole)
                 bench.write(bucket.room(index))
                 ring.filled(bucket, index)
         assert bucket.mark is not None
@@ -414,6 +411,31 @@ def a_gradient_is_added_while_the_sum_goes_home(bench: CheckedBench, folder: Pat
         gradients.add(0, made(bench))
         gradients.landed.wait()
         gradients.state.write_back()
+    gradients.clear()
+    store.close()
+
+
+@program
+def gradients_land_and_are_added(bench: CheckedBench, folder: Path) -> None:
+    """More of them than the ring has buffers."""
+    store = bench.store(folder, threading.RLock())
+    gradients = bench.gradients(1024, 5, store, landings=2)
+    for _ in range(3):
+        for index in reversed(range(5)):
+            gradients.add(index, made(bench))
+    gradients.clear()
+    store.close()
+
+
+@program
+def gradients_that_land_are_dropped(bench: CheckedBench, folder: Path) -> None:
+    store = bench.store(folder, threading.RLock())
+    gradients = bench.gradients(1024, 2, store, landings=2)
+    bench.world.late_s = 0.05
+    for _ in range(2):
+        gradients.add(0, made(bench))
+    gradients.drop([0])
+    gradients.add(0, made(bench))
     gradients.clear()
     store.close()
 

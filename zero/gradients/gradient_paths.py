@@ -3,8 +3,9 @@
     HostPath      kernels of the CPU, on host memory
     DevicePath    kernels of the device: the accumulator is there
     LeavingPath   the accumulator is in host memory, the gradient is not: the first gradient of a
-                  step is converted and its squares summed on its way out, and no thread waits;
-                  later ones are added by the CPU, which waits for them
+                  step is converted and its squares summed on its way out; later ones are added
+                  by the CPU once they are there. No thread waits, where the steps' passes were
+                  planned
 
 All leave the same bits in the accumulator, and the same sums of squares.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,9 +22,9 @@ import torch
 from offload.kernels.cpu import gradients as host_kernels
 from offload.kernels.floats import NORM_BLOCK, Array, Runner, norm_blocks
 from offload.kernels.gpu import triton_gradients as device_kernels
-from offload.swap.device.staging_ring import Bucket, Run, StagingRing, runs_of
+from offload.swap.device.staging_ring import Bucket, Part, StagingRing, parts_of
 from offload.swap.device.streams import StreamEvent
-from offload.swap.threads.transfer import Transfer
+from offload.swap.threads.transfer import Failure, Transfer
 from offload.zero.groups.bits import FLOAT_OF, flat_array
 from offload.zero.groups.layout import ParamSpec
 
@@ -75,9 +77,15 @@ class HostPath(GradientPath):
         )  # fmt: skip
 
     def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.add_blocks(index, slice(None), total[self._spans[index]], gradient.to("cpu"))
+
+    def add_blocks(
+        self, index: int, blocks: slice, target: torch.Tensor, gradient: torch.Tensor
+    ) -> None:
+        """target += gradient, of some blocks of a parameter."""
         host_kernels.add_gradient(
-            flat_array(total[self._spans[index]]), flat_array(gradient.to("cpu")),
-            FLOAT_OF[gradient.dtype], self._partials[index], self._run,
+            flat_array(target), flat_array(gradient), FLOAT_OF[gradient.dtype],
+            self._partials[index][blocks], self._run,
         )  # fmt: skip
 
     def squares(self, index: int) -> Array:
@@ -144,7 +152,9 @@ class DevicePath(_OnDevice):
 
 
 class LeavingPath(_OnDevice):
-    """First gradients go through a `StagingRing`; later ones are added by a `HostPath`."""
+    """First gradients go through a `StagingRing`. Later ones land in its host memory, from where a
+    `HostPath` adds them on the ring's thread, in the order in which they were sent. A ring without
+    such memory (one pass per step was planned) lets the thread of backward wait and add."""
 
     def __init__(
         self, specs: Sequence[ParamSpec], partials: DevicePartials, ring: StagingRing, run: Runner
@@ -154,49 +164,56 @@ class LeavingPath(_OnDevice):
         self._ring = ring
         self._host = HostPath(specs, run)
         self._by_host = [False] * len(specs)  # the path that summed the squares last
-        self._runs: dict[int, list[Run | None]] = {}  # by bytes per element
-        self._last: StreamEvent | Bucket = StreamEvent()  # the last copy or bucket
+        self._adds = False  # additions may be under way
+        self._failure: Failure | None = None  # of an addition
+        # each gradient's parts, by whether they land and their format
+        self._parts: dict[tuple[bool, torch.dtype], list[list[Part]]] = {}
+        self._last: Bucket | None = None
+
+    def _parts_of(self, index: int, dtype: torch.dtype, *, lands: bool) -> list[Part]:
+        if (lands, dtype) not in self._parts:
+            self._parts[lands, dtype] = parts_of(
+                self._ranges, self._ring.nbytes // dtype.itemsize, NORM_BLOCK
+            )
+        return self._parts[lands, dtype][index]
 
     def copy(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
         self._by_host[index] = False
-        run = self._runs_in(total.itemsize)[index]
-        if run is None:
-            self._copy_in_pieces(index, total[self._spans[index]], gradient)
-            return
-        bucket = self._ring.bucket(run, index, total)
-        self._last = bucket
-        device_kernels.copy_gradient(bucket.room(index), gradient, self._for_kernel(index))
-        self._ring.filled(bucket, index)
-
-    def _runs_in(self, itemsize: int) -> list[Run | None]:
-        if itemsize not in self._runs:
-            self._runs[itemsize] = runs_of(self._ranges, self._ring.nbytes // itemsize)
-        return self._runs[itemsize]
-
-    def _copy_in_pieces(self, index: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Copy a gradient that is larger than a buffer. Blocks of the norm are not cut."""
-        itemsize, numel = target.itemsize, target.numel()
-        partials = self._for_kernel(index)
-        step = self._ring.nbytes // itemsize // NORM_BLOCK * NORM_BLOCK
-        for start in range(0, numel, step):
-            stop = min(start + step, numel)
-            filled = self._ring.take((stop - start) * itemsize)
-            blocks = slice(start // NORM_BLOCK, start // NORM_BLOCK + norm_blocks(stop - start))
+        sums = self._for_kernel(index)
+        for part in self._parts_of(index, total.dtype, lands=False):
+            self._last = bucket = self._ring.bucket(part.run, part.number, total.dtype, total)
             device_kernels.copy_gradient(
-                filled.view(target.dtype), gradient[start:stop], partials[blocks]
+                bucket.room(part.number), gradient[part.elements], sums[part.blocks]
             )
-            self._last = self._ring.send(target[start:stop].view(torch.uint8), filled)
+            self._ring.filled(bucket, part.number)
 
     def _sent(self) -> StreamEvent:
-        """Return a mark that is reached when all that was copied is in the accumulator."""
-        if isinstance(self._last, Bucket):
-            self._last = self._ring.sent(self._last)
-        return self._last
+        """Return a mark that is reached when all that was sent has arrived."""
+        return StreamEvent() if self._last is None else self._ring.sent(self._last)
 
     def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._sent().wait()
         self._by_host[index] = True
-        self._host.add(index, total, gradient)
+        if not self._ring.lands:
+            self._sent().wait()
+            self._host.add(index, total, gradient)
+            return
+        self._adds = True
+        target = total[self._spans[index]]
+        for part in self._parts_of(index, gradient.dtype, lands=True):
+            self._last = bucket = self._ring.bucket(part.run, part.number, gradient.dtype)
+            bucket.room(part.number).copy_(gradient[part.elements])
+            add = partial(self._add_landed, index, target[part.elements], part)
+            self._ring.filled(bucket, part.number, add)
+
+    def _add_landed(
+        self, index: int, target: torch.Tensor, part: Part, landed: torch.Tensor
+    ) -> None:
+        """Add a part that has landed. For the ring's thread."""
+        try:
+            self._host.add_blocks(index, part.blocks, target, landed)
+        except BaseException as error:
+            self._failure = Failure(error)  # raised where the gradients are waited for
+            raise
 
     def widen(self, index: int, total: torch.Tensor, old: torch.Tensor) -> None:
         self._sent().wait()
@@ -204,7 +221,17 @@ class LeavingPath(_OnDevice):
         self._host.widen(index, total, old)
 
     def squares(self, index: int) -> Array:
-        return self._host.squares(index) if self._by_host[index] else super().squares(index)
+        if not self._by_host[index]:
+            return super().squares(index)
+        if self._adds:
+            self.when_there(lambda: None, "sums of squares of gradients").wait()
+            self._adds = False
+        return self._host.squares(index)
 
     def when_there(self, then: Callable[[], object], what: object) -> Transfer[None]:
-        return self._ring.when_left(self._sent(), what, then)
+        def arrived() -> None:
+            if self._failure is not None:
+                raise self._failure.again()
+            then()
+
+        return self._ring.when_left(self._sent(), what, arrived)

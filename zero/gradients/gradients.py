@@ -149,6 +149,7 @@ class GradientAccumulator:
 
     def drop(self, indices: Sequence[int]) -> None:
         """Forget the gradients of some parameters."""
+        self._arrive()  # nothing may be added to what the next gradient is copied to
         for index in indices:
             self._passed(index, 0)
         self._factors[indices] = 1.0

@@ -7,7 +7,7 @@ ranks      where the model computes: whole parameters, gradients before and afte
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,15 +44,12 @@ _STAGING_BUFFERS = 3  # arriving | being stepped | leaving
 # ---------------------------------------------------------------- update
 def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
     """A group of each kind (those with parts of equal length), and the number of such groups."""
-    firsts: dict[object, GroupBytes] = {}
-    counts: Counter[object] = Counter()
+    kinds: defaultdict[object, list[GroupBytes]] = defaultdict(list)
     for group in groups:
-        layout = group.layout
-        stored = bool(group.dequantized)
+        layout, stored = group.layout, bool(group.dequantized)
         key = layout.shard_numel, layout.shard_trainable, group.trained_numels, stored
-        firsts.setdefault(key, group)
-        counts[key] += 1
-    return {group: counts[key] for key, group in firsts.items()}
+        kinds[key].append(group)
+    return {alike[0]: len(alike) for alike in kinds.values()}
 
 
 def staging_nbytes_of(
@@ -84,10 +81,13 @@ def staging_nbytes_of(
 # ---------------------------------------------------------------- kernels
 @dataclass(frozen=True)
 class DevicePlan:
-    """Device memory beside that of states, in bytes of whole pages."""
+    """Memory of kernels beside that of states, in bytes of whole pages."""
 
     ring_buffers: int
     ring_nbytes: int  # of one buffer
+    landing_buffers: (
+        int  # of as many bytes each, in host memory: for gradients that are added there
+    )
     staging_buffers: int
     staging_nbytes: int  # of one buffer
     partials_numel: int  # fp64 sums of squares
@@ -98,16 +98,17 @@ class DevicePlan:
 
     @property
     def total_nbytes(self) -> int:
+        """The bytes of device memory."""
         ring = self.ring_buffers * self.ring_nbytes
         return ring + self.staging_buffers * self.staging_nbytes + self.partials_nbytes
 
 
 def plan_device(
     placements: Placements, kinds: Mapping[GroupBytes, int], sizes: Sizes, budget_nbytes: int,
-    kernels_missing: str | None,
+    passes: int, kernels_missing: str | None,
 ) -> DevicePlan | None:  # fmt: skip
     """Plan the memory of kernels on the GPU; None if kernels cannot run (`kernels_missing` says
-    why). `kinds` maps a group of each kind to their number.
+    why). `kinds` maps a group of each kind to their number; a step has so many backward `passes`.
 
     `placements` are the requested ones; gradients and optimizer states without one never go to the
     device. Raises UnsupportedError if they have one there and no kernel can run.
@@ -128,6 +129,7 @@ def plan_device(
             staging += round_up(numel * 4, ALIGN_NBYTES)  # sums of several passes, planned or not
     return DevicePlan(
         ring_buffers=_RING_BUFFERS if leave else 0,
+        landing_buffers=_RING_BUFFERS if leave and passes > 1 else 0,
         ring_nbytes=_ring_nbytes(largest, together, budget_nbytes) if leave else 0,
         staging_buffers=_STAGING_BUFFERS if staging else 0,
         staging_nbytes=pages_or_none(staging),

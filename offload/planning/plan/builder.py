@@ -113,7 +113,7 @@ class PlanBuilder:
             dequantized_nbytes=self.dequantized_nbytes, expected={},
             device=plan_device(
                 placements, self._kinds, self.sizes, self.budgets[Tier.DEVICE],
-                self.hardware.kernels_missing,
+                self.config.gradient_accumulation_steps, self.hardware.kernels_missing,
             ) if self.gpu else None,
             sharding=self.hardware.sharding, shared=self.shared[moves], kv=self.kv,
         )  # fmt: skip
@@ -168,9 +168,11 @@ def _expected(plan: Plan) -> dict[Tier, dict[StateClass, int]]:
         for tier, nbytes in homes.items():
             expected[tier][state_class] += nbytes
     computing = expected[Tier.DEVICE if plan.gpu else Tier.HOST]
-    expected[Tier.HOST][StateClass.STAGING] += plan.staging_nbytes * plan.staging_buffers
+    staged = expected[Tier.HOST]
+    staged[StateClass.STAGING] += plan.staging_nbytes * plan.staging_buffers
     if plan.device is not None:
         expected[Tier.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
+        staged[StateClass.STAGING] += plan.device.landing_buffers * plan.device.ring_nbytes
     if plan.shared is not None:
         computing[StateClass.STAGING] += plan.shared.total_nbytes
     for tier, nbytes in (plan.kv.expected if plan.kv is not None else {}).items():

@@ -117,11 +117,6 @@ class PlannedRun(PendingUpdates):
             self._fetcher.add(group, group.shape.table)
         return groups
 
-    @property
-    def total(self) -> Bytes:
-        """The bytes of all moves."""
-        return total_of(self.moves)
-
     # ---------------------------------------------------------------- steps
     def _settled(self, program: Sequence[Action]) -> list[Move]:
         moves, before = self._run(program), -1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
 from offload.zero.groups.model_shape import ModelShape, UnitShape
@@ -48,11 +48,8 @@ class Bytes:
     dequantized: int = 0
 
     def add(self, other: Bytes) -> None:
-        self.read += other.read
-        self.written += other.written
-        self.to_device += other.to_device
-        self.to_host += other.to_host
-        self.dequantized += other.dequantized
+        for link in fields(other):
+            setattr(self, link.name, getattr(self, link.name) + getattr(other, link.name))
 
     def part(self, index: int, count: int) -> Bytes:
         """Part `index` of `count` whole parts that add up."""

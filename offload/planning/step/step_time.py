@@ -28,7 +28,7 @@ from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, speculative_groups
 from offload.planning.plan.sizes import ITEMSIZE, record_kinds
 from offload.planning.step.planned_run import MAX_PASSES, PlannedRun
-from offload.planning.step.program import Bytes, Move, Verb, working_groups
+from offload.planning.step.program import Bytes, Move, Verb, total_of, working_groups
 from offload.planning.step.representatives import representatives
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
@@ -109,7 +109,7 @@ class _Pipeline:
     ) -> None:  # fmt: skip
         self._plan, self._config, self._speeds = plan, config, speeds
         self._experts = experts = run.experts
-        self._moves, self._total, self._workload = run.moves, run.total, workload
+        self._moves, self._total, self._workload = run.moves, total_of(run.moves), workload
         self._speculative = speculative_groups(plan, config)
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
         # parameters of a group: updated, where it computes, with the other ranks' shards
@@ -227,6 +227,9 @@ class _Pipeline:
         before_s = self._carry(READ, there_s, moved.read)
         if plan.gpu:
             there_s = self._carry(TO_HOST, there_s, moved.to_host)
+            if move.action.number > 0 and not plan.gradients[group].on_device:
+                # added there, by the cores and over the bus that the optimizer uses
+                there_s = self._clocks[OPTIMIZER].take(there_s, seconds)
         else:
             there_s = self._clocks[COMPUTE].take(before_s, seconds + self._lost_s(move))
         self._gradient_home[group] = self._carry(WRITE, there_s, moved.written)
