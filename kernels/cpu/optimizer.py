@@ -101,6 +101,29 @@ def optimizer_step(
     number of blocks. `grad` is left as it was. ValueError, before anything is written, names the
     argument that does not fit.
     """
+    code, arguments = step_arguments(
+        grad, weight, states, scalars, noise,
+        grad_float=grad_float, weight_float=weight_float, state_format=state_format,
+        scales=scales, low=low, master=master,
+    )  # fmt: skip
+    for step in missed:
+        _check_alike(step, scalars, noise)
+    count = scale_blocks(len(weight)) if state_format is StateFormat.INT8 else len(weight)
+    # The kernel knows addresses only: the arrays are alive because this call is not over.
+    if missed:
+        run(_replay(code, arguments, missed, scalars), count)
+    else:
+        run(partial(step_loop(code), arguments, scalars.constants), count)
+
+
+def step_arguments(
+    grad: Array | None, weight: Array, states: Sequence[Array], scalars: Scalars,
+    noise: Noise | None = None, *, grad_float: Float, weight_float: Float,
+    state_format: StateFormat, scales: Sequence[Array] = (), low: Array | None,
+    master: Array | None,
+) -> tuple[int, Array]:  # fmt: skip
+    """The code of the variant and the arguments of its kernel, which are addresses: the arrays must
+    live longer. ValueError names the argument that does not fit."""
     numel = numel_of("weight", weight)
     kind = master_of(weight_float, low=low is not None, master=master is not None)
     if grad is not None:
@@ -113,25 +136,12 @@ def optimizer_step(
         if rounds or (kind is Master.NONE and weight_float is not Float.FP32):
             raise ValueError("noise: stochastic rounding needs it, got None")
         noise = _SILENT
-    for step in missed:
-        _check_alike(step, scalars, noise)
     code = variant_code(
-        scalars.rule,
-        None if grad is None else grad_float,
-        weight_float,
-        kind,
-        state_format,
-        len(states),
-        flag=scalars.flag,
-    )
+        scalars.rule, None if grad is None else grad_float, weight_float, kind, state_format,
+        len(states), flag=scalars.flag,
+    )  # fmt: skip
     arrays = (weight if grad is None else grad, weight, extra, *states)
-    arguments = _arguments(arrays, scales, noise, numel)
-    count = scale_blocks(numel) if state_format is StateFormat.INT8 else numel
-    # The kernel knows addresses only: the arrays are alive because this call is not over.
-    if missed:
-        run(_replay(code, arguments, missed, scalars), count)
-    else:
-        run(partial(step_loop(code), arguments, scalars.constants), count)
+    return code, _arguments(arrays, scales, noise, numel)
 
 
 def _arguments(arrays: Sequence[Array], scales: Sequence[Array], noise: Noise, numel: int) -> Array:
@@ -172,11 +182,11 @@ def _check_extra(weight: Array, low: Array | None, master: Array | None, numel: 
     return weight
 
 
-def _check_alike(missed: Missed, scalars: Scalars, noise: Noise) -> None:
+def _check_alike(missed: Missed, scalars: Scalars, noise: Noise | None) -> None:
     """Raise ValueError unless one compiled loop can make both steps."""
     if missed.scalars.loop != scalars.loop:
         raise ValueError(f"missed: expected steps as {scalars}, got {missed.scalars}")
-    if missed.noise is None and noise is not _SILENT:
+    if missed.noise is None and noise is not None:
         raise ValueError("missed: expected the noise of each step, got None")
 
 

@@ -93,7 +93,7 @@ def _step(typing, plan, arguments, constants, lo, hi):  # type: ignore[no-untype
     def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         packed, scalars = jit.pointers(context, builder, signature, args, 1, 3)
         lo, hi = jit.integers(context, builder, signature, args, 3, 5)
-        operands = _operands(builder, variant, packed, scalars)
+        operands = load_operands(builder, variant, packed, scalars)
         if variant.states is StateFormat.INT8:
             Blocks(builder, variant, operands).loop(lo, hi)
         else:
@@ -103,7 +103,11 @@ def _step(typing, plan, arguments, constants, lo, hi):  # type: ignore[no-untype
     return jit.returns_nothing(plan, arguments, constants, lo, hi), emit
 
 
-def _operands(builder: ir.IRBuilder, variant: Variant, packed: Value, scalars: Value) -> Operands:
+def load_operands(
+    builder: ir.IRBuilder, variant: Variant, packed: Value, scalars: Value
+) -> Operands:
+    """Emit loads of the `arguments` and of the rule's constants."""
+
     def number(place: int) -> Value:
         return builder.load(builder.gep(packed, [I64(place)]))
 
