@@ -135,7 +135,10 @@ class Lanes:
 
     def split(self, value: Value) -> tuple[Value, Value]:
         """The (high, low) halves of a split master: high rounds half up, low is what is left."""
-        bits = self.bits_or_nan(value)
+        return self.split_bits(self.bits_or_nan(value))
+
+    def split_bits(self, bits: Value) -> tuple[Value, Value]:
+        """The halves of which `join` makes these bits; the high one of a NaN may be no NaN."""
         high = self.high_half(self.builder.add(bits, self.constant(I32, 0x8000)))
         return high, self.builder.trunc(bits, self.of(I16))
 
@@ -215,6 +218,23 @@ class Lanes:
         function = cgutils.get_or_insert_function(self.builder.module, signature, name)
         return self.builder.call(function, [a])
 
+    def count(self, mask: Value) -> Value:
+        """The number of lanes whose bit is set, i64."""
+        packed = self.builder.bitcast(mask, ir.IntType(self.width))
+        return self.builder.ctpop(self.builder.zext(packed, I64))
+
+    def compressed(self, value: Value, mask: Value) -> Value:
+        """The lanes whose bit is set, side by side from the first lane on; others are undefined."""
+        if self.width == 1:
+            return value
+        rest = ir.Constant(value.type, ir.Undefined)
+        return self._intrinsic("llvm.experimental.vector.compress", value, mask, rest)
+
+    def expanded(self, value: Value, mask: Value, base: Value, index: Value) -> Value:
+        """i32 elements from index on in the lanes whose bit is set, `value` in the others."""
+        start = self.builder.gep(self.builder.bitcast(base, I32.as_pointer()), [index])
+        return self._intrinsic("llvm.masked.expandload", start, mask, value)
+
     def sum_of(self, a: Value) -> Value:
         """The sum of WIDTH lanes, added in halves: i and i + 8, i and i + 4, and so on."""
         width = WIDTH
@@ -239,9 +259,9 @@ class Lanes:
         return self.builder.bitcast(pointer, self.of(scalar).as_pointer())
 
     def _intrinsic(self, name: str, *args: Value) -> Value:
-        kind = args[0].type
-        scalar = "f64" if kind.element == F64 else "f32"
-        signature = ir.FunctionType(kind, [kind] * len(args))
+        kind = args[-1].type
+        scalar = kind.element.intrinsic_name
+        signature = ir.FunctionType(kind, [arg.type for arg in args])
         function = cgutils.get_or_insert_function(
             self.builder.module, signature, f"{name}.v{self.width}{scalar}"
         )
