@@ -63,7 +63,7 @@ SECTION = 1 << 16  # elements; a runner is given a number of sections
 BLOCK = 128  # elements
 SLAB = 2048  # words
 _SPARE = 2  # slabs per section, beside the first one of each
-_MOST_WORDS = 4 * BLOCK + WIDTH  # that a block writes: a whole vector behind the last escaped one
+_MAX_WORDS = 4 * BLOCK + WIDTH  # that a block writes: a whole vector behind the last escaped one
 _FIELDS = (0, 15), (4, 7), (7, 1)  # of m, v and p: the lowest bit, and what means escaped
 _P = 2
 _DIGEST = jit.digest(
@@ -171,7 +171,7 @@ def _loop(kind: int, undo: int) -> jit.Kernel:
             end = min(start + SECTION, arguments[NUMEL])
             word, last, link = 0, 0, section
             while start < end:
-                if last - word < _MOST_WORDS:
+                if last - word < _MAX_WORDS:
                     slab = links[link] if undo else _take(taken)
                     if not 0 <= slab < slabs:
                         break
