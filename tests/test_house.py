@@ -229,6 +229,7 @@ LINES = {
     "offload/display": 924,
     "offload/integrations": 2932,
     "offload/kv": 1616,
+    "offload/losses": 600,
     "offload/memory": 1342,
     "offload/models": 1032,
     "offload/moe": 1125,
@@ -245,7 +246,7 @@ LINES = {
     "tools/memest": 4899,
     "zero": 12743,
 }
-TEST_LINES = 58195
+TEST_LINES = 58600
 SMALL_FILES = 17
 LOOSE_FILES = 10
 
