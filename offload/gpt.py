@@ -21,6 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from offload.config.training import ModelConfig
+from offload.losses import linear_cross_entropy
 from offload.moe import MoE
 from offload.moe.gate import balancing_loss
 
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """A forward's result: the mean loss (fp32 scalar) when targets were given, and the logits."""
+    """A forward's result: the mean loss (fp32 scalar) if targets were given, else the logits."""
 
     loss: Tensor | None
-    logits: Tensor  # BSV
+    logits: Tensor | None  # BSV; with targets they are never whole
 
 
 _INIT_STD, _NORM_EPS, _ROPE_THETA = 0.02, 1e-5, 10000.0
@@ -49,6 +50,16 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Fill the weight from the default generator."""
         _fill_normal(self.weight, self._std)
+
+
+class Head(Linear):
+    """The last layer: logits, or their loss against targets, which needs no whole logits."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """BSH to BSV; with targets (BS) to their mean cross-entropy in fp32."""
+        if targets is None:
+            return super().forward(x)
+        return linear_cross_entropy(x, self.weight, targets)
 
 
 class Embedding(nn.Embedding):
@@ -167,7 +178,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens in, logits (and the loss against shifted targets) out."""
+    """Tokens in, logits (or the loss against shifted targets) out."""
 
     def __init__(self, config: ModelConfig, *, checkpoint_activations: bool = False) -> None:
         super().__init__()
@@ -176,7 +187,7 @@ class LanguageModel(nn.Module):
         self.embedding = Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=_NORM_EPS)
-        self.head = Linear(config.hidden, config.vocab)
+        self.head = Head(config.hidden, config.vocab)
         if config.tied:
             self.head.weight = self.embedding.weight
 
@@ -195,13 +206,13 @@ class LanguageModel(nn.Module):
         balancing: list[Tensor] = []
         for layer in self.layers:
             x = self._through(layer, x, rotary, balancing)
-        logits = self.head(self.norm(x))
+        x = self.norm(x)
         if targets is None:
-            return ModelOutput(None, logits)
-        loss = _loss(logits, targets)
+            return ModelOutput(None, self.head(x))
+        loss = self.head(x, targets)
         if balancing and self.training and self.config.aux_loss:
             loss = loss + self.config.aux_loss * torch.stack(balancing).mean()
-        return ModelOutput(loss, logits)
+        return ModelOutput(loss, None)
 
     def _through(
         self, layer: nn.Module, x: Tensor, rotary: Rotary, balancing: list[Tensor]
@@ -249,8 +260,9 @@ def generate(
     with evaluating(model):
         for _ in range(length):
             window = torch.tensor([tokens[-model.config.max_sequence :]], device=device)
-            logits = model(window).logits[0, -1, :256].float().cpu()
-            tokens.append(_pick(logits, temperature, generator))
+            logits = model(window).logits
+            assert logits is not None, "there are no targets"
+            tokens.append(_pick(logits[0, -1, :256].float().cpu(), temperature, generator))
     return bytes(tokens)
 
 
@@ -270,11 +282,6 @@ def _pick(logits: Tensor, temperature: float, generator: torch.Generator) -> int
         return int(logits.argmax())
     shares = torch.softmax(logits / temperature, dim=-1)
     return int(torch.multinomial(shares, 1, generator=generator))
-
-
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    # only log-softmax's fp32 output outlives this call; the fp32 copy of the logits does not
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _fill_normal(weight: Tensor, std: float) -> None:

@@ -23,10 +23,11 @@ __all__ = ["solved_once"]
 # ---------------------------------------------------------------- sizes
 def test_what_a_machine_cannot_hold_is_left_out_with_the_planners_reason() -> None:
     small = dataclasses.replace(H200, disk_nbytes=1 * GIB)
+    old = dataclasses.replace(MACHINES["a laptop"], device_nbytes=5 * GIB)
     for machine, shape, spilled, fragment in (
         (MACHINES["less RAM"], "8 B", 0, "budget.host: "),
         (small, "3.6 B", 50, "budget.nvme: "),
-        (MACHINES["a laptop"], "3.6 B", 0, "budget.device: "),
+        (old, "3.6 B", 0, "budget.device: "),
     ):
         said = case_of(SHAPES[shape], machine, spilled)
         assert isinstance(said, str)

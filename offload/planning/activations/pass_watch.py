@@ -288,7 +288,7 @@ _FLOPS: dict[str, Callable[[Sequence[Any], Any], int]] = {
         ("mm", "bmm", "mv", "dot", "_grouped_mm"), lambda args, _: _product(args[0], args[1])
     ),
     **dict.fromkeys(  # what is added comes first
-        ("addmm", "_addmm_activation", "baddbmm", "addmv"),
+        ("addmm", "addmm_", "_addmm_activation", "baddbmm", "addmv"),
         lambda args, _: _product(args[1], args[2]),
     ),
 }
