@@ -21,6 +21,7 @@ from offload.checkpoint.engine.saving import save_engine
 from offload.config import OffloadConfig
 from offload.config.fields import shared_settings
 from offload.config.paths import StrPath, local_path_of
+from offload.losses.causal_lm import ChunkedLoss
 from offload.memory.tier_manager import TierManager, ranks_here
 from offload.models.activations import Activations
 from offload.models.closing import Keep
@@ -177,6 +178,8 @@ class Engine(TieredModel):
         lazy: LazyWeights,
     ) -> None:  # fmt: skip
         dtype = DTYPES[config.precision]
+        if config.loss.chunked:
+            self.before_close(ChunkedLoss(self.module).remove)
         self._make_plan(config, grouping)
         trained = _listed(parameters)
         first = self._initialisation(grouping, dtype, lazy)

@@ -229,6 +229,15 @@ class ZeroConfig(Section):
         return self
 
 
+class LossConfig(Section):
+    """How a causal language model of transformers computes its loss."""
+
+    chunked: bool = key(False, example=True)
+    """Compute the loss in parts, so that logits, often a pass's largest tensor, are never whole,
+    while the model trains and is given labels: there are no `outputs.logits` then. For models
+    whose loss is plain cross-entropy of a linear head; others are a ConfigError."""
+
+
 class WrittenFor(Section):
     """The model that `memest --write` wrote a configuration for."""
 
@@ -307,6 +316,8 @@ class OffloadConfig(Section):
     """Which parameters move together."""
     storage: StorageConfig | None = key(None, absent="as the model computes with them")
     """Frozen weights in fewer bits (QLoRA, inference)."""
+    loss: LossConfig = section(LossConfig)
+    """The loss of models that transformers has."""
     zero: ZeroConfig = section(ZeroConfig)
     """Sharding of states over ranks."""
     train: TrainConfig = section(TrainConfig, per_rank=True)

@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 from offload.config import OffloadConfig
+from offload.losses.causal_lm import chunked_loss
 from offload.planning.activations.cuda_choices import choosing_for_cuda
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.pass_watch import LiveBytes, PassWatch
@@ -171,11 +172,10 @@ def run_of(model: nn.Module, *, trains: bool) -> Run:
     if not trains and "logits_to_keep" in names:
         more["logits_to_keep"] = 1
 
-    def run(model: nn.Module, workload: Workload) -> Tensor:
+    def run(model: nn.Module, workload: Workload) -> Any:
         given = {name: _tokens(workload) for name in inputs[: 1 + trains]}
         output = model(**given, **more)
-        result: Tensor = output.loss if trains else output.logits
-        return result
+        return output.loss if trains else output.logits
 
     return run
 
@@ -204,8 +204,9 @@ def as_the_engine(
     model: nn.Module, units: Sequence[Unit], config: OffloadConfig, away: SavedElsewhere | None
 ) -> Iterator[None]:
     """Install what changes the live bytes as the engine does: recomputation, saved tensors that
-    move elsewhere, gradients that are taken."""
+    move elsewhere, gradients that are taken, a chunked loss."""
     with ExitStack() as stack:
+        stack.enter_context(chunked_loss(model, config.loss.chunked))
         checkpoint = config.placement.activations.checkpoint
         if checkpoint and any(unit.repeated for unit in units):
             selective = checkpoint == "selective"
