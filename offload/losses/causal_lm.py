@@ -43,7 +43,7 @@ class WithheldLogits:
         self._hidden: Tensor | None = hidden
         self._inner = 1.0  # outer * tanh(inner * logits) where there is a tanh
         self._outer: float | None = None
-        self.device = hidden.device
+        self.device, self.dtype = hidden.device, torch.float32
         self.shape = torch.Size((*hidden.shape[:-1], head.out_features))
 
     def loss(self, labels: Tensor, *, shift: bool, ignore_index: int, reduction: str) -> Tensor:

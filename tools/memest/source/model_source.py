@@ -136,6 +136,7 @@ def _pass_parts(config: OffloadConfig, workload: Workload, device: str) -> dict[
         "precision": config.precision,
         "blocks": config.groups.blocks,
         "recompute": config.placement.activations.checkpoint,
+        "chunked loss": config.loss.chunked,
         "batch": workload.batch,
         "sequence": workload.sequence,
     }
@@ -151,7 +152,7 @@ def _code() -> str:
     """Return a digest of the sources that compute shapes and facts, which answers depend on."""
     root = Path(__file__).parents[3]  # the package: its folders, and links to them
     digest = hashlib.sha256()
-    folders = ("config", "planning", "zero", "tools/memest/source")
+    folders = ("config", "losses", "planning", "zero", "tools/memest/source")
     inside = (path for folder in folders for path in sorted((root / folder).glob("**/*.py")))
     for path in (root / "gpt.py", *inside):
         digest.update(path.read_bytes())
