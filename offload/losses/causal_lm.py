@@ -92,6 +92,10 @@ class WithheldLogits:
         """Return these logits: the loss is computed in fp32 anyway."""
         return self
 
+    def contiguous(self) -> WithheldLogits:
+        """Return these logits: what is never made has no strides."""
+        return self
+
     def to(self, *args: Any, **kwargs: Any) -> WithheldLogits:
         """Return these logits, unless they would get another device or a narrower format."""
         for asked in (*args, *kwargs.values()):

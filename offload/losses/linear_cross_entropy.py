@@ -29,7 +29,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from offload.tiers.accelerator import is_accelerator
 
-CHUNK = 1024  # tokens
+_CHUNK = 1024  # tokens, and more where these take less than _LEAST_NBYTES
+_LEAST_NBYTES = 64 << 20
 _ALIGNED = 64  # columns, for matrix units
 Reduction = Literal["mean", "sum", "none"]
 
@@ -47,7 +48,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
     shift: bool = False,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return the cross-entropy of `F.linear(hidden, head_weight, bias)` against `labels`, in fp32
     (fp64 for fp64), without ever having all logits.
@@ -67,10 +68,11 @@ def linear_cross_entropy(
     `labels`), and the last token has none. Of labels that are `ignore_index` a mean is NaN, as in
     torch; `none` gives one loss for each label, 0 where ignored.
 
-    Parts take at most as many bytes as the fp32 logits of `chunk` tokens, in backward with the
-    fp32 sum for hidden (unless that leaves less than a quarter), and beside them there are the
-    gradients alone. Results depend on `chunk` by rounding. Under autocast, hidden and head are cast
-    as `F.linear` casts them. The head may be a parameter in tiers: its values stay for all parts.
+    Parts take at most as many bytes as the fp32 logits of `chunk` tokens (by default 1,024, or as
+    many as take 64 MiB), in backward with the fp32 sum for hidden (unless that leaves less than a
+    quarter), and beside them there are the gradients alone. Results depend on `chunk` by rounding.
+    Under autocast, hidden and head are cast as `F.linear` casts them. The head may be a parameter
+    in tiers: its values stay for all parts.
 
     Raises ValueError for shapes, devices, formats or numbers that do not fit together. There is no
     second derivative.
@@ -89,6 +91,8 @@ def linear_cross_entropy(
         hidden, head_weight = hidden.to(dtype), head_weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     _check(hidden, head_weight, labels, bias)
+    if chunk is None:
+        chunk = max(_CHUNK, _LEAST_NBYTES // (4 * max(1, len(head_weight))))
     options = Options(ignore_index, label_smoothing, logit_scale, softcap, z_loss, chunk)
     options.check(reduction)
     if shift:
