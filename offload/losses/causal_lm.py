@@ -140,7 +140,7 @@ for _name in (
 
 @dataclass(frozen=True)
 class _Loss:
-    """What the head is called with for a loss."""
+    """The arguments of a loss, which a head is called with."""
 
     hidden: Tensor
     labels: Tensor

@@ -7,9 +7,9 @@ take 8.4 GB in fp32, and cross-entropy keeps another two of that size.
     backward   columns:  all tokens, some entries    -> these rows of the head's gradient, complete,
                                                         and a part of the gradient of hidden
 
-Backward computes the logits again, one product more of four: gradients made in forward would stay
-in memory, one of the head for each pass, and would be rounded before a loss scale is known. With
-columns each element of the head's gradient is one product, which is rounded once as in
+Backward computes the logits again, which makes four products of three: gradients made in forward
+would stay in memory, one of the head for each pass, and be rounded before a loss scale is known.
+With columns each element of the head's gradient is one product, which is rounded once as in
 `F.linear`; the fp32 sum that remains is of hidden's size, not of the head's.
 
 torch 2.13's `F.linear_cross_entropy` has neither label smoothing, soft-capping nor z-loss in parts,
@@ -86,7 +86,7 @@ def linear_cross_entropy(
         )  # fmt: skip
         return result
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         hidden, head_weight = hidden.to(dtype), head_weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
