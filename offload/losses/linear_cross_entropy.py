@@ -3,7 +3,7 @@
 Logits are the largest tensor of a language model's pass: 16 x 1,024 tokens with 128,256 entries
 take 8.4 GB in fp32, and cross-entropy keeps another two of that size.
 
-    forward    rows:     some tokens, all entries    -> each token's loss and log-sum-exp
+    forward    rows:     some tokens, all entries    -> each token's loss, maximum and sum of exp
     backward   columns:  all tokens, some entries    -> these rows of the head's gradient, complete,
                                                         and a part of the gradient of hidden
 
@@ -170,41 +170,44 @@ class _Losses(torch.autograd.Function):
         valid = labels != of.ignore_index
         labels = labels.where(valid, 0)
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        log_sums, losses = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(2))
+        tops, sums, losses = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
         for rows in of.parts(hidden, vocab, columns=False):
             logits = of.capped_(_logits(hidden[rows], weight, bias))
+            tops[rows] = logits.amax(1)
+            logits.sub_(tops[rows, None])  # all else is of these: large ones would cancel
             loss = logits.gather(1, labels[rows, None])[:, 0].mul_(of.label_smoothing - 1.0)
             if of.label_smoothing:
                 loss -= of.label_smoothing * logits.mean(1)
-            top = logits.amax(1, keepdim=True)
-            torch.add(top[:, 0], logits.sub_(top).exp_().sum(1).log_(), out=log_sums[rows])
+            sums[rows] = logits.exp_().sum(1)
             del logits  # before the next ones are made
-            torch.add(loss, log_sums[rows], out=losses[rows])
+            torch.add(loss, sums[rows].log(), out=losses[rows])
         if of.z_loss:
-            losses += of.z_loss * log_sums.square()
+            losses += of.z_loss * (tops + sums.log()).square()
         ctx.of = of
-        ctx.save_for_backward(hidden, weight, bias, labels, valid, log_sums)
+        ctx.save_for_backward(hidden, weight, bias, labels, valid, tops, sums)
         return losses.where(valid, 0.0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        hidden, weight, bias, labels, valid, log_sums = ctx.saved_tensors
+        hidden, weight, bias, labels, valid, tops, sums = ctx.saved_tensors
         of: Options = ctx.of
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         scales = upstream.where(valid, 0.0).mul_(of.logit_scale)[:, None]
         gradients = _Gradients(
             hidden, weight,
-            torch.zeros_like(hidden, dtype=log_sums.dtype) if wants_hidden else None,
+            torch.zeros_like(hidden, dtype=sums.dtype) if wants_hidden else None,
             torch.empty_like(weight) if wants_weight else None,
         )  # fmt: skip
         of_bias = torch.empty_like(bias) if wants_bias else None
-        factors = scales if not of.z_loss else scales * (1 + 2 * of.z_loss * log_sums[:, None])
+        factors = scales / sums[:, None]
+        if of.z_loss:
+            factors *= 1 + 2 * of.z_loss * (tops + sums.log())[:, None]
         for columns in of.parts(hidden, len(weight), columns=True):
             own = None if bias is None else bias[columns]
             logits = of.capped_(_logits(hidden, weight[columns], own))
             slope = of.slope(logits)
-            logits.sub_(log_sums[:, None]).exp_().mul_(factors)
+            logits.sub_(tops[:, None]).exp_().mul_(factors)
             if of.label_smoothing:
                 logits -= scales * (of.label_smoothing / len(weight))
             _subtract_at(logits, labels[:, None] - columns.start, scales * (1 - of.label_smoothing))

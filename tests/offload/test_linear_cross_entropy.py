@@ -103,6 +103,21 @@ def test_edges_are_those_of_torch() -> None:
         linear_cross_entropy(tensors[0], tensors[1], labels + 300)
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}])
+def test_large_logits_of_small_losses_do_not_cancel(options: dict[str, Any]) -> None:
+    tensors, _ = inputs(torch.float32, True, 64)
+    hidden, weight, bias = ((10 * t).detach().requires_grad_() for t in tensors)
+    labels = F.linear(hidden, weight, bias).argmax(-1)  # a loss of 2e-3, of logits of 300
+    given = [hidden, weight, bias]
+    exact = results(plain, [t.detach().double().requires_grad_() for t in given], labels, **options)
+    for ours, theirs, true in zip(
+        results(linear_cross_entropy, given, labels, **options),
+        results(plain, given, labels, **options), exact, strict=True,
+    ):  # fmt: skip
+        largest = true.abs().max()
+        assert (ours - true).abs().max() <= 1.2 * (theirs - true).abs().max() + 1e-6 * largest
+
+
 def test_a_frozen_head_or_input_gets_no_gradient_and_a_graph_may_be_kept() -> None:
     tensors, labels = inputs(torch.float32, True, 9)
     expected = results(plain, tensors, labels)[1:]
