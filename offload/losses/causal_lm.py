@@ -56,7 +56,7 @@ class WithheldLogits:
             "shift": shift, "ignore_index": ignore_index, "reduction": reduction, "softcap": outer,
             "logit_scale": self._inner * (1.0 if outer is None else outer),
         }  # fmt: skip
-        return cast(Tensor, self._head(_Loss(hidden, labels, options)))
+        return cast(Tensor, self._head(_Loss(hidden, labels, options))["loss"])
 
     def _scaled(self, factor: Any) -> WithheldLogits:
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
@@ -132,8 +132,9 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 # those that Python looks up in the class alone
 for _name in (
-    "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__imul__", "__itruediv__", "__pow__",
-    "__matmul__", "__iter__", "__bool__", "__len__", "__getitem__", "__setitem__",
+    "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__abs__", "__imul__", "__itruediv__",
+    "__pow__", "__matmul__", "__iter__", "__bool__", "__len__", "__getitem__", "__setitem__",
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
 ):  # fmt: skip
     setattr(WithheldLogits, _name, _refused(_name))
 
@@ -158,10 +159,14 @@ class _Head:
     def __call__(self, given: Any) -> Any:
         head = self._head
         if isinstance(given, _Loss):
-            return linear_cross_entropy(
+            loss = linear_cross_entropy(
                 given.hidden, head.weight, given.labels, bias=head.bias, **given.options
             )
-        return WithheldLogits(head, given) if self._owner.withholds else self._own(given)
+            return {"loss": loss}  # a hook on all modules takes no tensor here for logits
+        if not self._owner.withholds:
+            return self._own(given)
+        _check_hooks(head, "the head")
+        return WithheldLogits(head, given)
 
 
 class ChunkedLoss:
@@ -269,9 +274,16 @@ def _heads_of(model: Any) -> list[nn.Linear]:
                 f"{type(each).__module__}.{type(each).__name__}, and only that of an nn.Linear is "
                 f"made in chunks (with adapters: leave the head out, or save it whole); {_OFF}"
             )
-        if "forward" in vars(each) or each._forward_hooks:
-            raise ConfigError(
-                f"loss.chunked: the head of {type(model).__name__} has hooks or a forward of other "
-                f"code, which would see no logits; {_OFF}"
-            )
+        _check_hooks(each, f"the head of {type(model).__name__}", own="forward" not in vars(each))
     return heads
+
+
+def _check_hooks(head: nn.Linear, name: str, *, own: bool = True) -> None:
+    """Raise ConfigError for a head whose logits or gradients other code sees, or makes."""
+    hooks = *head._forward_hooks.values(), *head._backward_hooks.values()
+    hooks += (*head._backward_pre_hooks.values(),)
+    if not own or not all(getattr(hook, "__module__", "").startswith("offload.") for hook in hooks):
+        raise ConfigError(
+            f"loss.chunked: {name} has hooks or a forward of other code, which would see no "
+            f"logits; {_OFF}"
+        )

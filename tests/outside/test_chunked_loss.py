@@ -217,7 +217,7 @@ def test_what_needs_logits_has_them_or_is_refused(tmp_path: Path) -> None:
         for use in (
             lambda: output.logits.argmax(-1), lambda: output["logits"][..., :-1, :],
             lambda: output.logits + 1, lambda: torch.softmax(output.logits, -1),
-            lambda: 2.0 * output.logits, lambda: len(output[1]),
+            lambda: 2.0 * output.logits, lambda: len(output[1]), lambda: output.logits == 0,
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=r"loss\.chunked: true"):
                 use()
@@ -226,6 +226,11 @@ def test_what_needs_logits_has_them_or_is_refused(tmp_path: Path) -> None:
         assert model(input_ids=TOKENS).logits.shape == (2, 17, 101)
         assert model.generate(TOKENS[:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
         output.loss.backward()
+        for add in (model.lm_head.register_forward_hook, model.lm_head.register_full_backward_hook):
+            hook = add(lambda *given: given[-1])
+            with pytest.raises(ConfigError, match="has hooks"):
+                model(input_ids=TOKENS, labels=TOKENS)
+            hook.remove()
         model.loss_function = lambda logits, labels, **_: logits.mean()
         with pytest.raises(ConfigError, match="mean needs them"):
             model(input_ids=TOKENS, labels=TOKENS)
