@@ -191,6 +191,7 @@ class ChunkedLoss:
                 f"and only transformers' ForCausalLMLoss is made in chunks; {_OFF}"
             )
         self.withholds = False
+        self._loss_type = getattr(owner, "loss_type", None)
         self._signature = inspect.signature(type(owner).forward)
         self._undo = ExitStack()
         for head in heads:
@@ -211,6 +212,9 @@ class ChunkedLoss:
         self._undo.close()
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        asked = getattr(model, "loss_type", None)  # its loss_function no longer looks there
+        if asked != self._loss_type:
+            raise ConfigError(f"loss.chunked: loss_type has become {asked}; {_OFF}")
         labels = kwargs.get("labels")
         if args and labels is None:
             labels = self._signature.bind_partial(model, *args).arguments.get("labels")

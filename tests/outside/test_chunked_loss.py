@@ -231,6 +231,10 @@ def test_what_needs_logits_has_them_or_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="has hooks"):
                 model(input_ids=TOKENS, labels=TOKENS)
             hook.remove()
+        before, model.loss_type = model.loss_type, "ForMaskedLM"
+        with pytest.raises(ConfigError, match="loss_type has become ForMaskedLM"):
+            model(input_ids=TOKENS, labels=TOKENS)
+        model.loss_type = before
         model.loss_function = lambda logits, labels, **_: logits.mean()
         with pytest.raises(ConfigError, match="mean needs them"):
             model(input_ids=TOKENS, labels=TOKENS)
