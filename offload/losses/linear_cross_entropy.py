@@ -29,8 +29,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from offload.tiers.accelerator import is_accelerator
 
-_CHUNK = 1024  # tokens, and more where these take less than _LEAST_NBYTES
-_LEAST_NBYTES = 64 << 20
+_CHUNK = 1024  # tokens, and more where these take less than _MIN_NBYTES
+_MIN_NBYTES = 64 << 20
 _ALIGNED = 64  # columns, for matrix units
 Reduction = Literal["mean", "sum", "none"]
 
@@ -92,7 +92,7 @@ def linear_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     _check(hidden, head_weight, labels, bias)
     if chunk is None:
-        chunk = max(_CHUNK, _LEAST_NBYTES // (4 * max(1, len(head_weight))))
+        chunk = max(_CHUNK, _MIN_NBYTES // (4 * max(1, len(head_weight))))
     options = Options(ignore_index, label_smoothing, logit_scale, softcap, z_loss, chunk)
     options.check(reduction)
     if shift:
