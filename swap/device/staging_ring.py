@@ -24,6 +24,7 @@ The thread that watches the copies adds it there. No other thread waits, unless 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from offload.swap.device.streams import CopyStream, StreamEvent, current_stream,
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.accelerator import Stream
 
+_log = logging.getLogger("offload")
 Addition = Callable[[torch.Tensor], object]  # adds what has landed (1D) where it belongs
 
 
@@ -145,6 +147,7 @@ class StagingRing:
         thread that watches `to_host` makes additions: other copies should have another link."""
         self.nbytes = buffers[0].numel()  # of one buffer
         self.lands = bool(landings)
+        self._has_warned = False
         self._to_host = to_host
         self._device = device
         self._buffers = list(buffers)
@@ -153,6 +156,15 @@ class StagingRing:
         self._landed = deque(Transfer.completed(None) for _ in landings)
         self._next = 0
         self._bucket: Bucket | None = None  # the open one, in the next buffer
+
+    def warn_of_waits(self) -> None:
+        """Log, once, that gradients are added by the thread of backward: nothing lands here."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "gradients of more than one backward pass are added up, and backward waits for "
+                "each of them; set gradient_accumulation_steps to the passes before a step"
+            )
 
     def _free_landing(self) -> torch.Tensor:
         """The next landing buffer; waits until what has landed there before was added."""

@@ -34,11 +34,13 @@ def params(numels: list[int]) -> tuple[ParamSpec, ...]:
     return lay_out([ParamShape((str(i),), (numel,)) for i, numel in enumerate(numels)]).params
 
 
-def leaving(specs: tuple[ParamSpec, ...], to_host: CopyStream) -> LeavingPath:
+def leaving(
+    specs: tuple[ParamSpec, ...], to_host: CopyStream, landing: int = LANDINGS
+) -> LeavingPath:
     """A path whose ring has buffers of one block of the norm."""
     nbytes = NORM_BLOCK * 4
     buffers, landings = (
-        [torch.empty(nbytes, dtype=torch.uint8) for _ in range(count)] for count in (2, LANDINGS)
+        [torch.empty(nbytes, dtype=torch.uint8) for _ in range(count)] for count in (2, landing)
     )
     blocks = sum(norm_blocks(spec.numel) for spec in specs)
     partials = DevicePartials(torch.zeros(blocks, dtype=torch.float64))
@@ -106,4 +108,16 @@ def test_a_failed_addition_is_raised_where_its_gradients_are_waited_for(monkeypa
             path.when_there(lambda: None, "all").wait()
     with pytest.raises(ZeroDivisionError):
         path.squares(0)
+    to_host.close()
+
+
+def test_passes_that_were_not_planned_are_added_at_once_and_told_of_once(monkeypatch, caplog):
+    World(monkeypatch, eager_model=True)
+    specs = params([100])
+    to_host = CopyStream(CUDA)
+    path, total = leaving(specs, to_host, landing=0), torch.zeros(specs[-1].stop)
+    for _ in range(2):
+        path.add(0, total, torch.ones(100))
+    assert specs[0].of(total).eq(2).all()
+    assert caplog.text.count("set gradient_accumulation_steps") == 1
     to_host.close()

@@ -194,6 +194,7 @@ class LeavingPath(_OnDevice):
     def add(self, index: int, total: torch.Tensor, gradient: torch.Tensor) -> None:
         self._by_host[index] = True
         if not self._ring.lands:
+            self._ring.warn_of_waits()
             self._sent().wait()
             self._host.add(index, total, gradient)
             return
