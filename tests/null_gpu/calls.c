@@ -5,6 +5,7 @@
 #include <string.h>
 
 static struct call *calls;
+static _Thread_local bool is_counted;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static struct call *call_of(const char *name) {
@@ -23,6 +24,7 @@ static struct call *call_of(const char *name) {
 
 int enter(struct call **call, const char *name) {
     if (!*call) *call = call_of(name);
+    if (is_counted) (*call)->count++;
     int left = (*call)->failures_left;
     while (left > 0)
         if (atomic_compare_exchange_weak(&(*call)->failures_left, &left, left - 1))
@@ -41,3 +43,7 @@ void null_gpu_fail(const char *name, int error, int times) {
     call->error = error;
     call->failures_left = times;
 }
+
+void null_gpu_count(void) { is_counted = true; }
+
+int null_gpu_counted(const char *name) { return call_of(name)->count; }

@@ -6,6 +6,9 @@ import ctypes
 from functools import cache
 
 MEMORY_ERROR = 2  # cudaErrorMemoryAllocation
+BLOCKING = (
+    "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaStreamSynchronize",
+)  # fmt: skip
 
 
 @cache
@@ -19,6 +22,15 @@ def _library() -> ctypes.CDLL:
 def fail_next(name: str, error: int, times: int = 1) -> None:
     """The next `times` calls of an entry point do nothing and return `error`."""
     _library().null_gpu_fail(name.encode(), error, times)
+
+
+def blocking_calls() -> int:
+    """The calls that wait for the device, by threads that `count_this_thread` was called in."""
+    return sum(_library().null_gpu_counted(name.encode()) for name in BLOCKING)
+
+
+def count_this_thread() -> None:
+    _library().null_gpu_count()
 
 
 def device_bytes(address: int, nbytes: int) -> bytes:

@@ -17,6 +17,7 @@
 struct call {
     const char *name;
     atomic_int failures_left;
+    atomic_int count;  // by threads that are counted
     int error;  // that those failures return
     struct call *next;
 };

@@ -186,6 +186,30 @@ def _in_a_thread(work: Callable[[], None]) -> None:
         raise failed[0]
 
 
+def blocking_calls(placement: str, passes: int, planned: bool, **keys: Any) -> list[int]:
+    """How many calls in each backward pass of the second step wait, in autograd's thread or in that
+    of the model."""
+    if planned:
+        keys["gradient_accumulation_steps"] = passes
+    where, counts = torch.device("cuda"), []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        offload.initialize(Net([]), settings(placement, folder, **keys)) as engine,
+    ):
+        dtype = next(engine.module.parameters()).dtype
+        calls.count_this_thread()
+        for number in range(2 * passes):
+            loss = engine.module(rows(number, dtype, where))
+            loss.register_hook(lambda _: calls.count_this_thread())
+            before = calls.blocking_calls()
+            engine.backward(loss)
+            counts.append(calls.blocking_calls() - before)
+            if (number + 1) % passes == 0:
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+    return counts[passes:]
+
+
 # ---------------------------------------------------------------- what else users call
 def features(cases: list[dict[str, Any]]) -> list[int]:
     """Everything that reads or writes states from outside, between steps; steps taken per case."""

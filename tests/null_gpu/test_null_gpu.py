@@ -105,6 +105,23 @@ def test_kernels_read_the_weights_of_their_step_however_late_copies_are(
     assert ask(LATE, "values_seen", **options) == on_the_cpu(precision)
 
 
+@pytest.mark.parametrize(
+    ("placement", "precision"), [("host", "fp32"), ("host", "bf16"), ("nvme", "fp32")]
+)
+def test_no_backward_waits_for_gradients_that_are_accumulated(
+    placement: str, precision: str, ask: Ask
+) -> None:
+    counts = {
+        planned: ask(
+            LATE, "blocking_calls", placement=placement, passes=3, planned=planned,
+            precision=precision,
+        )
+        for planned in (True, False)
+    }  # fmt: skip
+    assert counts[True] == [0, 0, 0]
+    assert min(counts[False][1:]) > 0  # nothing was reserved for them, and waits are seen
+
+
 ELSEWHERE = [{"index": 2}, {"thread": True}, {"side_stream": True}]
 
 
