@@ -97,10 +97,10 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Any:
     return build()
 
 
-def batches(count: int, seed: int = 1) -> list[Tensor]:
+def batches(count: int, seed: int = 1, on: str = ON) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shape = (BATCH, LENGTH + 1)
-    return [torch.randint(VOCABULARY, shape, generator=generator).to(ON) for _ in range(count)]
+    return [torch.randint(VOCABULARY, shape, generator=generator).to(on) for _ in range(count)]
 
 
 def config(folder: Path, placement: Mapping[str, Any] = NVME, **keys: Any) -> dict[str, Any]:

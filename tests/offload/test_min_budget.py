@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
+import offload.memory.tier_manager
 from tests.offload.engine_cases import (
     DEVICE_BUDGET,
     MARKS,
@@ -19,13 +20,22 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     config,
     min_budget,
+    plan_for_a_gpu,
     seeded,
 )
+from tests.swap.stream_simulation import World
 
 pytestmark = MARKS
 
 WIDTH, BATCH = 48, 6
 AMPLE = {**DEVICE_BUDGET, "host": "64MiB", "nvme": "64MiB"}
+
+
+def with_passes(folder: Path, passes: int) -> dict[str, Any]:
+    return config(
+        folder, NVME, precision="fp32", gradient_accumulation_steps=passes,
+        groups={"blocks": ["Experts"]}, optimizer={"chunk": 2048, "lr": 1e-2},
+    )  # fmt: skip
 
 
 class Experts(nn.Module):
@@ -84,9 +94,22 @@ def train(build: Callable[[], nn.Module], keys: dict[str, Any]) -> dict[str, Ten
 @pytest.mark.parametrize("passes", [1, 3])
 def test_experts_without_tokens(tmp_path: Path, passes: int) -> None:
     """Their block's gradients are never complete, and give way to those of the other blocks."""
-    keys = config(
-        tmp_path, NVME, precision="fp32", gradient_accumulation_steps=passes,
-        groups={"blocks": ["Experts"]}, optimizer={"chunk": 2048, "lr": 1e-2},
-    )  # fmt: skip
+    keys = with_passes(tmp_path, passes)
     tight = train(experts, {**keys, "budget": min_budget(experts, keys)})
     assert_same_bits(tight, train(experts, {**keys, "budget": AMPLE}))
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.skipif(ON != "cpu", reason="host memory stands in for the device's")
+def test_experts_without_tokens_train_on_a_device_whose_copies_lag(
+    tmp_path: Path, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = with_passes(tmp_path, passes)
+    expected = train(experts, {**keys, "budget": AMPLE})
+    plan_for_a_gpu(monkeypatch)
+    world = World(monkeypatch, eager_model=True)
+    monkeypatch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
+    tight = {**min_budget(experts, keys), "device": "1MiB"}
+    assert_same_bits(train(experts, {**keys, "budget": tight}), expected)
+    assert world.delayed > 5
