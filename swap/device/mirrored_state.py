@@ -9,6 +9,7 @@ import torch
 from offload.swap.device.device_slot import DeviceSlot
 from offload.swap.device.streams import StreamEvent
 from offload.swap.io.io_backend import Priority
+from offload.swap.states.slot import SlotUser
 from offload.swap.states.state import HostPiece, Snapshot, State, Undoable
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
@@ -16,7 +17,7 @@ from offload.tiers.ledger import OldBytes
 from offload.tiers.tier import Residency
 
 
-class MirroredState(State):
+class MirroredState(State, SlotUser):
     """A home in host memory or a file, mirrored in a slot of device memory while computed with.
 
     The mirror is valid piece by piece: an update on the device changes both, one on the CPU the
@@ -37,19 +38,10 @@ class MirroredState(State):
         self._home_read: Transfer[None] = Transfer.completed(None)  # by the last copy into the slot
 
     # ---------------------------------------------------------------- what the pool asks
-    def may_evict(self) -> bool:
-        return True
-
     def evicted(self) -> None:
-        self._forget_copy()
-
-    def _forget_copy(self) -> None:
-        """Let nothing that is in the slot count any more (under the lock)."""
+        """Let nothing that is in the slot count any more."""
         self._lacking = set(range(self.pieces))
         self._updated.clear()
-
-    def write_back(self) -> None:
-        """Do nothing: what is written to the slot goes home at once."""
 
     def transit(self) -> Callable[[], None] | None:
         return None if self.slot.arrival.done() else self.slot.arrival.wait
@@ -146,7 +138,7 @@ class MirroredState(State):
     def mark_host_dirty(self) -> None:
         self._home.mark_dirty()
         with self._lock:
-            self._forget_copy()
+            self.evicted()
 
     def prefetch_host(self, *, next_use: float) -> bool:
         return self._home.prefetch_host(next_use=next_use)
@@ -213,7 +205,7 @@ class MirroredState(State):
             self._undoable_home.go_back()
         finally:
             with self._lock:  # what was fetched meanwhile is of the new version
-                self._forget_copy()
+                self.evicted()
 
     # ---------------------------------------------------------------- update on the device
     def device_piece(self, piece: int) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ import torch
 
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.io_backend import Priority
-from offload.swap.states.slot import Slot
+from offload.swap.states.slot import Slot, SlotUser
 from offload.swap.states.state import HostPiece, Snapshot, State
 from offload.swap.states.versioned_file import VersionedFile
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
@@ -28,7 +28,7 @@ from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
 
-class CachedFileState(State):
+class CachedFileState(State, SlotUser):
     """A flat buffer at home in a file of a `BlockStore`, and copied to `slot` while it is used.
     Thread-safe: the pool's lock guards its fields, and is the store's, too."""
 
@@ -57,9 +57,6 @@ class CachedFileState(State):
         if self._filling or self._dirty or self._file.writes:
             return False
         return self._file.failure is None
-
-    def evicted(self) -> None:
-        """Do nothing: the slot itself knows the transfers into it."""
 
     @defer_signals
     def write_back(self) -> None:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 
 from offload.swap.io.io_backend import Priority
-from offload.swap.states.slot import HostCopy, Slot
+from offload.swap.states.slot import HostCopy, Slot, SlotUser
 from offload.swap.states.slot_pool import MADE_HERE
 from offload.swap.states.state import Quantizer, State
 from offload.swap.threads.shield import interrupted_in_waits
@@ -37,7 +37,7 @@ from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
 
-class QuantizedState(State):
+class QuantizedState(State, SlotUser):
     """The values of `slot`, which has room for them all, as a quantizer stores them in `home`."""
 
     def __init__(self, home: State, quantizer: Quantizer, slot: Slot) -> None:
@@ -65,12 +65,6 @@ class QuantizedState(State):
 
     def evicted(self) -> None:
         self._is_blank = self._is_reserved = False
-
-    def write_back(self) -> None:
-        """Do nothing: what is written to the slot is stored at once."""
-
-    def transit(self) -> Callable[[], object] | None:
-        return None
 
     # ---------------------------------------------------------------- compute side
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:

@@ -4,7 +4,6 @@ outside of any budget."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -18,32 +17,31 @@ from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
 
 
-class SlotUser(Protocol):
-    """The state that a slot is lent to. It is asked with the pool's lock held."""
+class SlotUser:
+    """The state that a slot is lent to. It is asked with the pool's lock held. This base class is
+    for a slot of which nothing goes home, and whose transfers the slot itself knows."""
 
     def may_evict(self) -> bool:
         """Whether the home has all that the slot holds, and it is not being filled. The slot itself
         checks its views and the transfers into it."""
-        ...
+        return True
 
     def evicted(self) -> None:
         """Forget what was in the slot, which is about to be given back."""
-        ...
 
     def write_back(self) -> None:
         """Start to take home what the slot alone holds."""
-        ...
 
     def transit(self) -> Callable[[], object] | None:
         """Return a function that waits until the slot's moves end; None if nothing moves."""
-        ...
+        return None
 
 
 class Slot:
     """Memory of `pool` that one state borrows at times. It is what the pool evicts (`CachedPiece`),
     and the pool's lock guards its fields."""
 
-    user: SlotUser  # set by the state that it is made for
+    user = SlotUser()  # set by the state that it is made for
 
     def __init__(
         self, name: str, nbytes: int, state_class: StateClass, pool: SlotPool,

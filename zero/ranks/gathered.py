@@ -8,6 +8,7 @@ a limit in bytes that all ranks agree on, never from how much memory is free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +17,7 @@ import torch
 from offload.swap.device.fences import Fences
 from offload.swap.device.streams import StreamEvent, mark_here
 from offload.swap.io.io_backend import Priority
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import HostPiece, State, Undoable
 from offload.swap.threads.ordered import OrderedWork
@@ -189,7 +191,12 @@ class Gatherer:
         self._held_nbytes -= state.nbytes
         lease = state.end()
         self._fences.retire(lease.extent, (mark_here(self.device),))
-        _Outlived(lease, self._pool)
+        with self._pool.lock:
+            if lease.in_use():
+                what = lease.owner, lease.nbytes, lease.state_class
+                Slot(*what, self._pool, lambda: math.inf).hold(lease)
+            else:
+                lease.free()
 
     def _make_room(self, state: GatheredState, now: GatheredState | None = None) -> None:
         for other in list(self._gathered.values()):
@@ -371,37 +378,3 @@ class ReplicatedState(SharedState):
 
     def overwritten(self) -> None:
         self._outdated = self._frozen_outdated = True
-
-
-class _Outlived:
-    """Memory of an evicted copy, while a tensor still views it (`CachedPiece`)."""
-
-    def __init__(self, lease: Lease, pool: SlotPool) -> None:
-        self._lease = lease
-        self._pool = pool
-        self.name = lease.owner
-        with pool.lock:
-            if lease.in_use():
-                pool.register(self)
-            else:
-                lease.free()
-
-    @property
-    def held_nbytes(self) -> int:
-        return self._lease.extent.nbytes
-
-    def next_use(self) -> float:
-        return float("inf")
-
-    def can_evict(self) -> bool:
-        return not self._lease.in_use()
-
-    def evict(self) -> None:
-        self._pool.unregister(self)
-        self._lease.free()
-
-    def write_back(self) -> None:
-        """Do nothing: it has no home."""
-
-    def transit(self) -> Callable[[], None] | None:
-        return None
