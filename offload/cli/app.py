@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from offload import __version__
 from offload.cli.bench import bench_app
 from offload.cli.checkpoint import checkpoint_app
 from offload.cli.config import File, Overrides, config_app, migrate_file
-from offload.cli.errors import GuardedGroup, failing_io
+from offload.cli.errors import GuardedGroup, command_line, run
 from offload.display.plain_text import echo
 
 _MAX_RANKS = 1 << 16  # ranks on a machine, or machines
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
 
-app = typer.Typer(
-    name="offload",
-    cls=GuardedGroup,
-    help=_HELP,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"offload {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
-    pass
+app = command_line("offload", GuardedGroup, _HELP)
 
 
 @app.command()
@@ -189,10 +160,10 @@ def compress(
 ) -> None:
     """Write FOLDER's model to OUT with quantized weights, in files that from_pretrained opens.
     One tensor is in RAM at a time."""
-    from offload.integrations.transformers.compress import compress as run
+    from offload.integrations.transformers.compress import compress as write_compressed
     from offload.tiers.units import format_bytes
 
-    files = run(folder, out, storage=storage, group_size=group_size, skip=skip)
+    files = write_compressed(folder, out, storage=storage, group_size=group_size, skip=skip)
     nbytes = sum(file.stat().st_size for file in files)
     before = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     echo(f"wrote {out} ({format_bytes(nbytes)}; {folder} has {format_bytes(before)})")
@@ -205,8 +176,4 @@ app.add_typer(bench_app, name="bench")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; ends the process with its exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-    # --debug is understood after the subcommand, too
-    debug = "--debug" in words
-    with failing_io(debug=debug):
-        app(args=[word for word in words if word != "--debug"], prog_name="offload", obj=debug)
+    run(app, arguments)

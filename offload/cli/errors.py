@@ -1,4 +1,4 @@
-"""Errors at the edge of the program: one screen on stderr, an exit code, no traceback."""
+"""Options and errors of every command line. An error is one screen on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import typer.core
 
+from offload import __version__
 from offload.display.plain_text import plain_lines
 from offload.process.interrupts import Terminated
 from offload.tiers.errors import BudgetError, ConfigError, OffloadError
@@ -21,6 +22,50 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+
+
+def _print_version(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{context.info_name} {__version__}")
+        raise typer.Exit
+
+
+def command_line(name: str, group: type[typer.core.TyperGroup], help_: str) -> typer.Typer:
+    """Return a command line without commands, which has the options --version and --debug."""
+    app = typer.Typer(
+        name=name,
+        cls=group,
+        help=help_,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def options(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", callback=_print_version, is_eager=True, help="Print the version."
+            ),
+        ] = False,
+        debug: Annotated[
+            bool, typer.Option("--debug", help="Show the traceback of an error.")
+        ] = False,
+    ) -> None:
+        pass
+
+    return app
+
+
+def run(app: typer.Typer, arguments: list[str] | None, *, failed: int = EXIT_FAILED) -> None:
+    """Run a command line; ends the process with its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    # --debug is understood anywhere
+    debug = "--debug" in words
+    with failing_io(debug=debug, failed=failed):
+        app([word for word in words if word != "--debug"], prog_name=app.info.name, obj=debug)
 
 
 class GuardedGroup(typer.core.TyperGroup):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from offload import __version__
-from offload.cli.errors import EXIT_BAD_INPUT, failing_io, guarded, print_error
+from offload.cli.errors import EXIT_BAD_INPUT, command_line, guarded, print_error, run
 from offload.tools.memest.commands.options import EstimateOptions
 
 DEFAULT = "estimate"
@@ -58,10 +56,10 @@ class MemestGroup(typer.core.TyperGroup):
         super(MemestGroup, shown).format_help(ctx, formatter)
 
 
-def _one_line(run: Callable[[], Any]) -> Any:
-    """Return `run()`; words that no command or option takes end like any other invalid input."""
+def _one_line(call: Callable[[], Any]) -> Any:
+    """Return `call()`; words that no command or option takes end like any other invalid input."""
     try:
-        return run()
+        return call()
     except _UsageError as error:
         said = " ".join(error.format_message().split())  # type: ignore[attr-defined]
         print_error(f"{said[:1].lower()}{said[1:].removesuffix('.')}")
@@ -76,41 +74,14 @@ or an offload YAML; nothing of a model folder is executed.
 Exit code: 0 fits, 1 does not, 2 bad input.
 """
 
-app = typer.Typer(
-    name="memest",
-    cls=MemestGroup,
-    help=_HELP,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"memest {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
-    pass
+app = command_line("memest", MemestGroup, _HELP)
 
 
 def _asking(name: str, *, hidden: bool = False) -> Callable[[Callable[..., int]], None]:
     """Turn a function of `EstimateOptions` into a command with an option for each of its fields.
     The options are checked against each other first; the function returns the exit code."""
 
-    def register(run: Callable[..., int]) -> None:
+    def register(answer: Callable[..., int]) -> None:
         hints = get_type_hints(EstimateOptions, include_extras=True)
         params = [
             inspect.Parameter(
@@ -125,9 +96,9 @@ def _asking(name: str, *, hidden: bool = False) -> Callable[[Callable[..., int]]
         def command(**given: Any) -> None:
             asked = EstimateOptions(**given)
             asked.check()
-            raise typer.Exit(run(asked))
+            raise typer.Exit(answer(asked))
 
-        command.__doc__ = run.__doc__
+        command.__doc__ = answer.__doc__
         command.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
         command.__annotations__ = hints
         app.command(name, hidden=hidden)(command)
@@ -153,12 +124,12 @@ def compare(asked: EstimateOptions) -> int:
 
 @app.command("check")
 def check(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of `offload train`.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of `offload train`.")],
 ) -> None:
     """Compare the predicted and measured bytes per tier, and time, of a run."""
     from offload.tools.memest.commands.run_check import print_check
 
-    print_check(run)
+    print_check(folder)
 
 
 @app.command("calibrate")
@@ -176,8 +147,4 @@ def calibrate(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; ends the process with its exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
-    # --debug is understood anywhere
-    debug = "--debug" in words
-    with failing_io(debug=debug, failed=EXIT_BAD_INPUT):
-        app(args=[word for word in words if word != "--debug"], prog_name="memest", obj=debug)
+    run(app, arguments, failed=EXIT_BAD_INPUT)
