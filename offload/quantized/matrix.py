@@ -66,7 +66,3 @@ class Grouped:
         """The rows and columns."""
         rows, words = self.words.shape
         return rows, words * 32 // self.bits
-
-    @property
-    def group_size(self) -> int:
-        return self.shape[1] // self.scale.shape[1]

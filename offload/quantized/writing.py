@@ -13,8 +13,7 @@ are symmetric: transformers, which packs them, reads no zero points of theirs.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,55 +30,33 @@ from offload.zero.groups.bits import FLOAT_OF, array_of
 from offload.zero.groups.quantized_layout import refusal
 
 # whose files hold which format
-_LIBRARIES = {
+LIBRARIES = {
     QuantType.INT8: "compressed-tensors", QuantType.INT4: "compressed-tensors",
     QuantType.NF4: "bitsandbytes",
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Target:
-    """The format to write weights in."""
+def weight_format(storage: str, group_size: int) -> WeightFormat:
+    """Return the format of this name. Raise ConfigError for one that no file holds."""
+    names = [each.name.lower() for each in LIBRARIES]
+    if storage not in names:
+        raise ConfigError(f"storage: expected one of {', '.join(names)}, got {storage!r:.40}")
+    try:
+        return WeightFormat(QuantType[storage.upper()], group_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
-    weights: WeightFormat
 
-    @staticmethod
-    def of(storage: str, group_size: int) -> Target:
-        """Return the target for this format. Raise ConfigError for one that no file holds."""
-        names = [each.name.lower() for each in _LIBRARIES]
-        if storage not in names:
-            raise ConfigError(f"storage: expected one of {', '.join(names)}, got {storage!r:.40}")
-        try:
-            return Target(WeightFormat(QuantType[storage.upper()], group_size))
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
-    @property
-    def library(self) -> str:
-        return _LIBRARIES[self.weights.quant_type]
-
-    @property
-    def holds_experts(self) -> bool:
-        """Whether experts that transformers packs are written quantized, each separately."""
-        return self.weights.quant_type is not QuantType.NF4
-
-    def is_symmetric(self, *, expert: bool) -> bool:
-        quant_type = self.weights.quant_type
-        return quant_type is QuantType.INT8 or (expert and quant_type is QuantType.INT4)
-
-    def keeps_values(self, dtype: torch.dtype, *, expert: bool) -> bool:
-        """Whether weights of `dtype` that `storage` holds in this format keep their values."""
-        if self.weights.quant_type is QuantType.INT8:
-            return dtype == torch.float32
-        return not self.is_symmetric(expert=expert)
+def is_symmetric(weights: WeightFormat, *, expert: bool) -> bool:
+    quant_type = weights.quant_type
+    return quant_type is QuantType.INT8 or (expert and quant_type is QuantType.INT4)
 
 
 def described(
-    name: str, tensor: Tensor, target: Target, *, expert: bool = False
+    name: str, tensor: Tensor, weights: WeightFormat, *, expert: bool
 ) -> dict[str, Tensor]:
     """Return the parts of a weight, on the meta device, by the ends of their names (after the
     module's). Raise ConfigError for a weight that cannot be stored so."""
-    weights = target.weights
     why = refusal(tensor.shape, weights)
     if why is None and tensor.dtype not in FLOAT_OF:
         why = f"it is {tensor.dtype}"
@@ -101,19 +78,19 @@ def described(
             parts = compressed_tensors.pack(Grouped(
                 bits, torch.empty(rows, columns * bits // 32, dtype=torch.int32),
                 torch.empty(rows, groups, dtype=tensor.dtype),
-                None if target.is_symmetric(expert=expert) else zeros,
+                None if is_symmetric(weights, expert=expert) else zeros,
             ))  # fmt: skip
     return {end: part.to("meta") for end, part in parts.items()}
 
 
 def quantize(
-    name: str, tensor: Tensor, target: Target, *, expert: bool = False
+    name: str, tensor: Tensor, weights: WeightFormat, *, expert: bool
 ) -> dict[str, Tensor]:
     """Return the same with values. Raise CheckpointError for values that the format cannot hold."""
     if not bool(tensor.isfinite().all()):
         raise CheckpointError(f"{name} has values that are not finite, and is not quantized")
-    weights, dtype = target.weights, tensor.dtype
-    if target.is_symmetric(expert=expert) and not (
+    dtype = tensor.dtype
+    if is_symmetric(weights, expert=expert) and not (
         weights.quant_type is QuantType.INT8 and dtype == torch.float32
     ):
         return compressed_tensors.pack(_symmetric(name, tensor, weights, dtype))
@@ -200,20 +177,18 @@ def _floats(words: Array) -> Tensor:
 
 
 def configuration(
-    target: Target, chosen: Collection[str], unquantized: Sequence[str], dtype: torch.dtype, *,
-    experts: bool,
-) -> dict[str, Any]:  # fmt: skip
+    weights: WeightFormat, chosen: Collection[str], unquantized: Sequence[str], dtype: torch.dtype,
+    *, experts: bool,
+) -> Mapping[str, Any]:  # fmt: skip
     """Return `quantization_config` of a folder, from the quantized linear layers, and the others.
     `experts`: with the experts that transformers packs."""
-    weights, symmetric = target.weights, target.is_symmetric(expert=False)
     if weights.quant_type is QuantType.NF4:
         skipped = [_pattern(name, chosen) for name in unquantized]
-        return dict(bitsandbytes.configuration(dtype, skipped))
-    bits, group_size = weights.quant_type.bits, weights.group_size
-    settings = compressed_tensors.configuration(
-        bits, group_size, unquantized, symmetric=symmetric, experts=experts
-    )
-    return dict(settings)
+        return bitsandbytes.configuration(dtype, skipped)
+    return compressed_tensors.configuration(
+        weights.quant_type.bits, weights.group_size, unquantized,
+        symmetric=is_symmetric(weights, expert=False), experts=experts,
+    )  # fmt: skip
 
 
 def _pattern(name: str, others: Collection[str]) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from offload.checkpoint.engine.model import model_record
 from offload.checkpoint.foreign.exporting import SHARD, Write, write_others, write_shards
@@ -22,14 +22,19 @@ from offload.checkpoint.format.disk import (
     storage_errors,
 )
 from offload.config.paths import StrPath, path_of
+from offload.integrations.transformers.hub_format import ModelInHubFormat
 from offload.integrations.transformers.pretrained import open_pretrained
+from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.process import machine
-from offload.quantized.writing import Target, configuration, described, quantize
+from offload.quantized.writing import (
+    LIBRARIES,
+    configuration,
+    described,
+    quantize,
+    weight_format,
+)
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.groups.storage import HEAD, is_named
-
-if TYPE_CHECKING:
-    from offload.integrations.transformers.hub_format import ModelInHubFormat
 
 _log = logging.getLogger("offload")
 _SPELT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -60,14 +65,16 @@ def compress(
     Raise ConfigError for options that do not work with this model, PathError if `out` cannot be
     created, CheckpointError for values that the format cannot hold.
     """
-    from offload.integrations.transformers.hub_format import ModelInHubFormat
-
-    change = Change(Target.of(storage, group_size), skip)
+    weights = weight_format(storage, group_size)
     out = path_of(out, "out")
     check_new(out)
-    model = _model_of(source)
-    saved = ModelInHubFormat(model)
-    _check(saved, change)
+    model: Any = source if isinstance(source, nn.Module) else open_pretrained(source)
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"{type(model).__name__} is no model of transformers; only those say what a folder "
+            "has to hold"
+        )
+    changed = ChangedWeights(model, weights, skip)
     record = model_record(model)
     if record is None:
         raise UnsupportedError(f"the configuration of {type(model).__name__} is no JSON")
@@ -75,94 +82,130 @@ def compress(
     with pending_output(out) as pending:
         with storage_errors("creating", pending):
             make_folder(pending)
-        changed = ChangedWeights(saved, model, change)
         names = write_shards(changed, pending, SHARD)
-        config = {**changed.config(), "dtype": _SPELT[saved.dtype]}
-        names += write_others(record, folder, config, pending)
+        names += write_others(record, folder, changed.config(), pending)
     return [out / name for name in names]
 
 
-def _model_of(source: StrPath | nn.Module) -> Any:
-    import transformers
-
-    if not isinstance(source, nn.Module):
-        return open_pretrained(source)
-    if not isinstance(source, transformers.PreTrainedModel):
-        raise UnsupportedError(
-            f"{type(source).__name__} is no model of transformers; only those say what a folder "
-            "has to hold"
-        )
-    return source
-
-
-def _check(saved: ModelInHubFormat, change: Change) -> None:
-    """Raise UnsupportedError if quantization would change values that the model computes with."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if saved.owners and not alone:
-        raise UnsupportedError(
-            "of a model on several ranks none writes a folder by itself; save a checkpoint, load "
-            "it in one process, and compress that model"
-        )
-    target = change.target
-    stored = [owner.config.storage for owner in saved.owners]
-    if all(each is None or each.weights != target.weights.name for each in stored):
-        return
-    experts = any(not change.skips(packed) for packed in saved.experts.values())
-    if not target.keeps_values(saved.dtype, expert=experts):
-        raise UnsupportedError(
-            f"the model computes with weights in {target.weights.name}, which {target.library} "
-            f"would round to other values of {saved.dtype}; write another format, or compress "
-            "the model's folder"
-        )
-
-
-# ---------------------------------------------------------------- quantized weights
-@dataclass(frozen=True)
-class Change:
-    """Selects the weights to quantize: those of linear layers and experts, except in `skip`."""
-
-    target: Target
-    skip: Sequence[str] | None = None  # None: HEAD, where there is one
-
-    def skips(self, name: str) -> bool:
-        """Whether a parameter stays as it is."""
-        skip = (HEAD,) if self.skip is None else self.skip
-        return any(is_named(name, each) for each in skip)
-
-
 class ChangedWeights:
-    """The tensors of `saved`, quantized. One tensor is in memory at a time; experts that are stored
-    together are, too."""
+    """The tensors of a model, those of linear layers and experts quantized, except in `skip`. One
+    tensor is in memory at a time; experts that are stored together are, too."""
 
-    def __init__(self, saved: ModelInHubFormat, model: nn.Module, change: Change) -> None:
-        """Raise ConfigError for a weight that cannot be quantized so, or if there is none to
-        quantize."""
-        self._saved = saved
-        self._change = change
-        linear, self._unchanged = _linear_layers(saved, model, change)
+    def __init__(
+        self, model: PreTrainedModel, weights: WeightFormat, skip: Sequence[str] | None
+    ) -> None:
+        """Raise UnsupportedError if quantization would change values that the model computes with,
+        ConfigError for a weight that cannot be quantized so, or if there is none to quantize."""
+        self._saved = saved = ModelInHubFormat(model)
+        self._weights = weights
+        self._skip = (HEAD,) if skip is None else skip
+        self._check_values()
+        for pattern in skip or ():
+            if not any(is_named(name, pattern) for name, _ in model.named_parameters()):
+                raise ConfigError(
+                    f"skip: {pattern!r:.60} names no module and no parameter of "
+                    f"{type(model).__name__}"
+                )
+        linear, self._unchanged = self._linear_layers(model)
         self._modules = [name.removesuffix(".weight") for name in linear]
-        self._experts = _experts(saved, change)
+        self._experts = self._experts_to_quantize()
         self._names = {saved.names[name] for name in linear} | self._experts  # in files
-        _check_chosen(saved, model, change, self._names)
+        self._check_chosen(model)
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in saved.tensors.items():
             if name in self._names:
-                parts = described(name, tensor, change.target, expert=name in self._experts)
+                parts = described(name, tensor, weights, expert=name in self._experts)
                 self.tensors |= {_part(name, end): part for end, part in parts.items()}
             else:
                 self.tensors[name] = tensor
 
+    def _skips(self, name: str) -> bool:
+        """Whether a parameter stays as it is."""
+        return any(is_named(name, each) for each in self._skip)
+
+    def _check_values(self) -> None:
+        saved, weights = self._saved, self._weights
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if saved.owners and not alone:
+            raise UnsupportedError(
+                "of a model on several ranks none writes a folder by itself; save a checkpoint, "
+                "load it in one process, and compress that model"
+            )
+        stored = [owner.config.storage for owner in saved.owners]
+        if all(each is None or each.weights != weights.name for each in stored):
+            return
+        keeps = {
+            QuantType.INT8: saved.dtype == torch.float32,
+            QuantType.INT4: all(map(self._skips, saved.experts.values())),
+            QuantType.NF4: True,
+        }
+        if not keeps[weights.quant_type]:
+            raise UnsupportedError(
+                f"the model computes with weights in {weights.name}, which "
+                f"{LIBRARIES[weights.quant_type]} would round to other values of {saved.dtype}; "
+                "write another format, or compress the model's folder"
+            )
+
+    def _linear_layers(self, model: nn.Module) -> tuple[list[str], list[str]]:
+        """Return the model's names of the weights to quantize, and of the other linear layers."""
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        shared = {*tied, *tied.values()}
+        chosen, others = [], []
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            weight = f"{name}.weight"
+            # weights in another shape in files (fused) stay as they are
+            may = weight in self._saved.names and type(module) is nn.Linear
+            if may and weight not in shared and not self._skips(weight):
+                chosen.append(weight)
+            else:  # libraries take subclasses (routers) for linear layers
+                others.append(name)
+        return chosen, others
+
+    def _experts_to_quantize(self) -> set[str]:
+        """Return the names in files of the experts' matrices, which bitsandbytes has no place
+        for."""
+        if self._weights.quant_type is QuantType.NF4:
+            return set()
+        for packed in self._saved.experts.values():
+            if self._skips(packed):
+                raise ConfigError(
+                    f"{packed} is skipped, and in a folder of compressed-tensors transformers "
+                    "looks for quantized weights of all experts alone: skip no experts, or write "
+                    "nf4"
+                )
+        return set(self._saved.experts)
+
+    def _check_chosen(self, model: nn.Module) -> None:
+        if not self._names:
+            raise ConfigError(
+                f"no weight of {type(model).__name__} is left to be changed: its linear layers are "
+                f"skipped ({', '.join(self._skip)}), or its files have them fused"
+            )
+        left = [
+            name for name, tensor in self._saved.tensors.items()
+            if ".experts." in name and tensor.ndim > 1 and name not in self._names
+        ]  # fmt: skip
+        if left:
+            _log.warning(
+                "%d tensors of experts stay as they are (%s, ...): they are skipped, files have "
+                "them fused, or it is bitsandbytes, which knows linear layers alone", len(left),
+                left[0],
+            )  # fmt: skip
+
     def config(self) -> Mapping[str, Any]:
-        """Return the entries of config.json that describe the quantization."""
-        dtype = next(self._saved.tensors[name].dtype for name in self._names)
+        """Return the entries of config.json that describe the weights."""
+        saved = self._saved
+        dtype = next(saved.tensors[name].dtype for name in self._names)
         others = dict.fromkeys(self._unchanged)
         for name in self._unchanged:
-            file = self._saved.names.get(f"{name}.weight", f"{name}.weight")
+            file = saved.names.get(f"{name}.weight", f"{name}.weight")
             others[file.removesuffix(".weight")] = None
         said = configuration(
-            self._change.target, self._modules, list(others), dtype, experts=bool(self._experts)
+            self._weights, self._modules, list(others), dtype, experts=bool(self._experts)
         )
-        return {"quantization_config": said}
+        return {"quantization_config": said, "dtype": _SPELT[saved.dtype]}
 
     def write(self, write: Write) -> None:
         self._saved.write(partial(self._take, write), self._names)
@@ -173,7 +216,7 @@ class ChangedWeights:
             return
         like = self._saved.tensors[name]
         tensor = raw.view(like.dtype).view(like.shape)
-        made = quantize(name, tensor, self._change.target, expert=name in self._experts)
+        made = quantize(name, tensor, self._weights, expert=name in self._experts)
         for end, part in made.items():
             write(_part(name, end), part.contiguous().view(-1).view(torch.uint8))
         machine.trim_memory()  # else freed memory of each tensor adds up
@@ -181,61 +224,3 @@ class ChangedWeights:
 
 def _part(name: str, end: str) -> str:
     return f"{name.removesuffix('.weight')}.{end}"
-
-
-def _linear_layers(
-    saved: ModelInHubFormat, model: nn.Module, change: Change
-) -> tuple[list[str], list[str]]:
-    """Return the model's names of the weights to quantize, and of the other linear layers."""
-    for pattern in change.skip or ():
-        if not any(is_named(name, pattern) for name, _ in model.named_parameters()):
-            raise ConfigError(
-                f"skip: {pattern!r:.60} names no module and no parameter of {type(model).__name__}"
-            )
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    shared = {*tied, *tied.values()}
-    chosen, others = [], []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        weight = f"{name}.weight"
-        # weights in another shape in files (fused) stay as they are
-        may = weight in saved.names and type(module) is nn.Linear
-        if may and weight not in shared and not change.skips(weight):
-            chosen.append(weight)
-        else:  # libraries take subclasses (routers) for linear layers
-            others.append(name)
-    return chosen, others
-
-
-def _experts(saved: ModelInHubFormat, change: Change) -> set[str]:
-    """Return the names in files of the experts' matrices to quantize."""
-    if not change.target.holds_experts:
-        return set()
-    for packed in saved.experts.values():
-        if change.skips(packed):
-            raise ConfigError(
-                f"{packed} is skipped, and in a folder of compressed-tensors transformers looks "
-                "for quantized weights of all experts alone: skip no experts, or write nf4"
-            )
-    return set(saved.experts)
-
-
-def _check_chosen(
-    saved: ModelInHubFormat, model: nn.Module, change: Change, chosen: Collection[str]
-) -> None:
-    if not chosen:
-        skip = (HEAD,) if change.skip is None else change.skip
-        raise ConfigError(
-            f"no weight of {type(model).__name__} is left to be changed: its linear layers are "
-            f"skipped ({', '.join(skip)}), or its files have them fused"
-        )
-    left = [
-        name for name, tensor in saved.tensors.items()
-        if ".experts." in name and tensor.ndim > 1 and name not in chosen
-    ]  # fmt: skip
-    if left:
-        _log.warning(
-            "%d tensors of experts stay as they are (%s, ...): they are skipped, files have them "
-            "fused, or it is bitsandbytes, which knows linear layers alone", len(left), left[0],
-        )  # fmt: skip

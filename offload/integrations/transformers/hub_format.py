@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -34,8 +34,6 @@ _log = logging.getLogger("offload")
 _PIECE_NUMEL = 1 << 22
 # Takes a parameter, a range of its elements, and their bytes (1D uint8).
 Take = Callable[[ParamSpec, range, Tensor], None]
-# Takes a tensor's name, a range of its elements, and their bytes (1D uint8).
-TakeNamed = Callable[[str, range, Tensor], None]
 
 
 class ModelInHubFormat:
@@ -47,9 +45,11 @@ class ModelInHubFormat:
         whose tensors are one in files; a warning says so. Raise UnsupportedError for an entry of
         the state dict that is not a tensor."""
         self._model = model
-        self._own = ModelTensors(model, model._keys_to_ignore_on_save or ())
-        self.owners = self._own.owners
-        self._described = remove_tied_weights_from_state_dict(self._own.tensors, model)
+        self.owners = tiers_of(model)
+        self._sources: dict[tuple[int, str], list[str]] = {}  # names, by owner and parameter
+        self._others: dict[str, Tensor] = {}  # that are in no tier
+        described = self._describe_all(model._keys_to_ignore_on_save or ())
+        self._described = remove_tied_weights_from_state_dict(described, model)
         self.dtype = next(t.dtype for t in self._described.values() if t.is_floating_point())
         self.tensors: Mapping[str, Tensor] = self._described
         # in files, of tensors that are the same there
@@ -58,6 +58,29 @@ class ModelInHubFormat:
         self._raw: dict[str, tuple[Tensor, int]] = {}  # bytes, and how many have come
         if hub_format:
             self._convert()
+
+    def _describe_all(self, ignored: Collection[str]) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers by all their names, on the meta device."""
+        described = {}
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            if name in ignored:
+                continue
+            if not isinstance(value, Tensor):
+                raise UnsupportedError(
+                    f"{name} is a {type(value).__name__}, which a safetensors file cannot hold; "
+                    "engine.save_checkpoint saves it, or save_pretrained(state_dict=) without it"
+                )
+            described[name] = self._describe(name, value)
+        return described
+
+    def _describe(self, name: str, value: Tensor) -> Tensor:
+        for number, owner in enumerate(self.owners):
+            spec = owner.store.spec_of(value)
+            if spec is not None:
+                self._sources.setdefault((number, spec.name), []).append(name)
+                return torch.empty(spec.shape, dtype=owner.store.dtype, device="meta")
+        self._others[name] = value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def _convert(self) -> None:
         """Find out what becomes of each tensor."""
@@ -105,55 +128,24 @@ class ModelInHubFormat:
             for target, each in revert_weight_conversion(self._model, {name: value}).items():
                 write(target, raw_bytes(each))
 
-        self._own.stream(self._described.keys(), take)
+        self._stream(take)
 
-
-class ModelTensors:
-    """Parameters and persistent buffers: `tensors` has them on the meta device by all their names,
-    `owners` are the tiers that some of them are in."""
-
-    def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
-        """Raise UnsupportedError for an entry of the state dict that is not a tensor."""
-        self.owners = tiers_of(model)
-        self.tensors: dict[str, Tensor] = {}
-        self._sources: dict[tuple[int, str], list[str]] = {}  # names, by owner and parameter
-        self._others: dict[str, Tensor] = {}  # that are in no tier
-        for name, value in model.state_dict(keep_vars=True).items():
-            if name in ignored:
-                continue
-            if not isinstance(value, Tensor):
-                raise UnsupportedError(
-                    f"{name} is a {type(value).__name__}, which a safetensors file cannot hold; "
-                    "engine.save_checkpoint saves it, or save_pretrained(state_dict=) without it"
-                )
-            self.tensors[name] = self._described(name, value)
-
-    def _described(self, name: str, value: Tensor) -> Tensor:
-        for number, owner in enumerate(self.owners):
-            spec = owner.store.spec_of(value)
-            if spec is not None:
-                self._sources.setdefault((number, spec.name), []).append(name)
-                return torch.empty(spec.shape, dtype=owner.store.dtype, device="meta")
-        self._others[name] = value
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-    def stream(self, names: Collection[str], take: TakeNamed) -> None:
-        """Give the elements of the named tensors to `take`, in any order of tensors. With several
-        ranks, the one that writes calls it; `stream_weights` describes the others' part."""
+    def _stream(self, take: Callable[[str, range, Tensor], None]) -> None:
+        """Give every tensor to `take`: a name, a range of elements, and their bytes (1D uint8)."""
         for number, owner in enumerate(self.owners):
 
             def take_spec(
                 spec: ParamSpec, elements: range, raw: Tensor, number: int = number
             ) -> None:
                 for name in self._sources.get((number, spec.name), ()):
-                    if name in names:
+                    if name in self._described:
                         take(name, elements, raw)
 
             if isinstance(owner, Engine):
                 stream_weights(owner, take_spec)
             else:
                 _stream_dispatched(owner, take_spec)
-        others = {name: tensor for name, tensor in self._others.items() if name in names}
+        others = {name: tensor for name, tensor in self._others.items() if name in self._described}
         nbytes = sum(tensor.nbytes for tensor in others.values())
         with progress("saving weights", nbytes) as on_bytes:
             for name, tensor in others.items():
