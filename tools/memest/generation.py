@@ -90,10 +90,6 @@ class CacheShape:
         """The elements of one token in all layers."""
         return sum(layer.token_numel for layer in self.layers)
 
-    def largest_numel(self, tokens: int) -> int:
-        """The elements of the layer that keeps most of a sequence of `tokens`."""
-        return max((layer.read_numel(tokens) for layer in self.layers), default=0)
-
 
 def kv_in_tiers(
     config: OffloadConfig, model: ModelShape, cache: CacheShape | None, batch: int, tokens: int
@@ -109,22 +105,13 @@ def kv_in_tiers(
     return config, replace(model, cached=layers)
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationFacts:
-    """The passes at a batch size. `peak` covers both, with the cache at its largest."""
-
-    prefill: ActivationFacts
-    decode: ActivationFacts  # behind half of the new tokens
-    peak: ActivationFacts  # memory of both, the work of `decode`
-    cache_nbytes: int  # in the end; part of the peak
-
-
 def generation_facts(
     prefill: ActivationFacts, decode: ActivationFacts, cache: CacheShape,
     generation: Generation, itemsize: int, *, in_tiers: bool = False,
-) -> GenerationFacts:  # fmt: skip
-    """Add a cache to `prefill` and `decode`, which are traced without one. `itemsize` is the bytes
-    of a cache element; a cache `in_tiers` is in no peak."""
+) -> ActivationFacts:  # fmt: skip
+    """Return the memory of both passes with the cache at its largest, and the work of `decode`
+    behind half of the new tokens. The passes are traced without a cache; `itemsize` is the bytes of
+    an element of it, and a cache `in_tiers` is in no peak."""
     element = generation.batch * itemsize
     first, last = generation.prompt, generation.context
     touched = _CACHE_PASSES * element * cache.read_numel((first + last) // 2)
@@ -136,15 +123,14 @@ def generation_facts(
     )  # fmt: skip
     before, after = (element * cache.kept_numel(tokens) for tokens in (first, last))
     # the layer at work has its cache twice, before and behind the new token
-    copied = element * cache.largest_numel(last)
+    copied = element * max((layer.read_numel(last) for layer in cache.layers), default=0)
     if in_tiers:
         before = after = copied = 0
     prefill_nbytes, decode_nbytes = prefill.peak_nbytes + before, decode.peak_nbytes + copied
     peak = max(prefill_nbytes, decode_nbytes + after)
     heap = max(prefill.heap_peak_nbytes, decode.heap_peak_nbytes)
-    both = replace(
+    return replace(
         decode, peak_nbytes=peak, peak_elsewhere_nbytes=peak,
         heap_peak_nbytes=heap, heap_peak_elsewhere_nbytes=heap,
         cache_nbytes=before if peak == prefill_nbytes else after,
     )  # fmt: skip
-    return GenerationFacts(prefill, decode, both, after)

@@ -62,7 +62,8 @@ def answered(question: Question, answer: Callable[[Case], Estimate]) -> tuple[Qu
     try:
         result = answer(question.case)
     except UntraceableError as error:
-        source = question.case.source.without_graph(str(error))
+        source, note = question.case.source, "activations are not counted, and there are no times"
+        source = replace(source, build=None, notes=(*source.notes, f"{note}: {error}"))
         question = replace(question, case=replace(question.case, source=source))
         result = answer(question.case)
     return question, replace(result, notes=(*question.assumed, *result.notes))
@@ -70,10 +71,23 @@ def answered(question: Question, answer: Callable[[Case], Estimate]) -> tuple[Qu
 
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. Return 0 if the model fits, 1 if not."""
+    from offload.tools.memest.show.estimate_page import estimate_page
+    from offload.tools.memest.show.render_json import to_dict
+    from offload.tools.memest.show.render_terminal import page_table
+    from offload.tools.memest.show.write_config import config_yaml
+
     question, result = answered(read_question(asked), estimate)
     if asked.write is not None:  # before a reader of standard output goes away
-        _write_config(result, question, asked.write)
-    _show(result, asked)
+        text = config_yaml(result, question.case, question.asked, str(asked.write))
+        write_file(asked.write, text, "--write")
+        print(f"wrote {asked.write}", file=sys.stderr)
+    show_answer(
+        asked.chosen_format,
+        asked.out,
+        table=lambda: page_table(estimate_page(result)),
+        values=lambda: to_dict(result),
+        page=lambda: estimate_page(result),
+    )
     return 0 if result.fits else DOES_NOT_FIT
 
 
@@ -160,30 +174,6 @@ def _workload_notes(
         yield f"sequence: {workload.sequence:,} tokens, as none was asked for"
     if source.context is not None and workload.sequence > source.context:
         yield f"sequences are longer than the {source.context:,} tokens the model was made for"
-
-
-# ---------------------------------------------------------------- the answer
-def _show(result: Estimate, asked: EstimateOptions) -> None:
-    from offload.tools.memest.show.estimate_page import estimate_page
-    from offload.tools.memest.show.render_json import to_dict
-    from offload.tools.memest.show.render_terminal import page_table
-
-    show_answer(
-        asked.chosen_format,
-        asked.out,
-        table=lambda: page_table(estimate_page(result)),
-        values=lambda: to_dict(result),
-        page=lambda: estimate_page(result),
-    )
-
-
-def _write_config(result: Estimate, question: Question, path: Path) -> None:
-    from offload.tools.memest.show.write_config import config_yaml
-
-    case = question.case
-    text = config_yaml(result, case, question.asked, str(path))
-    write_file(path, text, "--write")
-    print(f"wrote {path}", file=sys.stderr)
 
 
 def profile_of(asked: EstimateOptions, config: OffloadConfig) -> HardwareProfile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from offload.config import OffloadConfig
@@ -19,7 +19,7 @@ from offload.planning.step.planned_run import MAX_PASSES
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.estimator import Estimator
-from offload.tools.memest.estimate.knobs import Knob, applied, knobs
+from offload.tools.memest.estimate.knobs import applied, knobs
 from offload.tools.memest.estimate.result import Change, Estimate
 from offload.tools.memest.source.model_source import SourceKind
 
@@ -99,8 +99,9 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
     fitting: list[Change] = []
     for knob in knobs(case, now):
         if len(fitting) < MAX_SHOWN and fits(knob[-1]):
-            change = _mildest(knob, fits)
-            fitting.append(replace(change, step_factor=_factor(now, after(change))))
+            # of several the mildest, as the last one fits
+            at = bisect.bisect_left(range(len(knob) - 1), True, key=lambda at: fits(knob[at]))
+            fitting.append(replace(knob[at], step_factor=_factor(now, after(knob[at]))))
     return tuple(sorted(fitting, key=lambda change: change.step_factor or math.inf))
 
 
@@ -117,24 +118,16 @@ def _changed(case: Case, change: Change) -> Case | None:
     overrides = []
     if changed.config.placement.activations.checkpoint == "auto":
         overrides.append("placement.activations.checkpoint=true")
-    if changed.config.optimizer.chunk == "auto" and _is_enormous(changed):
+    numel = case.source.shape.numel // case.profile.ranks
+    if changed.config.optimizer.chunk == "auto" and numel >= _ENORMOUS_NUMEL:
         overrides.append(f"optimizer.chunk={_LARGE_CHUNK_NUMEL}")
     return replace(changed, config=OffloadConfig.load(changed.config, overrides))
-
-
-def _is_enormous(case: Case) -> bool:
-    return case.source.shape.numel // case.profile.ranks >= _ENORMOUS_NUMEL
 
 
 def _factor(before: Estimate, after: Estimate | None) -> float | None:
     if before.step is None or after is None or after.step is None:
         return None
     return after.step.seconds / before.step.seconds
-
-
-def _mildest(knob: Knob, fits: Callable[[Change], bool]) -> Change:
-    """Return the mildest change that fits, as the last one does."""
-    return knob[bisect.bisect_left(range(len(knob) - 1), True, key=lambda at: fits(knob[at]))]
 
 
 def cannot_fit(case: Case, facts: ActivationFacts) -> bool:

@@ -18,12 +18,7 @@ from offload.planning.step.step_time import estimate_step
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.result import Estimate, InferenceEstimate, active_numel
 from offload.tools.memest.estimate.shortfalls import baseline_note, run_shortfalls
-from offload.tools.memest.generation import (
-    CacheShape,
-    Generation,
-    GenerationFacts,
-    generation_facts,
-)
+from offload.tools.memest.generation import CacheShape, generation_facts
 from offload.zero.groups.model_shape import ModelShape
 
 # transformers with a tokenizer and `generate`, beside what training takes: 141 MiB in two runs of
@@ -75,7 +70,7 @@ class Estimator:
             held = generation.batch * itemsize * cache.kept_numel(generation.context)
             token = itemsize * cache.token_numel
         if case.timed and case.speeds is not None and best.step is not None:
-            facts = self._generation(case, best.config, generation).prefill
+            facts = self._pass(case, best.config, generation.prefill, trains=False)
             prefill = estimate_step(
                 best.plan, best.config, planned.model, facts, generation.prefill, case.speeds
             )
@@ -86,13 +81,9 @@ class Estimator:
         code is not known."""
         if not case.source.has_graph:
             return NOTHING
-        if case.generation is not None:
-            return self._generation(case, config, case.generation).peak
-        return self._pass(case, config, case.workload, trains=True)
-
-    def _generation(
-        self, case: Case, config: OffloadConfig, generation: Generation
-    ) -> GenerationFacts:
+        generation = case.generation
+        if generation is None:
+            return self._pass(case, config, case.workload, trains=True)
         prefill, decode = (
             self._pass(case, config, each, trains=False)
             for each in (generation.prefill, generation.decode)
@@ -105,7 +96,7 @@ class Estimator:
         self, case: Case, config: OffloadConfig, workload: Workload, *, trains: bool
     ) -> ActivationFacts:
         """One pass, found once per kind of pass and workload."""
-        source, device = case.source, _device(case)
+        source, device = case.source, "cuda" if case.profile.gpu_nbytes else "cpu"
         checkpoint = config.placement.activations.checkpoint if trains else None
         work = workload.batch, workload.sequence
         key = source.fingerprint, config.precision, checkpoint, work, device
@@ -124,10 +115,6 @@ class Estimator:
             baseline,
         )  # fmt: skip
         return plan_run(case.config, case.shape, case.hardware, run, traced=case.source.has_graph)
-
-
-def _device(case: Case) -> str:
-    return "cuda" if case.profile.gpu_nbytes else "cpu"
 
 
 def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from offload.config import OffloadConfig
 from offload.planning.plan.estimate import MemoryEstimate, Shortfall, StepEstimate, Workload
 from offload.planning.plan.plan import Plan
-from offload.planning.step.representatives import Table, tables_of
+from offload.planning.step.representatives import tables_of
 from offload.tools.memest.generation import Generation
 from offload.zero.groups.model_shape import ModelShape
 
@@ -97,10 +97,6 @@ def active_numel(model: ModelShape) -> int:
     idle = 0
     for table in tables_of(model):
         if chosen is not None and chosen < table.experts:
-            idle += _numel(model, table) * (table.experts - chosen) // table.experts
+            numel = table.ep_size * sum(model.groups[index].numel for index in table.indices)
+            idle += numel * (table.experts - chosen) // table.experts
     return model.numel_of_all_ranks - idle
-
-
-def _numel(model: ModelShape, table: Table) -> int:
-    """The parameters of a table on all ranks."""
-    return table.ep_size * sum(model.groups[index].numel for index in table.indices)

@@ -16,14 +16,6 @@ TERA = 1e12
 
 
 @dataclass(frozen=True)
-class LinkPart:
-    """A connection of a GPU to its host."""
-
-    name: str
-    bytes_per_s: float
-
-
-@dataclass(frozen=True)
 class GpuPart:
     """One GPU. `flops_per_s`: dense matrix products by precision of their inputs."""
 
@@ -31,7 +23,7 @@ class GpuPart:
     nbytes: int
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
-    link: LinkPart
+    link_bytes_per_s: float  # to its host
     host: tuple[str, float]  # the usual machine around it, and its RAM's bytes per second
     source: str
 
@@ -50,10 +42,8 @@ class SsdPart:
 
 
 # PCI-SIG: 8, 16, 32 GT/s x 16 lanes, 128b/130b encoding; GH200's data sheet: 900 GB/s both ways.
-PCIE3 = LinkPart("PCIe 3.0 x16", 15.75 * GB)
-PCIE4 = LinkPart("PCIe 4.0 x16", 31.5 * GB)
-PCIE5 = LinkPart("PCIe 5.0 x16", 63.0 * GB)
-NVLINK_C2C = LinkPart("NVLink-C2C", 450.0 * GB)
+PCIE3, PCIE4, PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB  # x16
+NVLINK_C2C = 450.0 * GB
 
 # JEDEC transfer rate x 8 bytes x channels; of Grace the data sheet's.
 DESKTOP_DDR4 = ("desktop, DDR4-3200 x 2", 51.2 * GB)
@@ -65,7 +55,7 @@ GRACE = ("Grace, LPDDR5X", 512.0 * GB)
 
 
 def _gpu(
-    name: str, mib: int, tflops: tuple[float, float], gb_per_s: float, link: LinkPart,
+    name: str, mib: int, tflops: tuple[float, float], gb_per_s: float, link: float,
     host: tuple[str, float], source: str, *, bf16: bool = True,
 ) -> GpuPart:  # fmt: skip
     """Create a GPU; `tflops`: of fp32 (without TF32, PyTorch's default) and of 16-bit inputs."""

@@ -129,7 +129,7 @@ class HardwareProfile:
         if gpu is None or not self.ram_bytes_per_s:
             return None
         ranks = self.ranks_per_node
-        crossing = gpu.link.bytes_per_s * LINK_SHARE
+        crossing = gpu.link_bytes_per_s * LINK_SHARE
         return Speeds(
             name=self.text,
             gpu=True,

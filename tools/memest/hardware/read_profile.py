@@ -8,13 +8,13 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from offload.config.suggestions import suggestion
 from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes, parse_bytes
-from offload.tools.memest.hardware.parts import GEN4, GPUS, SSDS, TB, GpuPart
+from offload.tools.memest.hardware.parts import GEN4, GPUS, SSDS, TB, GpuPart, SsdPart
 from offload.tools.memest.hardware.profiles import HardwareProfile
 
 _QUERY_TIMEOUT_S = 30.0
@@ -191,12 +191,7 @@ def with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile
     return replace(profile, nvme_nbytes=nbytes, ssds=(drive,), notes=(*profile.notes, note))
 
 
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-_Part = TypeVar("_Part", bound=Named)
+_Part = TypeVar("_Part", GpuPart, SsdPart)
 
 
 def find_part(text: str, parts: Iterable[_Part]) -> _Part | None:
@@ -217,7 +212,7 @@ def plain_name(name: str) -> str:
     return kept
 
 
-def _unknown(text: str, parts: Sequence[Named]) -> str:
+def _unknown(text: str, parts: Sequence[GpuPart] | Sequence[SsdPart]) -> str:
     names = [part.name for part in parts]
     return f"no such part{suggestion(text, names)}; or write a size like 24GiB"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import metadata
 from pathlib import Path
@@ -73,11 +73,6 @@ class ModelSource:
     def is_pretrained(self) -> bool:
         """Whether it has weights already: a folder or a file of a hub describes it."""
         return self.kind in (SourceKind.CONFIGURATION, SourceKind.SAFETENSORS)
-
-    def without_graph(self, reason: str) -> ModelSource:
-        """Return the same states of a model whose code cannot be followed, for `reason`."""
-        note = f"activations are not counted, and there are no times: {reason}"
-        return replace(self, build=None, notes=(*self.notes, note))
 
     def activations(
         self, config: OffloadConfig, workload: Workload, device: str, *, trains: bool = True

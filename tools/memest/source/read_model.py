@@ -77,7 +77,10 @@ def read_file(path: Path, blocks: Sequence[str]) -> ModelSource:
 
 def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
     """Return the model of a folder: from its config.json, else from its safetensors files."""
-    names = _names_in(path)
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be listed: {error.strerror}") from None
     if "config.json" in names:
         return _read_json_file(path / "config.json", blocks)
     weights = _weights_in(path, blocks)
@@ -89,13 +92,6 @@ def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
         f"{path}: has neither config.json nor safetensors files ({said}); "
         "put the model's config.json there, or name another source"
     )
-
-
-def _names_in(folder: Path) -> set[str]:
-    try:
-        return {entry.name for entry in folder.iterdir()}
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be listed: {error.strerror}") from None
 
 
 def _weights_in(folder: Path, blocks: Sequence[str]) -> ModelSource | None:
@@ -235,16 +231,16 @@ def _from_weights(files: Sequence[Path], path: Path, blocks: Sequence[str]) -> M
     from offload.zero.groups.parameter_grouping import group_parameters
 
     tensors = stored_tensors(files)
-    named = model_of_names(tensors)
-    shape = group_parameters(named.model).shape()
+    model, buffers = model_of_names(tensors)
+    shape = group_parameters(model).shape()
     if shape.numel == 0:
         formats = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
         raise ConfigError(f"{path}: holds no trainable weights: {formats or 'it is empty'}")
     notes = ["groups are told from the names of the weights"]
     if blocks:
         notes.append(f"groups.blocks ({', '.join(blocks)}) needs the model's classes: left aside")
-    if named.buffers:
-        notes.append(f"{len(named.buffers)} buffers are not counted, {named.buffers[0]} is one")
+    if buffers:
+        notes.append(f"{len(buffers)} buffers are not counted, {buffers[0]} is one")
     fixed = sum(math.prod(t.shape) for t in tensors.values() if not is_trainable(t))
     if fixed:
         notes.append(f"{fixed:,} elements are quantized or integers and not trained")

@@ -9,7 +9,6 @@ is tied here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -30,16 +29,9 @@ _BUFFERS = (
 )
 
 
-@dataclass(frozen=True)
-class NamedWeights:
-    """A model on the meta device, derived from names, and the names that belong to none."""
-
-    model: nn.Module
-    buffers: tuple[str, ...]  # names taken for buffers
-
-
-def model_of_names(tensors: Mapping[str, Stored]) -> NamedWeights:
-    """Return modules by dotted names, in the order in which a model would have them."""
+def model_of_names(tensors: Mapping[str, Stored]) -> tuple[nn.Module, list[str]]:
+    """Return a model on the meta device, whose modules are derived from dotted names, in the order
+    in which a model would have them; and the names that are taken for buffers."""
     root = nn.Module()
     buffers = []
     for name, tensor in sorted(tensors.items(), key=lambda item: _order(item[0])):
@@ -51,20 +43,17 @@ def model_of_names(tensors: Mapping[str, Stored]) -> NamedWeights:
         for part in path:
             # not add_module, which refuses the names of a module's own attributes
             module = module._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-        module._parameters[last] = _param(tensor)
-    return NamedWeights(_with_lists(root), tuple(buffers))
+        is_trained = is_trainable(tensor)
+        dtype = torch.float32 if is_trained else torch.uint8
+        values = torch.empty(tensor.shape, dtype=dtype, device=torch.device("meta"))
+        module._parameters[last] = nn.Parameter(values, requires_grad=is_trained)
+    return _with_lists(root), buffers
 
 
 def is_trainable(tensor: Stored) -> bool:
     """Whether a tensor is real floating point of at least 16 bits; others are quantized, an index
     or complex."""
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-
-
-def _param(tensor: Stored) -> nn.Parameter:
-    dtype = torch.float32 if is_trainable(tensor) else torch.uint8
-    values = torch.empty(tensor.shape, dtype=dtype, device=torch.device("meta"))
-    return nn.Parameter(values, requires_grad=is_trainable(tensor))
 
 
 def _is_buffer(name: str, tensor: Stored) -> bool:
