@@ -241,12 +241,6 @@ class EngineModule(nn.Module):
         return 1.0 if scale is None else scale.scale
 
     # ---------------------------------------------------------------- states
-    def manages(self, param: nn.Parameter) -> bool:
-        """Whether a parameter trains through this engine, while it is open."""
-        if self.offload.is_closed:
-            return False
-        return self.offload.store.spec_of(param) is not None
-
     def save_checkpoint(
         self, save_dir: StrPath, tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None, save_latest: bool = True,
@@ -319,4 +313,5 @@ class EngineModule(nn.Module):
 
 def engine_of(param: nn.Parameter) -> EngineModule | None:
     """Return the open engine that a parameter trains through; None if there is none."""
-    return next((engine for engine in list(_ENGINES) if engine.manages(param)), None)
+    opened = (each for each in list(_ENGINES) if not each.offload.is_closed)
+    return next((each for each in opened if each.offload.store.spec_of(param) is not None), None)

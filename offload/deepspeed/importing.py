@@ -75,7 +75,10 @@ def import_checkpoint(
     further name, if the checkpoint does not say so. Raise CheckpointError or ConfigError, with
     nothing written, if it is no such checkpoint.
     """
-    folder = _tag_of(source)
+    if not source.is_dir():
+        raise NoCheckpointError(f"{source}: there is no such folder")
+    tag = last_tag(source)
+    folder = source if tag is None else source / tag
     with _as_deepspeed_writes(folder):
         saved = ZeroCheckpoint(folder)
         reader = _Importer(saved, kind, dict(tied or {}))
@@ -102,13 +105,6 @@ def _as_deepspeed_writes(folder: Path) -> Iterator[None]:
             f"{folder} is no checkpoint as DeepSpeed writes them ({type(error).__name__}: "
             f"{plain(' '.join(str(error)[:400].split()), 200)})"
         ) from error
-
-
-def _tag_of(source: Path) -> Path:
-    if not source.is_dir():
-        raise NoCheckpointError(f"{source}: there is no such folder")
-    tag = last_tag(source)
-    return source if tag is None else source / tag
 
 
 class _Importer:
@@ -159,27 +155,55 @@ class _Importer:
 
     # ---------------------------------------------------------------- writing
     def write(self, folder: Path) -> None:
-        """Write every file, the manifest last."""
-        made = _Composer(folder, self._manifest, self._format)
-        self._write_parameters(made)
-        made.write_tensors(BUFFERS, self._manifest.buffers, self._saved.buffers.values())
-        if self._run_tensors:
-            made.write_tensors(RUN, self._run.tensors, self._run_tensors)
-        made.finish()
-
-    def _write_parameters(self, made: _Composer) -> None:
+        """Write every file, the manifest last. Every parameter has a group of its own, which loads
+        into any grouping."""
+        numel = sum(int(np.prod(record.shape)) for record in self._manifest.parameters)
+        files = CheckpointWriter(folder, self._manifest, 16 * numel)
         fields = {field: self._saved.tensors(field) for field in self._format.states}
         for param, master in self._saved.tensors("master"):
             states = {}
             for field, values in fields.items():
                 other, states[field] = next(values)
                 assert other == param, "all fields are in the order of the groups"
-            weight = master.reshape(-1).to(self._saved.dtype)
-            own = None if self._format.master is Master.NONE else master
-            made.add_trained(self._params[param], weight, states, own)
+            self._write_trained(files, self._params[param], master, states)
         for param in self._saved.frozen:
             value = self._saved.frozen_value(param).to(self._saved.dtype)
-            made.add_weight(self._params[param], value)
+            self._write_weight(files, self._params[param], value)
+        files.write_tensors(BUFFERS, self._manifest.buffers, self._saved.buffers.values())
+        if self._run_tensors:
+            files.write_tensors(RUN, self._run.tensors, self._run_tensors)
+        files.finish()
+
+    def _write_trained(
+        self, files: CheckpointWriter, record: ParameterRecord, master: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Write a parameter, its states and, if the format has one, its master (all in fp32), from
+        which a `low` is made, and the weight with it."""
+        kept, numel = self._format, master.numel()
+        arrays = kept.arrays(torch.zeros(kept.nbytes(numel), dtype=torch.uint8), numel)
+        for field in kept.states:
+            kept.write_state(arrays, field, slice(0, numel), _flat(states[field]))
+        weight = master.reshape(-1).to(self._saved.dtype)
+        if "low" in arrays:
+            high = np.empty(numel, dtype=np.uint16)
+            split_master(_flat(master), high, arrays["low"])
+            weight = torch.from_numpy(high.view(np.int16)).view(torch.bfloat16)
+        elif "master" in arrays:
+            arrays["master"][:] = _flat(master)
+        self._write_weight(files, record, weight)
+        name, fields = f"{OPTIMIZER}/{record.group:03d}.safetensors", fields_of(kept)
+        file = files.open(name, optimizer_sections([record], fields), {"group": record.names[0]})
+        for field in fields:
+            if arrays[field].size:
+                file.append(f"{record.names[0]}.{field}", arrays[field].view(np.uint8).data)
+        files.close(name, file)
+
+    @staticmethod
+    def _write_weight(
+        files: CheckpointWriter, record: ParameterRecord, value: torch.Tensor
+    ) -> None:
+        files.write_tensors(f"{PARAMETERS}/{record.group:03d}.safetensors", [record], [value])
 
     def _new_manifest(self) -> Manifest:
         about = self._saved.about
@@ -210,49 +234,6 @@ class _Importer:
         )  # fmt: skip
 
 
-class _Composer(CheckpointWriter):
-    """Writes a checkpoint without an engine. Every parameter has a group of its own, which loads
-    into any grouping."""
-
-    def __init__(self, folder: Path, manifest: Manifest, kept: RecordFormat) -> None:
-        numel = sum(int(np.prod(record.shape)) for record in manifest.parameters)
-        super().__init__(folder, manifest, 16 * numel)
-        self._kept = kept
-
-    def add_trained(
-        self, record: ParameterRecord, weight: torch.Tensor, states: Mapping[str, torch.Tensor],
-        master: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        """Add a parameter, its states and, if the format has one, its master (all in fp32), from
-        which a `low` is made, and the weight with it."""
-        numel = weight.numel()
-        arrays = self._kept.arrays(torch.zeros(self._kept.nbytes(numel), dtype=torch.uint8), numel)
-        whole = slice(0, numel)
-        for name in self._kept.states:
-            self._kept.write_state(arrays, name, whole, _flat(states[name]))
-        if master is not None and "low" in arrays:
-            high = np.empty(numel, dtype=np.uint16)
-            split_master(_flat(master), high, arrays["low"])
-            weight = torch.from_numpy(high.view(np.int16)).view(torch.bfloat16)
-        elif master is not None:
-            arrays["master"][:] = _flat(master)
-        self.add_weight(record, weight)
-        self._add_fields(record, arrays)
-
-    def _add_fields(self, record: ParameterRecord, arrays: Mapping[str, Array]) -> None:
-        name = f"{OPTIMIZER}/{record.group:03d}.safetensors"
-        fields = fields_of(self._kept)
-        file = self.open(name, optimizer_sections([record], fields), {"group": record.names[0]})
-        for field in fields:
-            if arrays[field].size:
-                file.append(f"{record.names[0]}.{field}", arrays[field].view(np.uint8).data)
-        self.close(name, file)
-
-    def add_weight(self, record: ParameterRecord, value: torch.Tensor) -> None:
-        """Add a parameter without states."""
-        self.write_tensors(f"{PARAMETERS}/{record.group:03d}.safetensors", [record], [value])
-
-
 def _flat(value: torch.Tensor) -> Array:
     flat: Array = np.ascontiguousarray(value.detach().float().reshape(-1).numpy())
     return flat
@@ -269,11 +250,8 @@ def _numbers_of(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
         plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
         if key in KINDS[kind].defaults or isinstance(plain, str | int | float):
             numbers[key] = plain
-    return {**{k: _listed(v) for k, v in KINDS[kind].defaults.items()}, **numbers}
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    defaults = KINDS[kind].defaults.items()
+    return {**{k: list(v) if isinstance(v, tuple) else v for k, v in defaults}, **numbers}
 
 
 def _kind_of(saved: ZeroCheckpoint) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from offload.config import OffloadConfig
@@ -154,15 +155,12 @@ def migrate(source: Mapping[str, Any], ranks: int | None = None) -> Migration:
     if isinstance(old, bool):  # as in DeepSpeed's first tutorials
         source = {**source, "zero_optimization": {"stage": int(old)}}
     _look_up("", source, made, problems)
-    for step in (_precision, _zero, _placement, _optimizer, _schedule, _clipping):
+    batches = partial(_batches, ranks=ranks)
+    for step in (_precision, _zero, _placement, _optimizer, _schedule, _clipping, batches):
         try:
             step(made)
         except ConfigError as error:
             problems.append(str(error))
-    try:
-        _batches(made, ranks)
-    except ConfigError as error:
-        problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     if made.ignored:
@@ -193,7 +191,11 @@ def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems:
         canonical = ALSO.get(canonical, canonical)
         name = canonical.rpartition(".")[2]
         if name in inner:
-            problems += filter(None, [_take_section(canonical, value, made)])
+            is_auto = value == AUTO and "." in canonical  # sections at the top are never auto
+            if not isinstance(value, Mapping) and value is not None and not is_auto:
+                problems.append(f"{canonical}: expected keys and values, found {value!r}")
+                continue
+            made.said[canonical] = value
             if isinstance(value, Mapping) and canonical != _SCHEDULE:
                 _look_up(canonical, value, made, problems)
         elif name in mapped:
@@ -207,15 +209,6 @@ def _look_up(section: str, values: Mapping[str, Any], made: Migration, problems:
             problems.append(f"{path}: {_shown(value)} is not supported")
         else:
             made.ignored.append(path)
-
-
-def _take_section(path: str, value: Any, made: Migration) -> str | None:
-    """Note a section; return an error message if it is none. Those at the top are never auto."""
-    is_auto = value == AUTO and "." in path
-    if not isinstance(value, Mapping) and value is not None and not is_auto:
-        return f"{path}: expected keys and values, found {value!r}"
-    made.said[path] = value
-    return None
 
 
 def _take(path: str, canonical: str, key: Key, value: Any, made: Migration) -> str | None:

@@ -111,7 +111,7 @@ class ZeroCheckpoint:
     def state_names(self) -> set[str]:
         """The names of the optimizer's states, without `step`."""
         states = self._state_dict(0)["state"].values()
-        return {k for s in states for k, v in s.items() if _is_flat(v)}
+        return {k for s in states for k, v in s.items() if isinstance(v, torch.Tensor) and v.dim()}
 
     @cached_property
     def steps(self) -> int:
@@ -201,10 +201,6 @@ class _Joined:
 
 def _rank_of(path: Path) -> int:
     return int(path.name.partition("pp_rank_")[2].partition("_")[0] or 0)
-
-
-def _is_flat(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _number(value: Any, folder: Path) -> int:
