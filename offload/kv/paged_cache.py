@@ -8,7 +8,6 @@ called with it: `DynamicCache` and `EncoderDecoderCache` stay what they are, and
 
 from __future__ import annotations
 
-import abc
 import itertools
 import weakref
 from collections.abc import Callable
@@ -89,10 +88,10 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         return self._update(key_states, value_states)
 
-    @abc.abstractmethod
     def _update(
         self, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pages.extend(keys, values)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens so far, including those outside of a window."""
@@ -106,7 +105,7 @@ class _Paged(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens. (transformers' own dynamic layers keep as many, of zeros.)"""
-        self._pages.clear()
+        self._pages.drop_last(self._pages.length)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self.get_seq_length() > 0:
@@ -132,11 +131,6 @@ class PagedLayer(_Paged, DynamicLayer):  # type: ignore[misc]
     def __init__(self, store: KVStore, name: str) -> None:
         DynamicLayer.__init__(self)
         self._own(store, name)
-
-    def _update(
-        self, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._pages.extend(keys, values)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Crop as `DynamicLayer.crop` does: a positive number is the length to crop to."""

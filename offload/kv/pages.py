@@ -184,10 +184,6 @@ class KVPages:
             self._number()
         self.length, self._filled = left, rest
 
-    def clear(self) -> None:
-        """Forget all tokens."""
-        self.drop_last(self.length)
-
     @interrupted_in_waits
     def select(self, rows: torch.Tensor) -> None:
         """Let the batch be as many of its `rows`, which may repeat: their numbers (1D)."""

@@ -88,7 +88,9 @@ class _Moved:
                 return exact
             rounded = True  # what is cast to a wider format shows what was lost before
         args, kwargs = pytree.tree_map(
-            lambda value: value.read(rounded=rounded) if _is_source(value) else value,
+            lambda value: value.read(rounded=rounded)
+            if isinstance(value, Stored | Matrix | _Moved)
+            else value,
             (self.args, self.kwargs),
         )  # fmt: skip
         made: Any = self.func(*args, **kwargs)
@@ -133,7 +135,12 @@ def _row_of_moved(moved: _Moved, number: int) -> Source | None:
         for each in of:
             count = 1 if name == "stack" else each.shape[0]
             if number < count:
-                return _cast(each if name == "stack" else _row(each, number), moved.dtype)
+                row = each if name == "stack" else _row(each, number)
+                # tensors of narrower formats are cast
+                return row if row.dtype == moved.dtype else _Moved(
+                    aten._to_copy.default, (row,), {"dtype": moved.dtype}, None, moved.dtype,
+                    row.shape,
+                )  # fmt: skip
             number -= count
     if name == "transpose":
         dims = [dim % ndim for dim in rest]
@@ -146,17 +153,6 @@ def _row_of_moved(moved: _Moved, number: int) -> Source | None:
         if dim:
             return made(moved.func, _row(of, number), *rest[:at], dim - 1, *rest[at + 1 :])
     return None
-
-
-def _cast(source: Source, dtype: torch.dtype) -> Source:
-    """Return the source cast to `dtype`, as `cat` and `stack` cast tensors of narrower formats."""
-    if source.dtype == dtype:
-        return source
-    return _Moved(aten._to_copy.default, (source,), {"dtype": dtype}, None, dtype, source.shape)
-
-
-def _is_source(value: object) -> bool:
-    return isinstance(value, Stored | Matrix | _Moved)
 
 
 def _loses_bits(before: torch.dtype, after: torch.dtype) -> bool:
@@ -246,7 +242,8 @@ class LazyTensor(torch.Tensor):
         if _moves(func, args, kwargs):
             return _moved(func, args, kwargs)
         _refuse_writes(func, args, kwargs)
-        return func(*pytree.tree_map(_value_of, args), **pytree.tree_map(_value_of, kwargs))
+        args, kwargs = pytree.tree_map_only(LazyTensor, LazyTensor.value, (args, kwargs))
+        return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyTensor({tuple(self.shape)}, {self.dtype}, not loaded yet)"
@@ -276,8 +273,9 @@ def _moves(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-    shapes = func(*pytree.tree_map(_meta_of, args), **pytree.tree_map(_meta_of, kwargs))
-    inputs, others = pytree.tree_map(_source_of, (args, kwargs))
+    metas = pytree.tree_map_only(LazyTensor, lambda each: each.like, (args, kwargs))
+    shapes = func(*metas[0], **metas[1])
+    inputs, others = pytree.tree_map_only(LazyTensor, lambda each: each.source, (args, kwargs))
 
     def made(shape: torch.Tensor, number: int | None) -> LazyTensor:
         if func is aten.select.int and args[1] == 0:
@@ -312,18 +310,6 @@ def _set_data(tensor: LazyTensor, new: torch.Tensor) -> None:
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
     vars(other).update((k, v) for k, v in vars(tensor).items() if k not in _OWN_ATTRIBUTES)
     _swap(tensor, other)
-
-
-def _meta_of(value: Any) -> Any:
-    return value.like if isinstance(value, LazyTensor) else value
-
-
-def _source_of(value: Any) -> Any:
-    return value.source if isinstance(value, LazyTensor) else value
-
-
-def _value_of(value: Any) -> Any:
-    return value.value() if isinstance(value, LazyTensor) else value
 
 
 # -------------------------------------------------------------------------------- in a model

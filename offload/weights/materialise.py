@@ -70,11 +70,6 @@ class Entry:
         return self.owners[0].name
 
     @property
-    def is_alone(self) -> bool:
-        """Whether one module has it."""
-        return len(self.owners) + len(self.tied) == 1
-
-    @property
     def has_nan(self) -> bool:
         return self.tensor.is_floating_point() or self.tensor.is_complex()
 
@@ -200,7 +195,9 @@ class MetaInitialiser:
         model does not say which of them initialised it."""
         first, *others = entry.owners
         values = self._of_module(first.module, first.module)
-        made = {e: value for e, value in values.items() if e is entry or e.is_alone}
+        made = {
+            e: value for e, value in values.items() if e is entry or len(e.owners + e.tied) == 1
+        }
         for other in others:
             again = self._of_module(other.module, first.module)[entry]
             if not torch.equal(again, made[entry]):
@@ -209,7 +206,7 @@ class MetaInitialiser:
                     "would initialise it in different ways: it is not known which one the model "
                     f"began with; {_REMEDY}"
                 )
-        _refuse_unwritten([e for e, value in made.items() if _has_nan(value)])
+        _refuse_unwritten([e for e, v in made.items() if v.sum().isnan() and v.isnan().any()])
         _refuse_otherwise([e for e in made if not self._accounts_for(e)])
         return made
 
@@ -305,25 +302,19 @@ def _entry(tensor: torch.Tensor, *, is_parameter: bool, is_meta: bool) -> Entry:
             "a model of DTensors is on the meta device, or a part of it is; build it on the CPU, "
             "or call parallelize_module on a model that has its values"
         )
-    entry = Entry(tensor, is_parameter, is_meta, tensor._version, _meta_like(tensor))
-    entry.twin = entry.like(entry.twin)
+    if tensor.layout is torch.strided and tensor.is_contiguous():
+        # empty_like imports symbolic shapes for a tensor on the meta device, and sympy with them
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("meta"))
+    else:
+        twin = torch.empty_like(tensor, device="meta", requires_grad=False)
+    entry = Entry(tensor, is_parameter, is_meta, tensor._version, twin)
+    entry.twin = entry.like(twin)
     return entry
-
-
-def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return torch.empty_like(tensor, device="meta", requires_grad=False)
-    # empty_like imports symbolic shapes for a tensor on the meta device, and sympy with them
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("meta"))
 
 
 def _filled(entry: Entry, fill: int) -> torch.Tensor:
     value = float("nan") if entry.has_nan else fill
     return torch.full(entry.twin.shape, value, dtype=entry.twin.dtype, device="cpu")
-
-
-def _has_nan(value: torch.Tensor) -> bool:
-    return bool(value.sum().isnan()) and bool(value.isnan().any())
 
 
 # ---------------------------------------------------------------- calls

@@ -144,11 +144,16 @@ def experts_forward(
     rows = _rows(hidden_states, order // K)  # [S, D]
     experts, counts = torch.unique_consecutive(ids, return_counts=True)
     used = [expert for expert in experts.tolist() if expert < settings.num_experts]
-    _check(used)
+    if used and used[0] < 0:
+        raise UnsupportedError(
+            f"tokens are routed to expert {used[0]}: experts have numbers from 0, and those from "
+            "num_experts on are of other ranks; give what goes to no expert the number num_experts"
+        )
     # the default gives zeros as gradients where no expert has tokens: let one of them have those
     none = [] if used or not torch.is_grad_enabled() else [0]
     attached.weights.announce([*used, *none])
-    *parts, rest = rows.split(_sizes(counts.tolist(), len(used)))
+    sizes = counts.tolist()
+    *parts, rest = rows.split([*sizes[: len(used)], sum(sizes[len(used) :])])  # of no expert here
     done = 0  # pairs
     outputs = []
     for expert, part, count in zip(used, parts, counts.to(torch.int32), strict=False):
@@ -169,19 +174,6 @@ def experts_forward(
     back[order] = torch.arange(len(order), device=order.device)
     summed = weighted[back].view(T, K, hidden_states.size(-1)).sum(dim=1)
     return summed.to(hidden_states.dtype)
-
-
-def _check(used: Sequence[int]) -> None:
-    if used and used[0] < 0:
-        raise UnsupportedError(
-            f"tokens are routed to expert {used[0]}: experts have numbers from 0, and those from "
-            "num_experts on are of other ranks; give what goes to no expert the number num_experts"
-        )
-
-
-def _sizes(counts: list[int], used: int) -> list[int]:
-    """Return the number of rows of each expert, and of those of no expert here."""
-    return [*counts[:used], sum(counts[used:])]
 
 
 def _expert(

@@ -12,7 +12,6 @@ holds for every rank is said of an expert's place: its number on the first rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -22,12 +21,6 @@ from offload.zero.groups.model_shape import GroupShape
 from offload.zero.groups.parameter_grouping import ep_size_of, managed
 
 
-@dataclass(frozen=True)
-class _Table:
-    first: int  # the number of this rank's first expert
-    here: int  # experts of a rank
-
-
 class SpreadExperts:
     """Names of a model's experts on each rank. Without any, `ep_size` is 1 and names are as they
     are."""
@@ -35,7 +28,8 @@ class SpreadExperts:
     def __init__(self, model: nn.Module) -> None:
         """Raises UnsupportedError for experts that cannot be trained so."""
         self.ep_size = 1
-        self._tables: dict[str, _Table] = {}  # by the prefix of their experts' names
+        # by the prefix of their experts' names: the number of this rank's first one, and how many
+        self._tables: dict[str, tuple[int, int]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             if ep_size_of(module) > 1:
                 self._add(name, module)
@@ -54,7 +48,7 @@ class SpreadExperts:
             )
         self.ep_size = module.ep_size
         prefix = f"{name}." if name else ""
-        self._tables[prefix] = _Table(module.first, len(module))
+        self._tables[prefix] = module.first, len(module)
 
     def _check_all_in_lists(self, model: nn.Module) -> None:
         """Refuse experts' tensors that the engine does not move: checkpoints hold one rank's."""
@@ -64,7 +58,7 @@ class SpreadExperts:
             for name, param in model.named_parameters(remove_duplicate=False) if not managed(param)
         ]  # fmt: skip
         for name, kind in others:
-            if self._table_of(name) is not None:
+            if self._prefix_of(name) is not None:
                 raise UnsupportedError(
                     f"{name} is a {kind} of an expert, and experts that are spread over "
                     f"{self.ep_size} ranks have trainable tensors alone; keep it outside of the "
@@ -82,11 +76,11 @@ class SpreadExperts:
                 "spread over all ranks of the world, each of which has to have data of its own; "
                 "set ep_size=1, or leave tensor parallelism out"
             )
-        for prefix, table in self._tables.items():
-            first = rank % self.ep_size * table.here
-            if table.first != first or ranks % self.ep_size:
+        for prefix, (first_here, here) in self._tables.items():
+            first = rank % self.ep_size * here
+            if first_here != first or ranks % self.ep_size:
                 raise ConfigError(
-                    f"{prefix}{table.first} is the first expert on rank {rank} of {ranks} with "
+                    f"{prefix}{first_here} is the first expert on rank {rank} of {ranks} with "
                     f"ep_size {self.ep_size}, and has to be {first}; build the model on each rank"
                 )
 
@@ -94,29 +88,29 @@ class SpreadExperts:
         """Raise UnsupportedError for experts that would be averaged with those of other ranks."""
         for group in groups:
             for param in group.params:
-                if group.ep_size == 1 and self._table_of(param.name) is not None:
+                if group.ep_size == 1 and self._prefix_of(param.name) is not None:
                     raise UnsupportedError(
                         f"{param.name} is of experts that are spread over {self.ep_size} ranks, "
                         "and cannot be a group of its own; give offload.initialize the model "
                         "around the list of experts"
                     )
 
-    def _table_of(self, name: str) -> tuple[str, _Table] | None:
-        for prefix, table in self._tables.items():
+    def _prefix_of(self, name: str) -> str | None:
+        for prefix in self._tables:
             if name.startswith(prefix) and name[len(prefix) :].split(".", 1)[0].isdecimal():
-                return prefix, table
+                return prefix
         return None
 
     def name_on(self, rank: int, name: str) -> str:
         """Return the name, on another rank, of the expert at the same place as `name` here."""
-        entry = self._table_of(name)
-        if entry is None:
+        prefix = self._prefix_of(name)
+        if prefix is None:
             return name
-        prefix, table = entry
+        first, here = self._tables[prefix]
         number, dot, rest = name[len(prefix) :].partition(".")
-        return f"{prefix}{int(number) - table.first + rank * table.here}{dot}{rest}"
+        return f"{prefix}{int(number) - first + rank * here}{dot}{rest}"
 
     def owners(self, name: str) -> range:
         """Return the ranks with a parameter of their own at this one's place; only the first one if
         all have the same."""
-        return range(1 if self._table_of(name) is None else self.ep_size)
+        return range(1 if self._prefix_of(name) is None else self.ep_size)

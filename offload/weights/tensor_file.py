@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,32 +19,10 @@ from offload.zero.groups.bits import DTYPES
 _PIECE_NUMEL = 1 << 22
 
 
-class TensorFile:
-    """An open safetensors file. It keeps the contents that it had when it was opened, even if
-    another file takes its name."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if it is no safetensors file."""
-        try:
-            file = OpenFile(path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
-        self._file = file
-        self.tensors: dict[str, StoredTensor] = parse_header(
-            lambda offset, buffer: file.read_all(buffer, offset),
-            file.status().st_size, path.name, str(path),
-        )  # fmt: skip
-
-    def read_into(self, tensor: StoredTensor, start_bytes: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the tensor's bytes from `start_bytes` on. Raises CheckpointError if
-        the file ends before that, or StorageError."""
-        self._file.read_all(buffer, tensor.offset_bytes + start_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor that is in a file as it is. `read_into` is that of its `TensorFile`, or of the
-    reader of its checkpoint, which compares what it reads with its hash."""
+    """A tensor that is in a file as it is. `read_into(tensor, start_bytes, buffer)` is that of its
+    file, or of the reader of its checkpoint, which compares what it reads with its hash."""
 
     path: Path
     read_into: Callable[[StoredTensor, int, memoryview], None]
@@ -89,15 +68,28 @@ class Stored:
 
 
 def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
-    """Return every tensor of safetensors files. Raises CheckpointError if two share a name."""
+    """Return every tensor of safetensors files. They keep the contents that a file had when it was
+    opened, even if another one takes its name. Raises CheckpointError if a file is none of these,
+    or if two share a name."""
     stored: dict[str, Stored] = {}
     for path in files:
-        file = TensorFile(path)
-        for name, tensor in file.tensors.items():
+        try:
+            file = OpenFile(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
+        tensors = parse_header(
+            lambda offset, buffer, file=file: file.read_all(buffer, offset),  # type: ignore[misc]
+            file.status().st_size, path.name, str(path),
+        )  # fmt: skip
+        for name, tensor in tensors.items():
             if name in stored:
                 raise CheckpointError(f"{name} is in {stored[name].path} and in {path}; remove one")
-            stored[name] = Stored(path, file.read_into, tensor)
+            stored[name] = Stored(path, partial(_read_into, file), tensor)
     return stored
+
+
+def _read_into(file: OpenFile, tensor: StoredTensor, start_bytes: int, buffer: memoryview) -> None:
+    file.read_all(buffer, tensor.offset_bytes + start_bytes)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -105,7 +105,10 @@ class BackgroundSave:
         saver = Saver(engine, run, snapshots)
         folder = held.enter_context(PendingFolder(path))
         saver.begin(folder.path)
-        fixed = _fixed(saver, snapshots)
+        fixed = [  # they might be changed in place
+            number for number, saved in enumerate(saver.saved)
+            if not all(snapshots[g.state].is_versioned for g in saved.groups if g.state.nbytes)
+        ]  # fmt: skip
         for number in fixed:
             saver.write_parameters(number)
         with defer_signals:
@@ -220,14 +223,6 @@ def _let_go_all(snapshots: Snapshots) -> None:
     for state, snapshot in snapshots.items():
         for piece in range(state.pieces):
             snapshot.let_go(piece)
-
-
-def _fixed(saver: Saver, snapshots: Snapshots) -> list[int]:
-    """The groups whose parameters are written at once, because they might be changed in place."""
-    return [
-        number for number, saved in enumerate(saver.saved)
-        if not all(snapshots[g.state].is_versioned for g in saved.groups if g.state.nbytes)
-    ]  # fmt: skip
 
 
 def _held(

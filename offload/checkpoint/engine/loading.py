@@ -138,7 +138,9 @@ class _Loader:
         for state in self._states:
             self._read_parameters(state)
             self._read_optimizer(state)
-            self._read_steps(state)
+            for index, spec in enumerate(state.group.layout.params):
+                if spec.trainable:
+                    state.steps[index] = self._records[self._entries.whole(spec).name].steps
             state.group.invalidate()  # handles of activations saved before are stale
             state.group.state.settle()
             for record in state.records:
@@ -214,11 +216,6 @@ class _Loader:
                 start = theirs[field].start * array.itemsize
                 stored = self._reader.field(self._records[spec.name], field)
                 self._reader.read_into(stored, start, view)
-
-    def _read_steps(self, state: OptimizerState) -> None:
-        for index, spec in enumerate(state.group.layout.params):
-            if spec.trainable:
-                state.steps[index] = self._records[self._entries.whole(spec).name].steps
 
     def _read_numbers(self) -> None:
         manifest, engine = self._manifest, self._engine

@@ -222,7 +222,11 @@ def write_shards(
     """Write files of at most `max_shard_size`, and their index if there are several, with
     `metadata` in it; return their names. Existing files in `folder` are replaced when the new ones
     are complete."""
-    groups = _by_storage(saved.tensors)
+    # tensors of one storage by the first of them: huggingface_hub keeps them in one file
+    by_storage: dict[int, list[str]] = {}
+    for name, tensor in saved.tensors.items():
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    groups = {names[0]: names for names in by_storage.values()}
     sizes = {first: saved.tensors[first].untyped_storage().nbytes() for first in groups}
     cuts = cut(sizes, parse_bytes(max_shard_size), named(SINGLE, variant))
     files = {
@@ -240,14 +244,6 @@ def write_shards(
         )
         return [*files, named(INDEX, variant)]
     return list(files)
-
-
-def _by_storage(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """The tensors of each storage by the first of them: huggingface_hub keeps them in one file."""
-    by_storage: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
-    return {names[0]: names for names in by_storage.values()}
 
 
 def cut(sizes: Mapping[str, int], max_nbytes: int, name: str = SINGLE) -> dict[str, list[str]]:
