@@ -208,7 +208,7 @@ class Engine(TieredModel):
         self, grouping: ParameterGrouping, dtype: torch.dtype, run: ParallelRunner
     ) -> Runtime:
         config = self.config
-        rounded = config.zero.reduce_dtype
+        rounded, scaling = config.zero.reduce_dtype, config.scaling
         options = RuntimeOptions(
             dtype=dtype,
             device=self.device,
@@ -233,7 +233,9 @@ class Engine(TieredModel):
             self._tier_manager,
             run,
             self._tier_manager.staging(),
-            _loss_scale(config),
+            None
+            if scaling is None
+            else LossScale(scaling.initial, scaling.growth_interval, scaling.min or 0.0),
             self.ranks,
             self._tensor_parallel,
         )
@@ -273,7 +275,8 @@ class Engine(TieredModel):
         """Call `loss.backward()` in every precision; scales `loss` (one element) under fp16. It is
         not divided: of N passes for a step, divide it by N."""
         with self.scaled_backward(loss) as scaled:
-            _plain(scaled).backward()
+            # plain: a subclass's `backward` may scale, too (`deepspeed.fp16_loss`)
+            scaled.as_subclass(torch.Tensor).backward()
         self.note_pass(loss)
 
     def scaled_backward(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
@@ -563,11 +566,6 @@ def _while_there(wait: Callable[[], bool]) -> Callable[[], bool]:
     return call
 
 
-def _plain(loss: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor: a subclass's `backward` may scale, too (`deepspeed.fp16_loss`)."""
-    return loss.as_subclass(torch.Tensor)
-
-
 def _check_trainable(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.requires_grad and not managed(param):
@@ -621,13 +619,6 @@ def _as_on_first(group: GroupShape, spread: SpreadExperts) -> GroupShape:
         for param in group.params
     )
     return replace(group, name=spread.name_on(0, group.name), params=tuple(params))
-
-
-def _loss_scale(config: OffloadConfig) -> LossScale | None:
-    scaling = config.scaling
-    if scaling is None:
-        return None
-    return LossScale(scaling.initial, scaling.growth_interval, scaling.min or 0.0)
 
 
 def _refuse_parts(what: str, runtime: Runtime) -> None:

@@ -17,7 +17,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 import aiofiles
 
@@ -54,20 +55,10 @@ def _logger(given: Any) -> Logger:
     if callable(getattr(given, "log", None)):
         return given  # type: ignore[no-any-return]
     if callable(given):
-        return _Called(given)
+        return cast(Logger, SimpleNamespace(log=lambda values, step: given(dict(values), step)))
     raise ConfigError(
         f"loggers: a {type(given).__name__} has no method log(values, step) and cannot be called so"
     )
-
-
-class _Called:
-    """A function as a logger."""
-
-    def __init__(self, function: Callable[[dict[str, Any], int], Any]) -> None:
-        self._function = function
-
-    def log(self, values: Values, step: int) -> None:
-        self._function(dict(values), step)
 
 
 @contextmanager
@@ -94,7 +85,11 @@ class JSONLinesLogger:
         """Write a line. Values that are not finite become null, since JSON has no NaN; unknown ones
         are left out. OSError if an earlier line could not be written."""
         if self._lines is None:
-            _make_parent(self.path)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                reason = f"cannot create {self.path.parent}: {error.strerror}"
+                raise PathError(reason) from None
             # the beginning of a line stays one of its own
             self._lines = [""] if _ends_amid_a_line(self.path) else []
         finite = {name: _finite(value) for name, value in values.items() if value is not None}
@@ -145,10 +140,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _make_parent(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PathError(f"cannot create {path.parent}: {error.strerror}") from None

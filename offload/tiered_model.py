@@ -135,7 +135,9 @@ class TieredModel(abc.ABC):
             )  # fmt: skip
         self.plan = make_plan(config, shape, hardware)
         self.config = resolved_config(config, self.plan, self.device.type)
-        _look_ahead(self.plan, config, self.module)
+        freed = sum(local_of(p).nbytes for p in self.module.parameters() if p.device.type == "cpu")
+        for warning in preflight(self.plan, nvme_paths(config.nvme), freed_nbytes=freed):
+            _log.warning("%s", warning)
         if self.device.type == "cpu" and config.precision in machine.slow_matmul_precisions():
             _log.warning(
                 "precision: %s is computed on this CPU without a fast kernel: matrix products can "
@@ -442,14 +444,6 @@ def _announce(
 ) -> None:
     """Begin to bring experts, by their numbers; `first` is that of the first group's."""
     store.announce([groups[number - first] for number in chosen])
-
-
-def _look_ahead(plan: Plan, config: OffloadConfig, model: nn.Module) -> None:
-    """Refuse, before allocating, settings that cannot run here, and warn about slow ones."""
-    here = [p for p in model.parameters() if p.device.type == "cpu"]
-    freed = sum(local_of(p).nbytes for p in here)
-    for warning in preflight(plan, nvme_paths(config.nvme), freed_nbytes=freed):
-        _log.warning("%s", warning)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -13,13 +13,14 @@ Waterman, Patterson, 2009).
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from offload.bench.contenders import (
     OFFLOAD,
@@ -122,12 +123,6 @@ def _check_losses(systems: Sequence[Contender]) -> None:
                 )
 
 
-def _difference(reference: Sequence[float], losses: Sequence[float]) -> float:
-    """The largest difference; NaN if one of the losses is, which `max` would pass over."""
-    each = [abs(a - b) for a, b in zip(reference, losses, strict=False)]
-    return math.nan if any(map(math.isnan, each)) else max(each)
-
-
 # ---------------------------------------------------------------- rows
 def _add_differences(record: Record, systems: Sequence[Contender]) -> None:
     """Add the largest difference from plain PyTorch's losses to the other systems' rows."""
@@ -135,7 +130,9 @@ def _add_differences(record: Record, systems: Sequence[Contender]) -> None:
     for system in systems:
         row = record.measured(system.spec.label)
         if row is not None and plain and system.spec.name != PLAIN.name:
-            row.facts["loss_difference"] = _difference(plain, losses_of(system))
+            pairs = zip(plain, losses_of(system), strict=False)
+            # `max` passes over a NaN
+            row.facts["loss_difference"] = float(np.max([abs(a - b) for a, b in pairs]))
 
 
 def _add_roofline(

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +15,6 @@ from offload.cli.errors import GuardedGroup
 
 if TYPE_CHECKING:
     from offload.bench.record import Record
-    from offload.bench.rounds import Say
 
 
 class BenchGroup(GuardedGroup):
@@ -160,17 +157,11 @@ def ranks(
     _run(context, options, json)
 
 
-@contextmanager
-def _saying() -> Iterator[Say]:
-    """Yield a function that shows the bench's progress: a status line on stderr, on a terminal."""
+def _run(context: typer.Context, options: object, json: Path | None) -> None:
+    """Measure, print the result, and write it to a file if one was given. A status line on stderr
+    shows progress, on a terminal."""
     from rich.console import Console
 
-    with Console(stderr=True).status("starting") as status:
-        yield status.update
-
-
-def _run(context: typer.Context, options: object, json: Path | None) -> None:
-    """Measure, print the result, and write it to a file if one was given."""
     from offload.bench.record import check_json
     from offload.bench.table import print_record
     from offload.process.child import named
@@ -179,8 +170,8 @@ def _run(context: typer.Context, options: object, json: Path | None) -> None:
     group: Any = context.parent and context.parent.command
     name = context.command.name
     run, columns = named(group.functions.format(name)), named(f"offload.bench.{name}:COLUMNS")
-    with _saying() as say:
-        record: Record = run(options, say)
+    with Console(stderr=True).status("starting") as status:
+        record: Record = run(options, status.update)
     print_record(record, columns)  # first: a full disk must not take it along
     if json is not None:
         record.write(json)

@@ -15,7 +15,7 @@ from offload.display.plain_text import echo
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from offload.checkpoint.format.manifest import Manifest, ParameterRecord, RunRecord
+    from offload.checkpoint.format.manifest import Manifest, ParameterRecord
 
 checkpoint_app = typer.Typer(
     cls=GuardedGroup, help="Inspect, verify and export checkpoints.", no_args_is_help=True
@@ -147,18 +147,11 @@ def _summary(manifest: Manifest) -> list[str]:
     if manifest.loss_scale is not None:
         lines.append(f"loss scale {manifest.loss_scale.scale:g}")
     if manifest.run is not None:
-        lines.append(_described(manifest.run))
+        ranks = len(manifest.run.named("random"))
+        beside = f"random numbers of {ranks} rank{'' if ranks == 1 else 's'}"
+        registered = dict.fromkeys(key.partition("/")[2] for key in manifest.run.named("objects"))
+        lines.append(beside + (f"; registered: {', '.join(registered)}" if registered else ""))
     return lines
-
-
-def _described(run: RunRecord) -> str:
-    """Return what a run keeps beside the engine, in one line."""
-    ranks = len(run.named("random"))
-    parts = [f"random numbers of {ranks} rank{'' if ranks == 1 else 's'}"]
-    registered = dict.fromkeys(key.partition("/")[2] for key in run.named("objects"))
-    if registered:
-        parts.append(f"registered: {', '.join(registered)}")
-    return "; ".join(parts)
 
 
 def _groups(manifest: Manifest) -> Table:

@@ -44,27 +44,22 @@ def explain(
 ) -> None:
     """Explain KEY: its meaning, type, default and an example. A section, or the whole
     configuration, is listed."""
-    print_explanation(key)
-
-
-def print_explanation(name: str) -> None:
-    """Print the explanation of a key. Raise ConfigError if there is no such key."""
     from rich.text import Text
 
     from offload.config.reference import explained
     from offload.display.console import PlainConsole
 
-    key = explained(name)
+    known = explained(key)
     console = PlainConsole()
-    if key.name:
-        console.print(Text(key.name, style="bold"))
-    console.print(key.meaning)
+    if known.name:
+        console.print(Text(known.name, style="bold"))
+    console.print(known.meaning)
     console.print()
-    if not key.keys:
-        console.print(_facts(key))
+    if not known.keys:
+        console.print(_facts(known))
         return
-    console.print(_section(key))
-    one = next(inner for inner in key.all() if not inner.keys)
+    console.print(_section(known))
+    one = next(inner for inner in known.all() if not inner.keys)
     console.print(f"\nMore of one: offload config explain {one.name}")
 
 

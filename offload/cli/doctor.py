@@ -40,19 +40,12 @@ class Check:
     advice: str = ""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether the machine is ready, with lines that say what it can do or what prevents a run."""
-
-    ready: bool
-    lines: tuple[str, ...]
-
-
-def verdict(checks: Sequence[Check]) -> Verdict:
-    """Return the verdict on the checks of `run_checks`: ready if none of them failed."""
+def verdict(checks: Sequence[Check]) -> tuple[bool, list[str]]:
+    """Return whether the machine is ready, as none of the checks of `run_checks` failed, and lines
+    that say what it can do or what prevents a run."""
     failed = [f"not ready: {c.name}: {c.finding}; {c.advice}" for c in checks if c.status == "fail"]
     if failed:
-        return Verdict(False, tuple(failed))
+        return False, failed
     gpus = [check for check in checks if check.name.startswith("gpu ")]
     tiers = "device, host and nvme" if gpus else "host and nvme"
     lines = [f"ready: trains on {_computing(gpus)} with {tiers}"]
@@ -60,7 +53,7 @@ def verdict(checks: Sequence[Check]) -> Verdict:
     warned = [check.name for check in checks if check.status == "warn"]
     if warned:
         lines.append(f"to look at, with the advice above: {', '.join(warned)}")
-    return Verdict(True, tuple(lines))
+    return True, lines
 
 
 def _computing(gpus: Sequence[Check]) -> str:
@@ -89,7 +82,8 @@ def check_path(path: Path) -> list[Check]:
     if not os.access(path, os.W_OK | os.X_OK):
         return [Check(shown, "fail", "not writable by this user", f"chown or chmod {path}")]
     checks = [_file_system(path), _free_space(path)]
-    if _is_open_to_all(path):
+    mode = path.stat().st_mode
+    if mode & 0o002 and not mode & 0o1000:
         advice = f"chmod o-w {path}: others could replace its files"
         checks.append(Check(f"{shown} access", "warn", "world-writable, no sticky bit", advice))
     return [*checks, *_backends(path)]
@@ -178,11 +172,6 @@ def _free_space(path: Path) -> Check:
     return _warned_if(low, f"{path} free", finding, advice)
 
 
-def _is_open_to_all(path: Path) -> bool:
-    mode = path.stat().st_mode
-    return bool(mode & 0o002) and not mode & 0o1000
-
-
 def _backends(path: Path) -> list[Check]:
     from offload.swap.io.backends import probe_backends
 
@@ -207,7 +196,7 @@ def print_checks(paths: Sequence[Path]) -> None:
     """Check the machine (and `paths`), and print the findings and the verdict. The exit code is 1
     if nothing can be trained, 2 if a path is no folder."""
     checks = run_checks(paths)
-    result = verdict(checks)
+    ready, lines = verdict(checks)
     console = PlainConsole()
     shown = table("what", "", "found")
     for check in checks:
@@ -218,9 +207,9 @@ def print_checks(paths: Sequence[Path]) -> None:
         if check.advice:  # with commands to be copied: no table breaks them
             console.print(f"{check.name}: {check.advice}", style="italic", soft_wrap=True)
     console.print()
-    for line in result.lines:
-        console.print(line, style="green" if result.ready else "red", soft_wrap=True)
+    for line in lines:
+        console.print(line, style="green" if ready else "red", soft_wrap=True)
     if any(not path.is_dir() for path in paths):
         raise typer.Exit(EXIT_BAD_INPUT)
-    if not result.ready:
+    if not ready:
         raise typer.Exit(EXIT_FAILED)

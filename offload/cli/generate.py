@@ -35,7 +35,8 @@ def run_generation(
     ids = encode(tokenizer, prompt)
     new_tokens = fitting_tokens(model, ids.numel(), new_tokens)
     torch.manual_seed(config.seed)
-    _replace_unknown_letters()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # characters that its encoding does not have
     stream = Stream(tokenizer, _write)
     offload.dispatch(model, config)
     with offload.dispatched(model) as dispatched:
@@ -63,12 +64,6 @@ def _rates(stream: Stream, length: int) -> list[str]:
             f"{three_digits(1 / stream.pass_s)} tokens/s"
         )
     return lines
-
-
-def _replace_unknown_letters() -> None:
-    """Replace characters that the encoding of standard output does not have."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def _write(text: str) -> None:

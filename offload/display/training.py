@@ -62,21 +62,8 @@ class _Recent:
         self.values: Values = {}
         self.loss: float | None = None  # the last that was known
         self._rows: deque[tuple[int, Values]] = deque(maxlen=_KEPT)
-        self._last: tuple[Values, int] | None = None  # not noted yet
-
-    def leave_out(self, values: Values, step: int) -> None:
-        """Remember a step that is not shown, in case it turns out to be the last one."""
-        self._last = values, step
-
-    def note_last(self) -> bool:
-        """Note the last step if it was left out, and return whether it was."""
-        last, self._last = self._last, None
-        if last is not None:
-            self.note(*last)
-        return last is not None
 
     def note(self, values: Values, step: int) -> None:
-        self._last = None
         if self._rows and step <= self._rows[-1][0]:  # an earlier checkpoint was loaded
             self._rows.clear()
         self.step, self.values = step, values
@@ -186,6 +173,7 @@ class Lines:
             every = max(1, run.steps // _LINES)
         self._every = every
         self._said_at: float | None = None
+        self._left_out: tuple[Values, int] | None = None  # since the last line
 
     def _is_due(self, step: int) -> bool:
         every, before = self._every, self._said_at
@@ -194,16 +182,16 @@ class Lines:
 
     def log(self, values: Values, step: int) -> None:
         """Print a line if it is due."""
-        if not self._is_due(step):
-            self._recent.leave_out(values, step)
-            return
-        self._recent.note(values, step)
-        self._said_at = time.monotonic()
-        self._print()
+        if self._is_due(step):
+            self._print(values, step)
+        else:
+            self._left_out = values, step
 
-    def _print(self) -> None:
-        """Print the line. Where the terminal is closed while the program was to go on, so does
-        training."""
+    def _print(self, values: Values, step: int) -> None:
+        """Print the line of a step. Where the terminal is closed while the program was to go on,
+        training goes on, too."""
+        self._recent.note(values, step)
+        self._said_at, self._left_out = time.monotonic(), None
         try:
             self._say(self.line())
         except OSError as error:
@@ -220,5 +208,5 @@ class Lines:
 
     def close(self) -> None:
         """Print the last step, if it was left out."""
-        if self._recent.note_last():
-            self._print()
+        if self._left_out is not None:
+            self._print(*self._left_out)

@@ -62,11 +62,8 @@ def _adapter_values(engine: Engine, embeddings: Any) -> dict[str, Tensor]:
             model, state_dict=probes, adapter_name=adapter, save_embedding_layers=embeddings
         )
         picked |= set(map(id, values.values()))
+    saved: dict[str, Any] = {name: tensors[name] for name in probes if id(probes[name]) in picked}
     return {
-        name: _value(engine, tensors[name]) for name, probe in probes.items() if id(probe) in picked
+        name: tensor if engine.store.spec_of(tensor) is None else engine.values.give_out(tensor)
+        for name, tensor in saved.items()
     }
-
-
-def _value(engine: Engine, tensor: Tensor) -> Tensor:
-    is_managed = engine.store.spec_of(tensor) is not None
-    return tensor if not is_managed else engine.values.give_out(tensor)  # type: ignore[arg-type]

@@ -165,7 +165,9 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
         self._refuse(trainer)
         config = self._settled(trainer, client)
         engine = next((e for e in tiers_of(module) if isinstance(e, Engine)), None)
-        if client is not None or engine is None or not _computes_alike(engine, module, config):
+        wanted = module, config.device, config.precision
+        own = engine and (engine.module, engine.device.type, engine.config.precision)
+        if client is not None or engine is None or own != wanted:
             engine = engine_for(
                 module, config, parameters=None if client is None else client.groups,
                 weights=self._weights,
@@ -315,11 +317,6 @@ class _OffloadHalfPrecision(HalfPrecision):  # type: ignore[misc]
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         with self.engine.scaled_backward(tensor) as scaled:
             super().backward(scaled, model, *args, **kwargs)
-
-
-def _computes_alike(engine: Engine, module: nn.Module, config: OffloadConfig) -> bool:
-    own = engine.module, engine.device.type, engine.config.precision
-    return own == (module, config.device, config.precision)
 
 
 def _precision(configured: str | None, lightnings: str) -> str:

@@ -128,7 +128,8 @@ class MoE(nn.Module):
         output = dispatch.combine(y).to(hidden_states.dtype).view_as(hidden_states)
         if self.use_residual:
             share = F.softmax(self.coefficient(hidden_states), dim=-1)
-            dense = _tensor_of(self.mlp(hidden_states))
+            dense = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
             output = output * share[..., 0:1] + dense * share[..., 1:]
         return output, routing
 
@@ -214,12 +215,6 @@ def _counts(experts: Tensor, E: int) -> list[int]:  # noqa: N803
         return [some + 1] * more + [some] * (E - more)
     counts: list[int] = torch.bincount(experts, minlength=E)[:E].tolist()
     return counts
-
-
-def _tensor_of(output: object) -> Tensor:
-    tensor = output[0] if isinstance(output, tuple) else output
-    assert isinstance(tensor, Tensor), "a module gives a tensor, or a tuple that begins with one"
-    return tensor
 
 
 def _maker(expert: nn.Module | MakeExpert) -> Callable[[int], nn.Module]:

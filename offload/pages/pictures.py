@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ _COLOURS = {
     "third": "#8353db",
 }  # fmt: skip
 _INK, _LINE, *_OTHERS = _COLOURS.values()
-_WIDTH = 9.4  # inches, of 100 pixels
+_SIZE = 9.4, 2.3  # inches, of 100 pixels
 _LINE_COLOURS = (_INK, *_OTHERS)
 _MAX_VALUE = 1e100  # that can be drawn
 _STYLE = {
@@ -65,11 +64,17 @@ def line_picture(
     title: str, lines: Sequence[Line], text: Text, *, from_zero: bool = False
 ) -> Picture:
     """Draw lines over steps on one scale; `text` formats a value."""
-    with _figure(2.3) as (axes, picture):
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    file = io.StringIO()
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=_SIZE, dpi=100)
+        axes: Any = figure.add_subplot()
         for colour, line in zip(_LINE_COLOURS * len(lines), lines, strict=False):
             xs, ys = line.xs, np.clip(np.asarray(line.ys, float), -_MAX_VALUE, _MAX_VALUE)
             # markers show a value without neighbours
-            axes.plot(xs, ys, color=colour, linewidth=1.4, label=_name(line.name),
+            axes.plot(xs, ys, color=colour, linewidth=1.4, label=plain(line.name, 40),
                       marker="." if np.isfinite(ys).sum() < 30 else None)  # fmt: skip
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("step")
@@ -80,21 +85,9 @@ def line_picture(
         axes.grid(axis="y")
         if len(lines) > 1:
             axes.legend(ncols=len(lines), loc="best")
-    said = (_said(line, text) for line in lines)
-    return Picture(picture(), f"{title}: {'; '.join(filter(None, said))}")
-
-
-@contextmanager
-def _figure(height: float) -> Iterator[tuple[Any, Callable[[], str]]]:
-    """Yield axes to draw on, and what gives the SVG of the drawing once the block has ended."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    file = io.StringIO()
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, height), dpi=100)
-        yield figure.add_subplot(), lambda: _inline(file.getvalue())
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    said = (_said(line, text) for line in lines)
+    return Picture(_inline(file.getvalue()), f"{title}: {'; '.join(filter(None, said))}")
 
 
 def _inline(svg: str) -> str:
@@ -115,7 +108,3 @@ def _said(line: Line, text: Text) -> str:
         return ""
     ends = (f"{text(ys[at])} at {xs[at]:,.0f}" for at in (known[0], known[-1]))
     return f"{line.name}: {', '.join(ends)}"
-
-
-def _name(name: str) -> str:
-    return plain(name, 40)

@@ -82,7 +82,7 @@ class Child:
         arrives in time."""
         try:
             if not self._pipe.poll(timeout_s):
-                raise self._timed_out(f"gave no answer in {timeout_s:.0f} s")
+                raise self._failed(f"gave no answer in {timeout_s:.0f} s", ChildTimedOut)
             return self._pipe.recv()
         except (EOFError, ConnectionError):
             return None
@@ -94,7 +94,7 @@ class Child:
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise self._timed_out(f"did not end in {timeout_s:.0f} s") from error
+            raise self._failed(f"did not end in {timeout_s:.0f} s", ChildTimedOut) from error
         if status != 0:
             raise self._failed(f"ended {_ended(status)}")
         self.kill()
@@ -121,15 +121,9 @@ class Child:
         except subprocess.TimeoutExpired:
             return f"closed its pipe and did not end in {_CLOSE_TIMEOUT_S:.0f} s"
 
-    def _failed(self, how: str) -> ChildFailed:
-        return ChildFailed(self.label, how, self._said())
-
-    def _timed_out(self, how: str) -> ChildTimedOut:
-        return ChildTimedOut(self.label, how, self._said())
-
-    def _said(self) -> list[str]:
+    def _failed(self, how: str, kind: type[ChildFailed] = ChildFailed) -> ChildFailed:
         self._log.seek(0)
-        return self._log.read().strip().splitlines()[-_SHOWN_LINES:]
+        return kind(self.label, how, self._log.read().strip().splitlines()[-_SHOWN_LINES:])
 
 
 def child_environment() -> dict[str, str]:

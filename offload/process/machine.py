@@ -125,27 +125,28 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 def cpu_count(root: Path = _ROOT) -> int:
     """Return how many cores this process may use at once: affinity and cgroup quota, at least 1."""
-    cores = _affinity_count()
+    cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
-def cpu_features(root: Path = _ROOT) -> frozenset[str]:
+def cpu_features() -> frozenset[str]:
     """Return the instruction set flags of the first core, for example avx2; empty if unknown."""
-    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+    return frozenset(_cpuinfo("flags", "Features").split())
 
 
-def cpu_model(root: Path = _ROOT) -> str:
+def cpu_model() -> str:
     """Return the processor's name, or `unknown`."""
-    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+    return _cpuinfo("model name") or "unknown"
+
+
+def _cpuinfo(*names: str) -> str:
+    """Return the first core's value of one of these names in /proc/cpuinfo; empty if unknown."""
+    for line in (_read(_ROOT / "proc/cpuinfo") or "").splitlines():
         name, _, value = line.partition(":")
-        if name.strip() == "model name":
+        if name.strip() in names:
             return value.strip()
-    return "unknown"
+    return ""
 
 
 def version_of(distribution: str) -> str | None:
@@ -182,9 +183,9 @@ def rss_nbytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def peak_rss_nbytes(root: Path = _ROOT) -> int:
+def peak_rss_nbytes() -> int:
     """Return the most RAM this process has ever held, in bytes."""
-    for line in (_read(root / "proc/self/status") or "").splitlines():
+    for line in (_read(_ROOT / "proc/self/status") or "").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -195,11 +196,7 @@ def mount_of(path: Path, root: Path = _ROOT) -> Mount | None:
     real = path.resolve()
     holding = [mount for mount in mounts(root) if real.is_relative_to(mount.point)]
     # the last of equally deep mounts hides the earlier ones
-    return (
-        max(enumerate(holding), key=lambda it: (len(it[1].point.parts), it[0]))[1]
-        if holding
-        else None
-    )
+    return max(reversed(holding), key=lambda mount: len(mount.point.parts), default=None)
 
 
 def swap_folder(root: Path = _ROOT) -> Path:
@@ -275,12 +272,6 @@ def _quota_of(folder: Path) -> float | None:
         return int(words[0]) / int(words[1])
     quota, period = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
     return quota / period if quota and period and quota > 0 else None
-
-
-def _affinity_count() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _meminfo(name: str, root: Path) -> int | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -218,11 +217,11 @@ def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
         )
 
 
-def default_path(name: str, parent: Path = Path("runs")) -> Path:
+def default_path(name: str) -> Path:
     """Return a new path `runs/NAME-date-time`."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    candidates: Iterable[str] = (stem, *(f"{stem}-{count}" for count in range(2, 1000)))
-    return next(path for text in candidates if not (path := parent / text).exists())
+    candidates = (stem, *(f"{stem}-{count}" for count in range(2, 1000)))
+    return next(path for text in candidates if not (path := Path("runs") / text).exists())
 
 
 def _check_can_make(path: Path) -> None:

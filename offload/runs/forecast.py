@@ -85,7 +85,14 @@ def forecast(
     speeds = _speeds(config, shape)
     gpu = accelerator.is_accelerator(device)
     baseline = known_baseline(config.precision, gpu=gpu).that_plans()
-    facts = Facts(model, workload, device.type)
+    known: dict[object, ActivationFacts] = {}  # by the settings that a pass depends on
+
+    def facts(config: OffloadConfig) -> ActivationFacts:
+        key = config.placement.activations.checkpoint
+        if key not in known:
+            known[key] = trace_activations(model, config, workload, device=device.type)
+        return known[key]
+
     run = RunFacts(workload, speeds or replace(NOMINAL, gpu=gpu), facts, baseline)
     try:
         planned = plan_run(config, shape, hardware, run)
@@ -99,24 +106,6 @@ def workload_of(config: OffloadConfig) -> Workload:
     """The workload of one step of `offload train`."""
     train = config.train
     return Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
-
-
-class Facts:
-    """The facts of a pass, traced once per combination of settings that they depend on."""
-
-    def __init__(self, model: nn.Module, workload: Workload, device: str) -> None:
-        self._model = model
-        self._workload = workload
-        self._device = device
-        self._facts: dict[object, ActivationFacts] = {}
-
-    def __call__(self, config: OffloadConfig) -> ActivationFacts:
-        key = config.placement.activations.checkpoint
-        if key not in self._facts:
-            self._facts[key] = trace_activations(
-                self._model, config, self._workload, device=self._device
-            )
-        return self._facts[key]
 
 
 def _speeds(config: OffloadConfig, model: ModelShape) -> Speeds | None:

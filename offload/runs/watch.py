@@ -51,7 +51,7 @@ class Watch:
         self._is_first = rank_here() == 0  # of several ranks, the others show and log nothing
         self._engine = weakref.ref(engine)
         self._tokens = tokens
-        self._given = _Given()  # of the step that is under way
+        self._given: dict[str, Any] = {}  # of the step that is under way
         self._passes: torch.Tensor | None = None  # the sum of what `engine.backward` was given
         self._last = time.perf_counter()  # the end of the last step, or of the making of this
         self._ended: float | None = None  # the same, until the next step begins
@@ -153,7 +153,7 @@ class Watch:
         since = {name: seconds - self._before.get(name, 0.0) for name, seconds in waited.items()}
         row = self._row(engine, now, since)
         self._outlet.held = _Held(row, self._given, self._tokens, self._passes)
-        self._given, self._passes = _Given(), None
+        self._given, self._passes = {}, None
         self._last = self._ended = now
         self._before, self._loop_s = waited, 0.0
 
@@ -169,15 +169,12 @@ class Watch:
         )  # fmt: skip
 
 
-_Given = dict[str, Any]
-
-
 @dataclass(slots=True)
 class _Held:
     """A step that has ended, until the next one begins."""
 
     row: StepMetrics
-    given: _Given
+    given: dict[str, Any]
     tokens: int | None
     passes: torch.Tensor | None
 
@@ -197,7 +194,14 @@ class _Outlet:
         held, self.held = self.held, None
         if held is None:
             return
-        row = _completed(held)
+        given = {name: float(value) for name, value in held.given.items()}
+        sum_of_passes = None if held.passes is None else float(held.passes)
+        loss, tokens = given.pop("loss", sum_of_passes), given.pop("tokens", held.tokens)
+        row = replace(
+            held.row, loss=loss, validation_loss=given.pop("validation_loss", None),
+            tokens_per_second=None if tokens is None else tokens / held.row.seconds,
+            gradient_norm=given.pop("gradient_norm", held.row.gradient_norm), figures=given,
+        )  # fmt: skip
         values = row.values()
         for logger in (self.warning, *self.loggers):
             logger.log(values, row.step)
@@ -211,19 +215,6 @@ class _Outlet:
             finally:
                 if self.display is not None:
                     self.display.close()
-
-
-def _completed(held: _Held) -> StepMetrics:
-    """The row with the logged values."""
-    row, given = held.row, {name: float(value) for name, value in held.given.items()}
-    sum_of_passes = None if held.passes is None else float(held.passes)
-    loss, tokens = given.pop("loss", sum_of_passes), given.pop("tokens", held.tokens)
-    speed = None if tokens is None else tokens / row.seconds
-    return replace(
-        row, loss=loss, tokens_per_second=speed,
-        validation_loss=given.pop("validation_loss", None),
-        gradient_norm=given.pop("gradient_norm", row.gradient_norm), figures=given,
-    )  # fmt: skip
 
 
 def _number(name: str, value: Any) -> Any:

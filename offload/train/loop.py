@@ -385,7 +385,9 @@ class Trainer:
             seed=self.config.seed, device=self.batches.device,
         )  # fmt: skip
         self.console.print(f"\ntext {when} training:", style="bold")
-        self.console.print(readable(text).rstrip("\n") + "\n", soft_wrap=True)
+        # for a terminal all but printable ASCII and line breaks becomes `·`
+        shown = "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "·" for byte in text)
+        self.console.print(shown.rstrip("\n") + "\n", soft_wrap=True)
 
     def _finish(self) -> None:
         report, console = self.engine.report(), self.console
@@ -400,8 +402,3 @@ class Trainer:
         console.print(loss_line(rows))
         console.print(f"run folder: {self.folder.path}", soft_wrap=True)
         console.print(f"page: {self.folder.page}", soft_wrap=True)
-
-
-def readable(text: bytes) -> str:
-    """Decode bytes for a terminal: all but printable ASCII and line breaks becomes `·`."""
-    return "".join(chr(byte) if 32 <= byte < 127 or byte == 10 else "·" for byte in text)

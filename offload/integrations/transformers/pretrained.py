@@ -180,7 +180,10 @@ def _opened(
     dtype: torch.dtype | str, kwargs: dict[str, Any],
 ) -> nn.Module:  # fmt: skip
     settings, kind, kwargs = _settings(transformers, folder, model_class, kwargs)
-    quantized = _take_quantization(settings, folder)
+    for each in (settings, settings.get_text_config()):  # the model has ordinary weights
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    quantized = settings_in(folder)
     transposed = _transposed(kind, settings) if quantized is not None else set()
     tensors = lazy_tensors(files, quantized, transposed)
     generation_class = transformers.GenerationConfig
@@ -304,15 +307,6 @@ def _understood(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _take_quantization(settings: Any, folder: Path) -> Mapping[str, Any] | None:
-    """Return the quantization settings of config.json, and remove them from `settings`: the model
-    has ordinary weights."""
-    for each in (settings, settings.get_text_config()):
-        if hasattr(each, "quantization_config"):
-            del each.quantization_config
-    return settings_in(folder)
-
-
 def _transposed(kind: Any, settings: Any) -> set[str]:
     """Return the names in files of the weights that are transposed, with the base model's prefix
     and without it."""
@@ -344,14 +338,10 @@ def _files(folder: Path, variant: str | None, named: str | None) -> list[Path]:
     if variant is not None:
         names = [f".{variant}.".join(name.rsplit(".", 1)) for name in names]
     files = weight_files(folder, names)
-    if not files:
-        raise ConfigError(_without(folder, names))
-    return files
-
-
-def _without(folder: Path, names: list[str]) -> str:
+    if files:
+        return files
     there = sorted(path.name for path in folder.iterdir() if path.is_file())
-    return (
+    raise ConfigError(
         f"{folder} has no {' and no '.join(names)} (found {', '.join(there[:6]) or 'nothing'}): "
         "offload opens no pickles and no files of other formats; get the whole folder, or load it "
         "with transformers once, on a machine that you trust with it, and write it again with "

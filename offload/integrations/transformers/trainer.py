@@ -118,7 +118,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         if model is None:
             return self.engine  # raises
         own = self._own
-        is_served = own is not None and self._serves(own, model)
+        is_served = own is not None and not own.engine.is_closed and own.engine.module is model
         if not is_served and isinstance(self.optimizer, OffloadOptimizer):
             self.optimizer = self._brought
             if own is not None and own.engine.module is model:
@@ -132,11 +132,6 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         if is_served and self.optimizer is own:
             return self.engine
         return self._made(model)
-
-    @staticmethod
-    def _serves(own: OffloadOptimizer, model: nn.Module) -> bool:
-        engine: Engine = own.engine
-        return not engine.is_closed and engine.module is model
 
     def _ask(self, model: nn.Module) -> None:
         """Call `create_optimizer`, in which the arguments have the configuration's numbers."""
