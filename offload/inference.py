@@ -35,7 +35,7 @@ from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.parameter_grouping import ParameterGrouping, managed, refuse_uninitialised
-from offload.zero.groups.store import DISPATCHED, WeightStore
+from offload.zero.groups.store import Closed, WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.hooks.unit_hooks import UnitHooks
 
@@ -100,7 +100,10 @@ class Dispatched(TieredModel):
     configuration with every `auto` resolved, `plan` the tier of each group of weights.
     """
 
-    _CLOSED = DISPATCHED
+    _CLOSED = Closed(
+        "this dispatched model's tiers are closed", "build it anew",
+        "offload.dispatched(model).close(keep='host')",
+    )  # fmt: skip
     _TAKEN = (
         "%s is of a model that is dispatched: one parameter cannot be in two places. Close that "
         "one first, which gives the parameters back (offload.dispatched(model).close(keep='host'))"

@@ -127,7 +127,7 @@ class PackedGradients:
         self._rows.drop_cleared()
         if packed.param.grad is None:
             return None
-        rows = [self._rows.value_of_row(row) for row in packed.rows]
+        rows = [self._rows.value(row) for row in packed.rows]
         dtype = next((row.dtype for row in rows if row is not None), packed.param.dtype)
         return _whole(packed, rows, dtype)
 
@@ -149,7 +149,9 @@ class PackedGradients:
         if operation in _NORMS:
             answer = rows[0].answer(operation, args, kwargs)
             return answer if answer is NotImplemented else self._rows.norm_of(rows)
-        if len(rows) < len(source.packed.rows) and not _keeps_zeros(args):
+        # rows without a gradient stay zero times (or by) finite numbers
+        is_finite = all(bool(torch.as_tensor(each).isfinite().all()) for each in args)
+        if len(rows) < len(source.packed.rows) and not is_finite:
             return NotImplemented
         answers = [row.answer(operation, args, kwargs) for row in rows]
         # rules of rows answer all alike, for they look at the arguments alone
@@ -165,11 +167,6 @@ def _whole(
         if row is not None:
             into.copy_(row)
     return whole
-
-
-def _keeps_zeros(args: Sequence[Any]) -> bool:
-    """Return whether rows without a gradient stay zero times (or by) these."""
-    return all(bool(torch.as_tensor(each).isfinite().all()) for each in args)
 
 
 def _refusal(packed: PackedParam, what: str) -> str:

@@ -180,7 +180,7 @@ class GradientHandles:
         key = state.group.index, index
         if isinstance(gradient, PagedTensor):  # a view of a handle, set as `.grad`
             gradient = gradient.values()  # while its source has some
-        if key in self._sources or self._has(state, index):
+        if key in self._sources or state.gradients.passes[index]:
             self._forget([key])
         self._arrive(state, index, gradient)
         self._agreed = False
@@ -314,13 +314,10 @@ class GradientHandles:
         by_group: dict[int, list[int]] = {}
         for key in keys:
             self._taken.discard(key)
-            if self._has(self.states[key[0]], key[1]):
+            if self.states[key[0]].gradients.passes[key[1]]:
                 by_group.setdefault(key[0], []).append(key[1])
         for group, indices in by_group.items():
             self._stepper.drop(self.states[group], indices)
-
-    def _has(self, state: OptimizerState, index: int) -> bool:
-        return bool(state.gradients.passes[index])
 
     def _part(self, keys: Sequence[Place]) -> None:
         """Separate cleared gradients' handles from the accumulators. Using such a handle, or a view
@@ -335,11 +332,6 @@ class GradientHandles:
         """Return the source of a row's accumulated gradient; None if it has none."""
         return self._sources.get(self._places[id(row)])
 
-    def value_of_row(self, row: nn.Parameter) -> torch.Tensor | None:
-        """Return the gradient of a row, as `value` does."""
-        key = self._places[id(row)]
-        return self.value(row, self.states[key[0]], key[1])
-
     def norm_of(self, sources: Sequence[GradientSource]) -> torch.Tensor:
         """Return the 2-norm of a whole gradient, of all rows of a packed one, 0-dim, fp32."""
         for source in sources:
@@ -352,16 +344,17 @@ class GradientHandles:
         return self._stepper.norms.of(there, self._loss_scale).to(device)
 
     # ---------------------------------------------------------------- values
-    def value(self, param: nn.Parameter, state: OptimizerState, index: int) -> torch.Tensor | None:
+    def value(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return a copy of a parameter's gradient, in the accumulator's format and on the
         parameter's device; None if it has none, or an update in backward has used it up."""
         self.drop_cleared()
         gradient = param.grad
         if gradient is None:
             return None
-        if not self.is_current((state.group.index, index), gradient):
+        key = self._places.get(id(param))
+        if key is None or not self.is_current(key, gradient):
             return gradient.clone()
-        source = self._sources[state.group.index, index]
+        source = self._sources[key]
         return None if self._is_spent(source) else self._read(source)
 
     def value_of(self, source: GradientSource) -> torch.Tensor:

@@ -94,16 +94,17 @@ class GradientAccumulator:
         before = self.passes.item(index)
         if before and self.format is not Float.FP32:
             self._promote()
-        if self._factors.item(index) != 1.0:
-            self._apply_factor(index)
+        if self._factors.item(index) != 1.0:  # the gradient is added to the product
+            self._arrive()
+            spec = self._specs[index]
+            self._opened()[spec.offset : spec.stop].mul_(self._factors[index])
+            self._factors[index] = 1.0
         with profiled(f"reduce {self.name}"):
             if before:
                 self._path.add(index, self._opened(), source)
             else:
                 self._path.copy(index, self._opened(), source)
-        self._having[before] -= 1
-        self._having[before + 1] += 1
-        self.passes[index] = before + 1
+        self._passed(index, before + 1)
         if self._having[before + 1] == len(self._specs):
             self.close()
         return True
@@ -123,13 +124,6 @@ class GradientAccumulator:
                 self.state.settle()
             self._open = buffer.view(DTYPE_OF[self.format])
         return self._open
-
-    def _apply_factor(self, index: int) -> None:
-        """Multiply the fp32 sum by its factor: the next gradient is added to the product."""
-        self._arrive()
-        spec = self._specs[index]
-        self._opened()[spec.offset : spec.stop].mul_(self._factors[index])
-        self._factors[index] = 1.0
 
     def write(self, index: int, value: torch.Tensor) -> None:
         """Let `value`, of the whole parameter's size, be its gradient."""

@@ -53,8 +53,9 @@ class GradientNorms:
         in between. A parameter has one place, or one for each of its rows."""
         self._order = list(order)
         self._spread = [
-            number for number, places in enumerate(self._order) if self._is_spread(places)
-        ]
+            number for number, places in enumerate(self._order)
+            if self._group_of(places).ep_size > 1
+        ]  # fmt: skip
         self._places = {
             place: number for number, places in enumerate(self._order) for place in places
         }
@@ -66,8 +67,9 @@ class GradientNorms:
     def of(self, places: Sequence[Place], loss_scale: float) -> torch.Tensor:
         """Return the norm of one parameter's gradient, 0-dim; of a packed one, `places` are its
         rows'."""
+        sharding = self._reductions.sharding.of_experts(self._group_of(places).ep_size)
         alone = not self._reductions.has_others and self._tensor_parallel is None
-        if alone or self._is_own(places):
+        if alone or sharding.world_size == 1:  # no other rank has a part of the parameter
             return _norms_of([self._square_of(places)], loss_scale)[0]
         return self._all(loss_scale)[self._places[places[0]]]
 
@@ -142,14 +144,6 @@ class GradientNorms:
 
     def _group_of(self, places: Sequence[Place]) -> ParamGroup:
         return self._states[places[0][0]].group
-
-    def _is_own(self, places: Sequence[Place]) -> bool:
-        """Return whether no other rank has a part of the parameter."""
-        group = self._group_of(places)
-        return self._reductions.sharding.of_experts(group.ep_size).world_size == 1
-
-    def _is_spread(self, places: Sequence[Place]) -> bool:
-        return self._group_of(places).ep_size > 1
 
     def _square_of(self, places: Sequence[Place]) -> float:
         return math.fsum(self._square(*place) for place in places)

@@ -6,8 +6,7 @@ header; works without torch and without the model's code.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -84,34 +83,6 @@ class ModelShape:
             if group.table:
                 indices_of.setdefault(group.table, []).append(index)
         return {name: tuple(indices) for name, indices in indices_of.items()}
-
-    @cached_property
-    def joined(self) -> ModelShape:
-        """Return the same model with the experts of a block in the block's group, where they are
-        not to move one by one: as `group_parameters(..., experts=False)` has it, but for the
-        order in a group."""
-        home: dict[int, int] = {}  # an expert's group -> its block's
-        block: UnitShape | None = None
-        for unit in self.units:
-            block = unit if unit.repeated else block
-            if unit.table and block is not None and unit.table.startswith(f"{block.name}."):
-                home.update((index, block.groups[0]) for index in unit.groups if block.groups)
-        extra: dict[int, list[ParamShape]] = defaultdict(list)
-        for index, into in home.items():
-            extra[into] += self.groups[index].params
-        kept = [index for index in range(len(self.groups)) if index not in home]
-        numbers = {index: number for number, index in enumerate(kept)}
-        groups = (
-            replace(g, params=(*g.params, *_unpacked(extra[index])), table="", packed=False)
-            for index in kept
-            for g in (self.groups[index],)
-        )
-        units = (
-            replace(unit, groups=tuple(numbers[index] for index in unit.groups), table="")
-            for unit in self.units
-            if home.keys().isdisjoint(unit.groups)
-        )
-        return replace(self, groups=tuple(groups), units=tuple(units))
 
     @property
     def frozen(self) -> ModelShape:
@@ -197,16 +168,3 @@ def _cut(group: GroupShape, storage: Storage) -> list[GroupShape]:
     label = ", ".join(part for part in (group.name, storage.format.name) if part)
     frozen = tuple(param for param in params if not param.trainable)
     return [replace(group, params=trained), replace(group, name=label, params=frozen)]
-
-
-def _unpacked(rows: Sequence[ParamShape]) -> Iterator[ParamShape]:
-    """Yield the packed parameters in place of their rows; others as they are."""
-    packed: dict[tuple[str, ...], list[ParamShape]] = defaultdict(list)
-    for row in rows:
-        packed[tuple(name.rpartition("[")[0] or name for name in row.names)].append(row)
-    for names, some in packed.items():
-        first = some[0]
-        is_row = names != first.names
-        yield ParamShape(
-            names, (len(some), *first.shape) if is_row else first.shape, first.trainable
-        )

@@ -66,10 +66,6 @@ ENGINE = Closed(
     "the engine is closed", "make a new one with offload.initialize",
     "engine.save_checkpoint, or engine.close(keep='host'),",
 )  # fmt: skip
-DISPATCHED = Closed(
-    "this dispatched model's tiers are closed", "build it anew",
-    "offload.dispatched(model).close(keep='host')",
-)  # fmt: skip
 
 
 class WeightHomes(Protocol):
@@ -122,7 +118,7 @@ class WeightStore:
             self._add_group(shape, grouping.params)
         self._add_tables(grouping)
         self.ranks.watch(self.groups, self.trace)
-        self._handles = HandleTable(self.use, keeper)
+        self.handles = HandleTable(self.use, keeper)
         self._values: Values | None = None
         self._repeats = 0  # further uses of the group used last
         self._hooks: UnitHooks | None = None  # once started
@@ -197,7 +193,7 @@ class WeightStore:
         """Adopt a group, whose state has its first values."""
         group.adopt()
         if group.is_gathered:
-            self._handles.note(group)  # its module, which would note it, may never be called
+            self.handles.note(group)  # its module, which would note it, may never be called
         self.ranks.refresh([group])
         table = self.table_of(group)
         if table is not None and group is table.groups[-1]:
@@ -216,10 +212,10 @@ class WeightStore:
         their `owner`. `begin_forward` is called in place of the store's own."""
         self._values = values
         self._hooks = UnitHooks(
-            model, self.units, self.groups, self._handles, self.use, values.adopt_written,
+            model, self.units, self.groups, self.handles, self.use, values.adopt_written,
             begin_forward or self.begin_forward, owner, self.one_thread,
         )  # fmt: skip
-        self._released.connect(self._handles, self._hooks.join_call, values)
+        self._released.connect(self.handles, self._hooks.join_call, values)
         return self._hooks
 
     @property
@@ -239,10 +235,6 @@ class WeightStore:
         self.adopt_changes()
         self.ranks.begin_pass()
         self.fetcher.begin_forward()
-
-    def note_gathered(self, group: ParamGroup) -> None:
-        """Note that `group` was gathered for code outside of the model's modules."""
-        self._handles.note(group)
 
     def adopt_changes(self) -> None:
         """Keep what was written to parameters since the last call."""

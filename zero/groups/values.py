@@ -236,8 +236,8 @@ class ParameterValues(WeightValues):
         packed = self._store.packed_of(param)
         if packed is not None:
             return self._runtime.packed_gradients.value(packed)
-        group, index = self._find(param)
-        return self._runtime.gradients.value(param, self._state_of(group), index)
+        self._find(param)
+        return self._runtime.gradients.value(param)
 
     def close_states(self, group: ParamGroup) -> None:
         super().close_states(group)

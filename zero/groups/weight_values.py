@@ -85,7 +85,7 @@ class WeightValues:
         for count, group in enumerate(groups):
             try:
                 group.enter(user)
-                self._store.note_gathered(group)
+                self._store.handles.note(group)
                 group.state.settle()  # what goes home must not be half of what the caller writes
             except TierFullError as error:
                 raise BudgetError(

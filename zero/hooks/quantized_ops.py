@@ -45,10 +45,6 @@ class StoredParam:
     quantizer: WeightQuantizer
     dtype: torch.dtype
 
-    @property
-    def is_fp32(self) -> bool:
-        return self.dtype is torch.float32
-
     def plain(self) -> torch.Tensor:
         """Return the values of a parameter that is stored as it is."""
         return self.stored.view(self.dtype).view(self.part.spec.shape)
@@ -73,8 +69,10 @@ def compute(
         return NotImplemented
     values = [*args, *kwargs.values()]
     params = [find(value) for value in values]
-    if any(each and (each.part.weights or (name == "float" and each.is_fp32)) for each in params):
-        return NotImplemented
+    views = name == "float"  # of fp32
+    for each in params:
+        if each and (each.part.weights or (views and each.dtype is torch.float32)):
+            return NotImplemented
     values = [each.plain() if each else value for value, each in zip(values, params, strict=True)]
     return function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 

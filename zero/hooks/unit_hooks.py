@@ -80,7 +80,8 @@ class UnitHooks:
         for unit, inner in _inner_modules(units):
             hooked.add(id(inner))
             of_unit = [groups[index] for index in unit.groups]
-            needed = [group for group in self._groups_in(inner) if group in of_unit]
+            owners = dict.fromkeys(self._where.get(id(param)) for param in inner.parameters())
+            needed = [group for group in owners if group in of_unit]
             self._install(inner, needed, is_expert=bool(unit.table), is_inner=True)
 
     @staticmethod
@@ -111,11 +112,6 @@ class UnitHooks:
         self._guards.append(
             _Guard(module, self._calls, self._end, *hooks, registered, before.needs_nothing)
         )
-
-    def _groups_in(self, module: nn.Module) -> list[ParamGroup]:
-        """Return the groups with a parameter of a module."""
-        owners = [self._where.get(id(param)) for param in module.parameters()]
-        return list(dict.fromkeys(group for group in owners if group is not None))
 
     @interrupted_in_waits
     def _begin(

@@ -56,7 +56,7 @@ class ReducedGradients:
         self.numel = part.layout.numel_trainable
         self.own = own
         self._make_local = make_local
-        self._await_update = await_update
+        self.await_update = await_update
         self.local: GradientAccumulator | None = None
         count = len(self.specs)
         self.passes = np.zeros(count, dtype=np.int64)  # > 0: some rank has a gradient, this step
@@ -156,11 +156,6 @@ class ReducedGradients:
             self.local.clear()
             self.local.state.close()
             self.local = None
-
-    def await_last(self) -> None:
-        """Wait until what was reduced before has landed and is not read by an update any more."""
-        self._await_update()
-        self.landed.wait()
 
     @property
     def is_complete(self) -> bool:
@@ -361,7 +356,8 @@ class SharedReductions(Reductions):
     def _bucket(self, group: ReducedGradients) -> torch.Tensor:
         dtype = self._summed_dtype if self._kept_passes else self._dtype
         if group.bucket is None:
-            group.await_last()
+            group.await_update()
+            group.landed.wait()
             begun = sum(other.bucket is not None for other in self._groups)
             while self.thread.pending + begun >= BUCKETS and not self._exchanges_tokens:
                 # one bucket is filled while another one is reduced: so much is planned for

@@ -32,7 +32,6 @@ class Sharding:
     replicas: int = 1  # shard groups
     replica: int = 0  # the number of its own
     parameters: bool = False  # a rank keeps its shard of the parameters only
-    gradients: bool = False  # the same of the gradients
 
     @property
     def world_size(self) -> int:
@@ -50,7 +49,7 @@ class Sharding:
             )
         return cls(
             ranks, rank % ranks, world_size // ranks, rank // ranks,
-            parameters=stage >= 3 and ranks > 1, gradients=stage >= 2 and ranks > 1,
+            parameters=stage >= 3 and ranks > 1,
         )  # fmt: skip
 
     def of_experts(self, ep_size: int) -> Sharding:
@@ -63,7 +62,7 @@ class Sharding:
         count, number = self.world_size // ep_size, place // ep_size
         if self.ranks == 1:
             return Sharding(replicas=count, replica=number)
-        return Sharding(count, number, gradients=self.gradients and count > 1)
+        return Sharding(count, number)
 
 
 ALONE = Sharding()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offload.config import OffloadConfig
@@ -12,7 +14,8 @@ from offload.planning.plan.plan import Hardware
 from offload.tools.memest.generation import Generation, kv_in_tiers
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.source.model_source import ModelSource
-from offload.zero.groups.model_shape import ModelShape
+from offload.zero.groups.layout import ParamShape
+from offload.zero.groups.model_shape import ModelShape, UnitShape
 from offload.zero.ranks.sharding import Sharding
 
 
@@ -35,7 +38,7 @@ class Case:
         if self.generation is not None:
             shape = shape.frozen
         if not self.config.splits_experts(self.profile.ranks):
-            shape = shape.joined
+            shape = _joined(shape)
         shape = shape.stored(self.config.stored)
         if self.generation is None:
             return shape
@@ -68,3 +71,43 @@ class Question:
     case: Case
     asked: OffloadConfig
     assumed: tuple[str, ...]
+
+
+def _joined(model: ModelShape) -> ModelShape:
+    """The same model with the experts of a block in the block's group, where they are not to move
+    one by one: as `group_parameters(..., experts=False)` has it, but for the order in a group."""
+    home: dict[int, int] = {}  # an expert's group -> its block's
+    block: UnitShape | None = None
+    for unit in model.units:
+        block = unit if unit.repeated else block
+        if unit.table and block is not None and unit.table.startswith(f"{block.name}."):
+            home.update((index, block.groups[0]) for index in unit.groups if block.groups)
+    extra: dict[int, list[ParamShape]] = defaultdict(list)
+    for index, into in home.items():
+        extra[into] += model.groups[index].params
+    kept = [index for index in range(len(model.groups)) if index not in home]
+    numbers = {index: number for number, index in enumerate(kept)}
+    groups = (
+        replace(g, params=(*g.params, *_unpacked(extra[index])), table="", packed=False)
+        for index in kept
+        for g in (model.groups[index],)
+    )
+    units = (
+        replace(unit, groups=tuple(numbers[index] for index in unit.groups), table="")
+        for unit in model.units
+        if home.keys().isdisjoint(unit.groups)
+    )
+    return replace(model, groups=tuple(groups), units=tuple(units))
+
+
+def _unpacked(rows: Sequence[ParamShape]) -> Iterator[ParamShape]:
+    """Yield the packed parameters in place of their rows; others as they are."""
+    packed: dict[tuple[str, ...], list[ParamShape]] = defaultdict(list)
+    for row in rows:
+        packed[tuple(name.rpartition("[")[0] or name for name in row.names)].append(row)
+    for names, some in packed.items():
+        first = some[0]
+        is_row = names != first.names
+        yield ParamShape(
+            names, (len(some), *first.shape) if is_row else first.shape, first.trainable
+        )
