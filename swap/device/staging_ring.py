@@ -166,11 +166,6 @@ class StagingRing:
                 "each of them; set gradient_accumulation_steps to the passes before a step"
             )
 
-    def _free_landing(self) -> torch.Tensor:
-        """The next landing buffer; waits until what has landed there before was added."""
-        self._landed[0].wait()
-        return self._landings[0]
-
     def _note_landing(self, mark: StreamEvent, add: Callable[[], object]) -> None:
         """Let `add` run once the copy of `mark` has arrived in the next landing buffer."""
         self._landed[0] = self._to_host.transfer(mark, "gradients that are added", add)
@@ -186,7 +181,8 @@ class StagingRing:
         if bucket is None or bucket.run is not run or index in bucket.filled:
             self._send_bucket()
             if whole is None:
-                destination = self._free_landing().view(dtype)[: run.stop - run.start]
+                self._landed[0].wait()  # until what has landed there before was added
+                destination = self._landings[0].view(dtype)[: run.stop - run.start]
             else:
                 destination = whole[run.start : run.stop]
             buffer = self._buffers[self._next].view(dtype)

@@ -145,12 +145,7 @@ class CopyStream:
         self.lane = Lane(WaitFor.LINK)
         self._watcher = _Watcher(self.lane)
         self._counting = threading.Lock()
-        self._moved_nbytes = 0
-
-    @property
-    def moved_nbytes(self) -> int:
-        """The number of bytes of all copies since the start."""
-        return self._moved_nbytes
+        self.moved_nbytes = 0  # of all copies since the start
 
     def copy(
         self,
@@ -165,7 +160,7 @@ class CopyStream:
         stay what they are until the mark is done (see `transfer`).
         """
         with self._counting:  # `+=` alone loses what another thread counts meanwhile
-            self._moved_nbytes += source.numel()
+            self.moved_nbytes += source.numel()
         if self._stream is None:
             destination.copy_(source)
             return StreamEvent()
@@ -254,17 +249,16 @@ class _Watcher:
         with self._lock:
             inline = self._closing
             if not inline:
-                self._start_thread()
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._loop, name="offload-copies", daemon=True
+                    )
+                    self._thread.start()
                 self._watched.append(entry)
                 self._told.put(None)
         if inline:
             entry.end()
         return transfer
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="offload-copies", daemon=True)
-            self._thread.start()
 
     def await_oldest(self) -> bool:
         with self._lock:

@@ -47,7 +47,8 @@ class SlotPool:
         self._held_nbytes = self._staying_nbytes = 0  # of all copies; of `_may_write_back`
         self._written_back: CachedPiece | None = None  # the last one written back for a prefetch
         self._values: CachedPiece | None = None  # the largest slot of dequantized values
-        self._limit: int | None = None  # bytes of the tier beyond which nothing is fetched ahead
+        # bytes of the tier beyond which nothing is fetched ahead; a demand may exceed them
+        self.limit_nbytes: int | None = None
         self.makes_values = False  # the last values that were used were dequantized here
         self._is_prefetching = False  # a prefetch is looking for room
         # Waits until another user releases copies; False if none will. Set by the owner of the work
@@ -56,21 +57,17 @@ class SlotPool:
         self.uses_left: Callable[[], float] = lambda: math.inf  # until the step's end; set as above
         self.evictions = 0
 
-    @property
-    def limit_nbytes(self) -> int | None:
-        """The limit on used bytes of the tier, which a demand may exceed; None if there is none."""
-        return self._limit
-
     def keep_within(self, limit_nbytes: int | None) -> None:
         """Set the limit, and evict copies that are not needed now until it holds. Gradients, which
         may stay in half of the limit, are written back as they come."""
         with self.lock:
-            self._limit = limit_nbytes
+            self.limit_nbytes = limit_nbytes
             self._evict_to_limit(0)
 
     def _evict_to_limit(self, nbytes: int) -> None:
         """Evict clean copies until `nbytes` more are within the limit."""
-        while self._limit is not None and self.tier.used_nbytes + nbytes > self._limit:
+        limit = self.limit_nbytes
+        while limit is not None and self.tier.used_nbytes + nbytes > limit:
             # none that is needed now, or two of those would take turns
             piece = self._policy.next_victim(self._held, before=0.0)
             if piece is None:
@@ -113,7 +110,7 @@ class SlotPool:
 
     def _most_nbytes(self) -> int:
         budget = self.tier.arena.nbytes
-        return budget if self._limit is None else min(budget, self._limit)
+        return budget if self.limit_nbytes is None else min(budget, self.limit_nbytes)
 
     def _end_stay(self, piece: CachedPiece, nbytes: int) -> None:
         if self._may_write_back.pop(id(piece), None) is not None:

@@ -223,17 +223,13 @@ class Trace:
         for distance in range(min(count, len(uses))):
             position = start + distance
             for table in schedule.backward_at.get(position, ()):
-                for item in self._coming_back(table, count):
+                order = table.chosen if self._recomputes else reversed(table.chosen)
+                for item in itertools.islice(order, count):
                     distances.setdefault(item, self.next_use(item))
             if len(distances) >= count:
                 break
             distances.setdefault(uses[position % len(uses)], distance)
         return list(itertools.islice(distances.items(), count))
-
-    def _coming_back(self, table: Table, count: int) -> Iterator[int]:
-        """The first `count` of the items that backward uses of a table."""
-        order = table.chosen if self._recomputes else reversed(table.chosen)
-        return itertools.islice(order, count)
 
     def is_over(self, group: int) -> bool:
         """Whether this pass, which is in its backward, is expected not to use the group again: as

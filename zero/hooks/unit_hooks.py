@@ -103,14 +103,21 @@ class UnitHooks:
         to be computed again; while the unit is called its hooks have nothing to do."""
         if is_inner and not groups:
             return  # the units in it have hooks of their own
-        before = _Before(self._begin, groups, is_expert, is_inner)
-        hooks = _Hook(before.call, self._owner), self._after
+
+        def needs_nothing() -> bool:
+            return is_inner and all(group.is_entered for group in groups)
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if not needs_nothing():
+                self._begin(module, groups, is_expert=is_expert)
+
+        hooks = _Hook(begin, self._owner), self._after
         registered = [
             module.register_forward_pre_hook(hooks[0], prepend=True),
             module.register_forward_hook(hooks[1], always_call=True),
         ]
         self._guards.append(
-            _Guard(module, self._calls, self._end, *hooks, registered, before.needs_nothing)
+            _Guard(module, self._calls, self._end, *hooks, registered, needs_nothing)
         )
 
     @interrupted_in_waits
@@ -291,23 +298,6 @@ class _Hook:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(NO_COPIES)
-
-
-@dataclass(slots=True, eq=False)
-class _Before:
-    """The hook before a module is called."""
-
-    begin: Callable[..., None]  # of the hooks
-    groups: list[ParamGroup]
-    is_expert: bool
-    is_inner: bool
-
-    def call(self, module: nn.Module, args: Any) -> None:
-        if not self.needs_nothing():
-            self.begin(module, self.groups, is_expert=self.is_expert)
-
-    def needs_nothing(self) -> bool:
-        return self.is_inner and all(group.is_entered for group in self.groups)
 
 
 @dataclass(slots=True, eq=False)
