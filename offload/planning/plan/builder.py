@@ -75,7 +75,9 @@ class PlanBuilder:
         self.sizes = sizes_of(self.config)
         self.groups = measure(self.config, model, sharding)
         self._kinds = kinds_of(self.groups)  # one for thousands of equal experts
-        self.budgets = resolve_budgets(config, hardware, self._device_demand())
+        there = [name for name in self.explicit if Tier.DEVICE in tiers_of(self.explicit, name)]
+        demand = sum(getattr(group, name) for name in there for group in self.groups)  # at most
+        self.budgets = resolve_budgets(config, hardware, demand)
         # the window holds copies of states on nvme: a unit's parameters, and one gradient or record
         other = max((max(g.gradients, *g.records, 0) for g in self.groups), default=0)
         self.window_nbytes = gathered_unit(model, self.groups, other)
@@ -125,17 +127,14 @@ class PlanBuilder:
         return _with_activations(plan, Tier.named(self.config.placement.activations.tier))
 
     def _assign(self, placements: Placements, state_class: StateClass) -> _Assigned:
-        """Assign the pieces of a class to tiers, once per placement: a large model has hundreds of
-        thousands of records, and compared plans often differ in other classes only."""
+        """Assign the pieces of a class to tiers, in one sequence, so that each tier's share holds
+        across groups. Once per placement: a large model has hundreds of thousands of records, and
+        compared plans often differ in other classes only."""
         key = state_class, placements[state_class]
-        if key not in self._assigned:
-            self._assigned[key] = self._newly_assigned(*key)
-        return self._assigned[key]
-
-    def _newly_assigned(self, state_class: StateClass, placement: Placement) -> _Assigned:
-        """Assign all pieces in one sequence, so that each tier's share holds across groups."""
+        if key in self._assigned:
+            return self._assigned[key]
         pieces = [group.pieces(state_class) for group in self.groups]
-        assigned = iter(placement.assign(list(itertools.chain.from_iterable(pieces))))
+        assigned = iter(key[1].assign(list(itertools.chain.from_iterable(pieces))))
         tiers = tuple(tuple(itertools.islice(assigned, len(each))) for each in pieces)
         if state_class is StateClass.GRADIENTS:  # fp32 sums are never kept in files
             tiers = tuple(
@@ -143,15 +142,11 @@ class PlanBuilder:
                 for group, each in zip(self.groups, tiers, strict=True)
             )
         homes: dict[Tier, int] = defaultdict(int)
-        for group, each in zip(self.groups, tiers, strict=True):
-            for tier, nbytes in zip(each, group.pieces(state_class), strict=True):
+        for each, sizes in zip(tiers, pieces, strict=True):
+            for tier, nbytes in zip(each, sizes, strict=True):
                 homes[tier] += nbytes
-        return _Assigned(tiers, homes)
-
-    def _device_demand(self) -> int:
-        """Return an upper bound of the bytes that explicit placements put into the device tier."""
-        there = [name for name in self.explicit if Tier.DEVICE in tiers_of(self.explicit, name)]
-        return sum(getattr(group, name) for name in there for group in self.groups)
+        self._assigned[key] = _Assigned(tiers, homes)
+        return self._assigned[key]
 
 
 @dataclass(frozen=True)

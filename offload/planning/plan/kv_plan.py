@@ -8,14 +8,13 @@ host          two pages on their way to or from nvme
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, Tier
 from offload.tiers.units import round_up
-from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -44,8 +43,11 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
     placement = config.placement.kv
     if placement is None or not model.cached:
         return None
-    tokens = config.kv.tokens or 1
-    stored, page = _stored(config, model.cached, tokens, itemsize)
+    tokens, int8 = config.kv.tokens or 1, config.kv.dtype == "int8"
+    stored = [layer.token_nbytes(itemsize, int8=int8) for layer in model.cached]
+    largest = max(stored)
+    max_page = max(largest, largest * tokens // _OPEN_SHARE)
+    page = _whole(max(largest, min(KV_PAGE_NBYTES, max_page)))
     computed = [layer.token_nbytes(itemsize) for layer in model.cached]
     computing = Tier.DEVICE if gpu else Tier.HOST
     expected: dict[Tier, int] = defaultdict(int)
@@ -58,17 +60,6 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
     return KVPlan(
         placement, tokens, planned, len(stored), sum(stored), known, computing, expected
     )  # fmt: skip
-
-
-def _stored(
-    config: OffloadConfig, layers: Sequence[CachedLayer], tokens: int, itemsize: int
-) -> tuple[list[int], int]:
-    """The bytes of a stored token in each layer, and of a page, for caches of so many `tokens`."""
-    int8 = config.kv.dtype == "int8"
-    stored = [layer.token_nbytes(itemsize, int8=int8) for layer in layers]
-    largest = max(stored)
-    max_page = max(largest, largest * tokens // _OPEN_SHARE)
-    return stored, _whole(max(largest, min(KV_PAGE_NBYTES, max_page)))
 
 
 def _whole(nbytes: int) -> int:

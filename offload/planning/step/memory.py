@@ -42,7 +42,6 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.pinning import EXTENT_NBYTES
 from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import round_up
-from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -164,9 +163,13 @@ class PlannedMemory:
     def _place(self, capacity_nbytes: int, by_class: ByClass) -> PlaceEstimate:
         """The place that holds `by_class`, with master weights apart from the optimizer's states.
         Classes of no bytes are left out, and the excess over the budget of a tier that is full."""
-        master, states = _record_split(self._plan.record_format, 1 << 20)
+        master = whole = 0
+        for field in self._plan.record_format.fields:  # with scales and without gaps
+            nbytes = field.numel(1 << 20) * field.dtype.itemsize
+            whole += nbytes
+            master += nbytes if field.name in ("low", "master") else 0
         of_records = by_class[MemoryClass.OPTIMIZER]
-        by_class[MemoryClass.MASTER] = of_records * master // max(1, master + states)
+        by_class[MemoryClass.MASTER] = of_records * master // max(1, whole)
         by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]
         return PlaceEstimate(capacity_nbytes, {name: n for name, n in by_class.items() if n > 0})
 
@@ -314,15 +317,3 @@ class PlannedMemory:
             reserved = max(reserved, round_up(total, _FILE_GROWTH_NBYTES))
         left = max(0, min(reserved, self._plan.budgets[Tier.NVME]) - total)
         return {**by_class, MemoryClass.FRAGMENTATION: left}
-
-
-def _record_split(kept: RecordFormat, numel: int) -> tuple[int, int]:
-    """The bytes of a record's master and of its states, with scales and without gaps."""
-    master = states = 0
-    for field in kept.fields:
-        nbytes = field.numel(numel) * field.dtype.itemsize
-        if field.name in ("low", "master"):
-            master += nbytes
-        else:
-            states += nbytes
-    return master, states
