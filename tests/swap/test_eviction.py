@@ -38,7 +38,7 @@ def copy_in(pool: SlotPool, use: int) -> PlannedState:
 
 def full(policy: EvictionPolicy | None = None) -> tuple[SlotPool, list[PlannedState]]:
     """A pool, and copies that fill it."""
-    pool = SlotPool(PlannedTier(COPIES * PAGE_NBYTES), threading.RLock(), policy)
+    pool = SlotPool(PlannedTier(COPIES * PAGE_NBYTES), threading.RLock(), policy)  # type: ignore[arg-type]
     copies = [copy_in(pool, use) for use in USES]
     assert all(copy.take(copy.next_use()) for copy in copies)
     return pool, copies

@@ -12,111 +12,146 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import record_kinds
 from offload.planning.step.representatives import Representatives
 from offload.swap.io.requests_and_retries import Priority
-from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import MADE_HERE, SlotPool
-from offload.tiers.errors import StateError, TierFullError
-from offload.tiers.ledger import Ledger, StateClass
-from offload.tiers.memory import Memory
-from offload.tiers.memory_tier import MemoryTier
+from offload.tiers.arena import Arena
+from offload.tiers.errors import TierFullError
+from offload.tiers.ledger import StateClass, TierAccount
 from offload.tiers.tier import Tier
 from offload.zero.groups.fetching import Fetcher
 
-
-class _NoMemory(Memory):
-    """Addresses without memory. Leases in pieces always find some behind the budget's."""
-
-    beyond_nbytes = 1 << 62
-    touched_nbytes = 0
-    _bytes = torch.empty(0, dtype=torch.uint8)
-
-    def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        return self._bytes
-
-    def view(self, offset_bytes: int, nbytes: int) -> memoryview:
-        raise StateError("a plan has no bytes")
-
-    def close(self) -> None:
-        """Do nothing."""
+if TYPE_CHECKING:
+    from offload.tiers.memory_tier import MemoryTier
 
 
-class PlannedTier(MemoryTier):
-    """A tier of memory that nothing is allocated for."""
+@dataclass(slots=True)
+class PlannedLease:
+    """A range of a `PlannedTier`."""
+
+    tier: PlannedTier
+    nbytes: int
+    state_class: StateClass
+    offset: int | None  # None: in pieces
+
+    def free(self) -> None:
+        if self.offset is not None:
+            self.tier.arena.free(self.offset)
+        self.tier.account.move(self.state_class, -self.nbytes)
+
+
+class PlannedTier:
+    """Answers a `SlotPool` as a `MemoryTier` does, without allocating memory."""
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__(Tier.HOST, max(0, nbytes), _NoMemory(), Ledger())
+        self.arena = Arena(max(0, nbytes))
+        self.account = TierAccount(self.arena.nbytes)
         self.lacked_room = False  # for something, at some time
 
+    @property
+    def used_nbytes(self) -> int:
+        return self.account.used_nbytes
+
+    @property
+    def free_nbytes(self) -> int:
+        return self.arena.nbytes - self.account.used_nbytes
+
     def fits(self, nbytes: int) -> bool:
-        fits = super().fits(nbytes)
+        fits = nbytes <= min(self.free_nbytes, self.arena.largest_free_nbytes)
         self.lacked_room |= not fits
         return fits
+
+    def lease(self, nbytes: int, *, owner: str, state_class: StateClass) -> PlannedLease:
+        """A range, possibly in pieces. Raises TierFullError."""
+        if nbytes > self.free_nbytes:
+            raise TierFullError(
+                "host", owner, nbytes, self.free_nbytes, self.arena.nbytes, "plan for less"
+            )
+        self.account.move(state_class, nbytes)
+        return PlannedLease(self, nbytes, state_class, self.arena.allocate(nbytes))
 
 
 def pool_of(nbytes: int) -> tuple[PlannedTier, SlotPool]:
     """A memory of `nbytes` for copies, and the runtime's pool over it."""
     tier = PlannedTier(nbytes)
-    return tier, SlotPool(tier, threading.RLock())
+    return tier, SlotPool(cast("MemoryTier", tier), threading.RLock())
 
 
-class PlannedState(Slot):
-    """The slot of a state, or of several that are alike, at home elsewhere."""
+class PlannedState:
+    """A copy of a state in a pool, or of several that are alike, at home elsewhere."""
 
     def __init__(
         self, name: str, nbytes: int, state_class: StateClass, pool: SlotPool,
         next_use: Callable[[], float],
     ) -> None:  # fmt: skip
         """`next_use` gives the uses from now."""
-        super().__init__(name, nbytes, state_class, pool, next_use)
+        self.name, self.nbytes = name, nbytes
+        self.state_class, self.next_use = state_class, next_use
         self.is_locked = False  # in use, as by a view in the runtime
         self.filled: Callable[[], None] = lambda: None  # called when the copy is made
         self.sent: Callable[[], None] = lambda: None  # called when a dirty copy goes home
+        self._pool = pool
+        self._lease: PlannedLease | None = None
         self._is_dirty = False
 
     @property
     def is_held(self) -> bool:
-        return self.lease is not None
+        return self._lease is not None
+
+    @property
+    def held_nbytes(self) -> int:
+        return self.nbytes if self._lease is not None else 0
 
     # ---------------------------------------------------------------- what the pool asks
     def can_evict(self) -> bool:
-        return self.is_held and not (self.is_locked or self._is_dirty)
+        return self._lease is not None and not (self.is_locked or self._is_dirty)
 
     def evict(self) -> None:
-        super().evict()
-        self._is_dirty = False
+        """Give the copy up, if there is one."""
+        if self._lease is not None:
+            self._pool.unregister(self)
+            self._lease.free()
+            self._lease = None
+            self._is_dirty = False
 
     def write_back(self) -> None:
         if self._is_dirty and not self.is_locked:
             self._is_dirty = False
             self.sent()
 
+    def transit(self) -> Callable[[], None] | None:
+        return None
+
     # ---------------------------------------------------------------- what uses it
     def take(self, next_use: float | None, *, fill: bool = False) -> bool:
         """Make the copy and, with `fill`, note that it was read. Where nothing else can go, the
         plan does not fit, and what is needed now only passes through."""
-        if self.is_held or not self.nbytes:
+        if self._lease is not None or not self.nbytes:
             return True
         lease = None
-        with suppress(TierFullError):
-            lease = self.request(next_use)
-        if lease is None and next_use is not None:
-            return False
+        if next_use is not None:
+            lease = self._pool.offer(self.nbytes, self.name, self.state_class, next_use=next_use)
+            if lease is None:
+                return False
+        else:
+            with suppress(TierFullError):
+                lease = self._pool.demand(self.nbytes, self.name, self.state_class)
         if fill:
             self.filled()
         if lease is not None:
-            self.hold(lease)
+            self._lease = cast("PlannedLease", lease)
+            self._pool.register(self)
         return True
 
     def write(self) -> None:
         """Change the copy: it is newer than its home, and stays until its room is needed."""
         self._is_dirty = True
-        self.pool.may_write_back(self)
+        self._pool.may_write_back(self)
 
 
 class PlannedGroup:
