@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -37,8 +38,9 @@ class Placement:
     def tiers(self) -> tuple[Tier, ...]:
         return tuple(tier for tier, _ in self.shares)
 
-    def assign(self, sizes: Sequence[int]) -> list[Tier]:
-        """A tier for each piece, so that every tier's bytes follow its share as they go along.
+    def assign(self, sizes: Sequence[int], *, device_first: bool = False) -> list[Tier]:
+        """A tier for each piece, so that every tier's bytes follow its share as they go along. With
+        `device_first` the device's share is the first pieces, and the others follow their shares.
 
         Pieces alternate rather than forming blocks: all links are then busy all the time (the
         ratio idea of ZeRO-Infinity's partial offload). Deterministic; the error against the exact
@@ -48,6 +50,12 @@ class Placement:
         tiers = self.tiers
         if len(tiers) == 1:
             return [tiers[0]] * len(sizes)
+        if device_first and tiers[0].on_device:
+            (_, share), *others = self.shares
+            ends = list(itertools.accumulate(sizes))
+            count = bisect.bisect_right(ends, round(share * _PARTS) * sum(sizes) // _PARTS)
+            behind_it = Placement(tuple((tier, part / (1 - share)) for tier, part in others))
+            return [tiers[0]] * count + behind_it.assign(sizes[count:])
         weights = [round(share * _PARTS) for _, share in self.shares]
         weights[0] += _PARTS - sum(weights)
         behind = [0] * len(tiers)  # bytes x _PARTS that a tier has less than its share

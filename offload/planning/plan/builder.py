@@ -129,12 +129,18 @@ class PlanBuilder:
     def _assign(self, placements: Placements, state_class: StateClass) -> _Assigned:
         """Assign the pieces of a class to tiers, in one sequence, so that each tier's share holds
         across groups. Once per placement: a large model has hundreds of thousands of records, and
-        compared plans often differ in other classes only."""
+        compared plans often differ in other classes only.
+
+        A GPU's share of what an update needs are the first groups: forward waits for their updates
+        first, and their gradients come last. All other groups are then left to the CPU as a whole,
+        which can update them while backward goes on."""
         key = state_class, placements[state_class]
         if key in self._assigned:
             return self._assigned[key]
         pieces = [group.pieces(state_class) for group in self.groups]
-        assigned = iter(key[1].assign(list(itertools.chain.from_iterable(pieces))))
+        of_updates = state_class is not StateClass.PARAMETERS
+        sizes = list(itertools.chain.from_iterable(pieces))
+        assigned = iter(key[1].assign(sizes, device_first=self.gpu and of_updates))
         tiers = tuple(tuple(itertools.islice(assigned, len(each))) for each in pieces)
         if state_class is StateClass.GRADIENTS:  # fp32 sums are never kept in files
             tiers = tuple(

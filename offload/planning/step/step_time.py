@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -43,10 +43,12 @@ if TYPE_CHECKING:
     from offload.planning.plan.kv_plan import KVPlan
 
 COMPUTE, OPTIMIZER = "compute", "optimizer"
+_ON_DEVICE = "optimizer on the device"  # beside the model; its time is the device's
 READ, WRITE = "nvme read", "nvme write"
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 
 _STEPS = 4  # of which the last one counts
+_MAX_GAPS = 64  # of a link that are remembered, the last ones
 # What one request takes of the interpreter, which the model's thread has to share: measured where
 # chunks are chosen (`chunk_and_prefetch.py`), on two cores of an AMD EPYC.
 _REQUEST_CALL_S = 150e-6
@@ -102,6 +104,25 @@ class _Clock:
         return self.free_s
 
 
+@dataclass(slots=True)
+class _Link(_Clock):
+    """A link to or from a device: what is ready sooner than what was asked for before it goes
+    first."""
+
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+
+    def take(self, ready_s: float, seconds: float) -> float:
+        for index, (start_s, stop_s) in enumerate(self.gaps):
+            end_s = max(start_s, ready_s) + seconds
+            if end_s <= stop_s:
+                self.gaps[index : index + 1] = [(start_s, end_s - seconds), (end_s, stop_s)]
+                self.busy_s += seconds
+                return end_s
+        if ready_s > self.free_s:
+            self.gaps = [*self.gaps[1 - _MAX_GAPS :], (self.free_s, ready_s)]
+        return _Clock.take(self, ready_s, seconds)
+
+
 class _Pipeline:
     def __init__(
         self, plan: Plan, config: OffloadConfig, facts: ActivationFacts, workload: Workload,
@@ -112,16 +133,20 @@ class _Pipeline:
         self._moves, self._total, self._workload = run.moves, total_of(run.moves), workload
         self._speculative = speculative_groups(plan, config)
         self._clocks: dict[str, _Clock] = defaultdict(_Clock)
+        self._clocks |= {TO_DEVICE: _Link(), TO_HOST: _Link()}
         # parameters of a group: updated, where it computes, with the other ranks' shards
         self._ready: dict[int, float] = defaultdict(float)
         self._gradient_home: dict[int, float] = defaultdict(float)
         self._arrived: list[float] = []  # when the model's thread reached each use
         self._begun_s = 0.0
         self._cost = self._costs(facts)
-        self._update_s = {
-            group: count * update_s(plan, group, config.precision, speeds)
-            for group, count in experts.updated.items()
-        }
+        self._update_s, self._update_there_s = (
+            {
+                group: count * update_s(plan, group, config.precision, speeds, there=there)
+                for group, count in experts.updated.items()
+            }
+            for there in (False, True)
+        )
         self._request_nbytes = _request_nbytes(plan)
         self._disk_overlap = _disk_overlap(speeds)
         self._rates = {
@@ -240,18 +265,23 @@ class _Pipeline:
         if self._config.optimizer.in_backward is True or group in self._speculative:
             asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
         ready_s = self._carry(READ, asked_s, moved.read)
-        ready_s = self._carry(TO_DEVICE, ready_s, moved.to_device)
-        seconds = self._update_s[group]
-        optimizer = self._clocks[OPTIMIZER]
-        if plan.gpu:
-            end_s = optimizer.take(ready_s, seconds)
-        else:
+        seconds, there_s = self._update_s[group], self._update_there_s[group]
+        # what is stepped on one side comes from the other, and goes back there
+        nbytes = {TO_DEVICE: moved.to_device, TO_HOST: moved.to_host}
+        sent, back = nbytes if there_s else reversed(nbytes)
+        end_s = self._carry(sent, ready_s, nbytes[sent])
+        optimizer, compute = self._clocks[OPTIMIZER], self._clocks[COMPUTE]
+        if there_s:  # queued there, while the CPU goes on with the other chunks
+            end_s = self._clocks[_ON_DEVICE].take(end_s, there_s)
+            compute.busy_s += there_s
+        if plan.gpu and seconds:
+            end_s = max(end_s, optimizer.take(ready_s if there_s else end_s, seconds))
+        elif not plan.gpu:
             busy = seconds + self._lost_s(move)
-            compute = self._clocks[COMPUTE]
             end_s = compute.take(ready_s, busy)
             compute.busy_s -= busy
             optimizer.busy_s += busy
-        end_s = self._carry(TO_HOST, end_s, moved.to_host)
+        end_s = self._carry(back, end_s, nbytes[back])
         self._ready[group] = end_s
         self._carry(WRITE, end_s, moved.written)
 
@@ -396,13 +426,16 @@ def _matmul_rate(precision: str, speeds: Speeds) -> float:
     return rate
 
 
-def update_s(plan: Plan, group: int, precision: str, speeds: Speeds) -> float:
-    """Seconds of the optimizer's arithmetic on one group, wherever its records are."""
+def update_s(
+    plan: Plan, group: int, precision: str, speeds: Speeds, *, there: bool = False
+) -> float:
+    """Seconds of the optimizer's arithmetic on one group: the CPU's, or a GPU's with `there`."""
     kinds = record_kinds(plan.groups[group], plan.records[group], plan.chunk_numel)
     summed = plan.groups[group].summed
     return sum(
         kind.count * kind.numel * _parameter_s(plan, kind.tier, precision, speeds, summed=summed)
         for kind in kinds
+        if there == (plan.gpu and kind.tier is Tier.DEVICE)
     )
 
 
