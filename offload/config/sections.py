@@ -115,7 +115,8 @@ class PlacementConfig(Section):
     gradients: Split = key(None, example="host", per_rank=True)
     """Home of the gradients between backward and update, as for parameters."""
     optimizer: Split = key(None, example={"host": "40%", "nvme": "60%"}, per_rank=True)
-    """Home of the optimizer's states and of master weights, as for parameters."""
+    """Home of the optimizer's states and of master weights, as for parameters. A GPU's share is
+    that of the modules that forward needs first, whose gradients come last."""
     activations: ActivationConfig = section(ActivationConfig)
     """Home of the activations that forward saves for backward."""
     kv: Split = key(

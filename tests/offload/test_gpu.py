@@ -8,6 +8,7 @@ of a GPU, only the streams are missing.
 from __future__ import annotations
 
 import dataclasses
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ import offload.tiered_model
 import offload.zero.step.update
 from offload.errors import UnsupportedError
 from offload.kernels.gpu import triton_gradients, triton_optimizer
+from offload.tiers.ledger import StateClass
+from offload.tiers.tier import Tier
 from tests.kernels import triton_device
 from tests.kernels.triton_device import launches
 from tests.offload.engine_cases import (
@@ -202,6 +205,52 @@ def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
 ):
     keys: dict[str, Any] = {"precision": "bf16", "optimizer": {"in_backward": True}}
     assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
+
+
+def drawn(chance: random.Random) -> dict[str, Any]:
+    """Shares of all classes, with some on the device."""
+
+    def shares(*tiers: str) -> dict[str, str]:
+        cuts = sorted(chance.sample(range(5, 100, 5), len(tiers) - 1))
+        ends = zip([0, *cuts], [*cuts, 100], strict=True)
+        return {tier: f"{b - a}%" for tier, (a, b) in zip(tiers, ends, strict=True)}
+
+    return {
+        "parameters": chance.choice(["host", "device", shares("device", "host", "nvme")]),
+        "gradients": chance.choice(["host", shares("device", "host"), shares("device", "nvme")]),
+        "optimizer": shares("device", "host"),
+    }
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_checkpoint_of_drawn_shares_trains_on_with_others_and_bytes_are_as_planned(
+    tmp_path, device, seed
+):
+    chance = random.Random(seed)
+    keys: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 0.5, "device": device}
+    data = [tokens.to(device) for tokens in batches(4)]
+
+    def trained(placement: dict[str, Any], load: bool) -> tuple[list[float], dict[str, Tensor]]:
+        given = settings(tmp_path, placement, **keys)
+        with offload.initialize(seeded(Net).to(device), given) as engine:
+            if load:
+                engine.load_checkpoint(tmp_path / "checkpoint")
+            losses = losses_of(engine, data[2:] if load else data[:2])
+            engine.save_checkpoint(tmp_path / "checkpoint")
+            held = engine.report().tiers
+            for tier in (Tier.DEVICE, Tier.HOST):
+                planned = engine.plan.homes[StateClass.OPTIMIZER].get(tier, 0)
+                assert held[str(tier)].peak_by_class.get("optimizer", 0) == planned
+            return losses, {name: value.cpu() for name, value in states_of(engine).items()}
+
+    first, _ = trained(drawn(chance), load=False)
+    last, states = trained(drawn(chance), load=True)
+    with no_kernels():
+        assert trained({}, load=False)[0] == first
+        expected = trained({}, load=True)
+    assert last == expected[0]
+    assert_same_bits(states, expected[1])
 
 
 @pytest.mark.sample(10)

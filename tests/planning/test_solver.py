@@ -188,6 +188,38 @@ def test_everything_lives_on_a_gpu_that_has_room_for_activations_too():
     assert placed(tight)[2] != "device"
 
 
+def test_a_gpus_share_of_gradients_and_records_is_of_the_first_groups():
+    """Forward waits for their updates first, and backward ends with their gradients."""
+    share = {"device": "40%", "host": "60%"}
+    keys = {"placement": dict.fromkeys(CLASSES, share), "optimizer": {"chunk": 1 << 18}}
+    on_gpu, on_cpu = (solved(keys, gpu=gpu).best.plan for gpu in (4 * GIB, 0))
+    records = [tier for each in on_gpu.records for tier in each]
+    count = records.count(Tier.DEVICE)
+    assert count == int(0.4 * len(records))
+    assert set(records[:count]) == {Tier.DEVICE}
+    there = on_gpu.gradients.count(Tier.DEVICE)
+    assert there > 0
+    assert {*on_gpu.gradients[:there]} == {Tier.DEVICE} == {*on_gpu.records[there - 1]}
+    assert sum(len(set(each)) > 1 for each in on_gpu.records) <= 1
+    # weights are fetched ahead, and updates on a CPU read ahead: both alternate
+    assert on_gpu.parameters == on_cpu.parameters
+    assert all(len(set(each)) > 1 for each in on_cpu.records if len(each) > 2)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("gpu", [150, 170, 200, 260, 300])
+def test_no_shares_of_a_gpu_tried_by_hand_are_predicted_to_be_faster(gpu: int):
+    about = replace(gpu_known(), facts_of=lambda config: facts(seconds=0.01))
+    best = solved({}, about, gpu=gpu * MIB).best
+    shares = ("host", {"device": "30%", "host": "70%"}, {"device": "60%", "host": "40%"}, "device")
+    for chosen in itertools.product(shares, repeat=3):
+        by_hand = solved(
+            {"placement": dict(zip(CLASSES, chosen, strict=True))}, about, gpu=gpu * MIB
+        ).best
+        if by_hand.fits:
+            assert best.seconds <= by_hand.seconds * 1.05, chosen
+
+
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_fits_a_gpu(example: Path) -> None:
     config = OffloadConfig.load(example).owning_the_loop()

@@ -26,6 +26,26 @@ def test_every_tier_is_within_one_piece_of_its_share(sizes, percent):
     assert abs(held - share * sum(sizes)) <= max(sizes)
 
 
+@given(
+    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
+    percents=st.tuples(st.integers(1, 98), st.integers(0, 1)),
+)
+@settings(deadline=None, derandomize=True)
+def test_the_first_pieces_are_the_devices_and_the_others_keep_their_shares(sizes, percents):
+    first, rest = percents[0] / 100, (1 - percents[0] / 100) / 2
+    shares = ((DEVICE, first), (HOST, 2 * rest))
+    if percents[1]:
+        shares = ((DEVICE, first), (HOST, rest), (NVME, rest))
+    tiers = Placement(shares).assign(sizes, device_first=True)
+    count = tiers.count(DEVICE)
+    assert tiers[:count] == [DEVICE] * count
+    room = first * sum(sizes) - sum(sizes[:count])
+    assert -1e-3 <= room <= max(sizes)
+    on_host = sum(size for size, tier in zip(sizes, tiers, strict=True) if tier is HOST)
+    left = sum(sizes[count:])
+    assert abs(on_host - (left / 2 if percents[1] else left)) <= max(sizes)
+
+
 @pytest.mark.parametrize("shares", [(), ((HOST, 0.5),), ((HOST, 1.5), (NVME, -0.5))])
 def test_shares_that_are_no_partition_are_refused(shares):
     with pytest.raises(ValueError, match="sum to 1"):

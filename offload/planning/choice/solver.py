@@ -49,8 +49,8 @@ _AS_FAST = 0.01  # of a step's time: no prediction tells less
 _CHECKPOINTS = (False, "selective", True)
 # Timed per choice of checkpoint.
 _CANDIDATES = 12
-_FEW_PIECES = 1_000  # of optimizer state
-_CANDIDATES_LARGE = 3  # of a model with more: each takes tens of milliseconds
+_FEW_GROUPS = 1_000
+_CANDIDATES_LARGE = 3  # of a model with more: each takes seconds
 _FAR = 2.0  # times the best one's time of the slowest link: not worth timing
 _BESIDE = 0.01  # of links beside the slowest: of plans that are as fast the one that moves less
 _WORTH = 5  # per cent of a class: less is no reason for a split
@@ -211,18 +211,20 @@ class _Search:
 
     def candidates(self) -> list[Candidate]:
         """The candidates in the order of their rank, timed if it is known how; at least one."""
-        named = self._builder.explicit
+        named, few = self._builder.explicit, len(self._builder.groups) <= _FEW_GROUPS
         ranked = self._ranked(corners(named, self._open_tiers))
         for min_percent in (_WORTH, 1):
             if min_percent == _WORTH or ranked[0].rank[0]:
-                more = filled(named, self._open_tiers, self._lacking, min_percent)
+                more = filled(
+                    named, self._open_tiers, self._lacking, min_percent,
+                    in_parts=few and self._builder.gpu,
+                )  # fmt: skip
                 ranked = self._ranked(itertools.chain((c.plan.placements for c in ranked), more))
         far_s = _FAR * ranked[0].links_s
         near = ranked[:2] + [each for each in ranked[2:] if each.links_s <= far_s]
         if self._run is None:
             return near[:2]
-        pieces = sum(len(group.records) for group in self._builder.groups)
-        count = _CANDIDATES if pieces <= _FEW_PIECES else _CANDIDATES_LARGE
+        count = _CANDIDATES if few else _CANDIDATES_LARGE
         return [self._timed(each, self._run) for each in near[:count]]
 
     def _ranked(self, placements: Iterable[Placements]) -> list[Candidate]:
