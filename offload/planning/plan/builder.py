@@ -139,8 +139,8 @@ class PlanBuilder:
             return self._assigned[key]
         pieces = [group.pieces(state_class) for group in self.groups]
         of_updates = state_class is not StateClass.PARAMETERS
-        sizes = list(itertools.chain.from_iterable(pieces))
-        assigned = iter(key[1].assign(sizes, device_first=self.gpu and of_updates))
+        nbytes_of_all = list(itertools.chain.from_iterable(pieces))
+        assigned = iter(key[1].assign(nbytes_of_all, device_first=self.gpu and of_updates))
         tiers = tuple(tuple(itertools.islice(assigned, len(each))) for each in pieces)
         if state_class is StateClass.GRADIENTS:  # fp32 sums are never kept in files
             tiers = tuple(
