@@ -223,6 +223,7 @@ class Engine(TieredModel):
                 in_backward=config.optimizer.in_backward is True,
                 passes=config.gradient_accumulation_steps,
                 speculation_nbytes=self._tier_manager.spare,
+                speculates_on_host=self.plan.gpu,  # a CPU that computes has no time to spare
                 free_nbytes=self._tier_manager.free_nvme_nbytes,
             ),
             reduce_dtype=None if rounded == "fp32" else DTYPES[rounded],

@@ -12,30 +12,13 @@ difference between that and the true bits, mostly one of a few small integers. W
     bits of the old value = bits of x + difference, modulo 2**32
 
 Some difference restores any bits. (`x` is never a NaN that was handed on: of two NaNs, a processor
-may take either.) A byte per element holds
+may take either.) It is escaped where the byte of an element has no number for it: `undo_code` says
+what a code holds. If a section gets no slab for escaped values, it ends there, and `undoable_step`
+takes back what it did.
 
-    bits 0-3   the difference of m, -7 .. 7, plus 7; 15: escaped
-    bits 4-6   the difference of v, -3 .. 3, plus 3; 7: escaped
-    bit 7      p is not x: escaped. With an fp32 master also if the weight is not p, rounded
-
-and escaped values are words, in the order of the vectors; of one vector first p (with an fp32
-master, then the weight), then m, then v. A code is an int32 array of these parts, together 1.375
-bytes per element and 8 KiB at least:
-
-    differences   the bytes, in whole blocks of BLOCK
-    words         escaped values, in slabs of SLAB words
-    links         the first slab of every SECTION elements, and that which follows each slab, or -1
-    taken         one word: how many slabs were asked for
-
-Sections take slabs as they need them from those of the whole array, since escaped values come in
-heaps: the first gradients of a word after a long time leave no trace of its old m. A block begins
-only if all its old values would fit into the section's slab. If a section gets no slab, it ends
-there, and `undoable_step` takes back what it did.
-
-In the training of a small transformer 4 to 6 % of a byte per element are escaped values from step 5
-on, and at step 2, where v grows most, more than there is room for. On a Zen 4 core, a step with a
-split master takes 0.39 ns per element in cache and 0.5 beyond, an undoable one 0.76 and 0.95, to
-undo it 0.54 and 0.7: arithmetic limits, and the slower memory is, the less it matters.
+On a Zen 4 core, a step with a split master takes 0.39 ns per element in cache and 0.5 beyond, an
+undoable one 0.76 and 0.95, to undo it 0.54 and 0.7: arithmetic limits, and the slower memory is,
+the less it matters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,33 +38,17 @@ from offload.kernels.cpu.noise import Noise
 from offload.kernels.cpu.optimizer import step_arguments
 from offload.kernels.cpu.rule_lanes import RULES
 from offload.kernels.cpu.step_loop import NUMEL, load_operands
+from offload.kernels.cpu.undo_code import BLOCK, FIELDS, SECTION, SLAB, can_undo, lengths
 from offload.kernels.floats import Array, Float, Runner, check_output, serial
-from offload.kernels.rules import Rule, Scalars, StateFormat
+from offload.kernels.rules import Scalars, StateFormat
 from offload.kernels.variants import Master, Variant
 
-SECTION = 1 << 16  # elements; a runner is given a number of sections
-BLOCK = 128  # elements
-SLAB = 2048  # words
-_SPARE = 2  # slabs per section, beside the first one of each
 _MAX_WORDS = 4 * BLOCK + WIDTH  # that a block writes: a whole vector behind the last escaped one
-_FIELDS = (0, 15), (4, 7), (7, 1)  # of m, v and p: the lowest bit, and what means escaped
-_P = 2
+_P = 2  # of m, v and p
 _DIGEST = jit.digest(
     __file__, "cpu/noise.py", "cpu/rule_lanes.py", "rules.py", "cpu/step_loop.py",
-    "cpu/step_parts.py", "variants.py",
+    "cpu/step_parts.py", "cpu/undo_code.py", "variants.py",
 )  # fmt: skip
-
-
-def can_undo(variant: Variant) -> bool:
-    """Whether such steps can be undone: those of Adam and AdamW without amsgrad, with fp32 states
-    and a weight that is not rounded stochastically."""
-    kept = variant.states is StateFormat.FP32 and not variant.rounds_weight
-    return kept and variant.rule is Rule.ADAM and variant.state_count == 2
-
-
-def code_numel(numel: int) -> int:
-    """The length of the code of `numel` elements, in words of four bytes."""
-    return sum(_lengths(numel))
 
 
 def undoable_step(
@@ -93,8 +60,8 @@ def undoable_step(
     needs. If `code` has too little room for that, return False, with all else as it was before.
 
     The arrays are those of `optimizer_step`, in formats that `can_undo`. `code` is an int32 array
-    (code_numel(numel),) that may hold anything. It has too little room if old values do not follow
-    from new ones: with a beta of 0, say, or if most values are not finite.
+    (undo_code.code_numel(numel),) that may hold anything. It has too little room if old values do
+    not follow from new ones: with a beta of 0, say, or if most values are not finite.
 
     Blocks until `run` has covered everything; it is given a number of sections. Which slabs a
     section gets depends on the runner, but no bit of the result, nor whether there is room.
@@ -120,13 +87,6 @@ def undo_step(
     _run(True, grad, weight, states, scalars, grad_float, weight_float, code, low, master, run)
 
 
-def _lengths(numel: int) -> Sequence[int]:
-    """The words of each part of a code."""
-    sections = -(-numel // SECTION)
-    slabs = sections + numel * _SPARE // SECTION
-    return -(-numel // BLOCK) * BLOCK // 4, slabs * SLAB, sections + slabs, 1
-
-
 def _run(
     undo: bool, grad: Array | None, weight: Array, states: Sequence[Array], scalars: Scalars,
     grad_float: Float, weight_float: Float, code: Array, low: Array | None, master: Array | None,
@@ -139,9 +99,9 @@ def _run(
     )  # fmt: skip
     if not can_undo(variant := Variant.from_code(kind)):
         raise ValueError(f"scalars, weight, states: no step of {variant} can be undone")
-    lengths, sections = _lengths(weight.shape[0]), -(-weight.shape[0] // SECTION)
-    check_output("code", code, np.dtype(np.int32), sum(lengths))
-    differences, words, links, taken = np.split(code, np.cumsum(lengths)[:-1])
+    sizes, sections = lengths(weight.shape[0]), -(-weight.shape[0] // SECTION)
+    check_output("code", code, np.dtype(np.int32), sum(sizes))
+    differences, words, links, taken = np.split(code, np.cumsum(sizes)[:-1])
     if not undo:
         links[:], taken[:] = -1, 0
     parts = differences.view(np.uint8), words, links, taken
@@ -241,7 +201,7 @@ class _Block:
         fields, escaped = list[Value](), list[tuple[Value, Value]]()
 
         def old(place: int, x: Value) -> Value:
-            shift, most = _FIELDS[place]
+            shift, most = FIELDS[place]
             bits, x = (builder.bitcast(each, vector.of(I32)) for each in (before[place], x))
             code = builder.sub(bits, builder.sub(x, vector.constant(I32, most // 2)))
             code = vector.unsigned_min(code, vector.constant(I32, most))
@@ -275,7 +235,7 @@ class _Block:
         yield
 
         def old(place: int, x: Value) -> Value:
-            shift, most = _FIELDS[place]
+            shift, most = FIELDS[place]
             code = builder.and_(vector.shift_right(byte, shift), vector.constant(I32, most))
             mask = builder.icmp_unsigned("==", code, vector.constant(I32, most))
             x = builder.bitcast(x, vector.of(I32))

@@ -40,7 +40,7 @@ from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, NoSpaceError, PathError
 from offload.tiers.file_tier import FileTier
-from offload.tiers.ledger import Ledger, OldBytes, StateClass
+from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
@@ -78,7 +78,7 @@ class TierManager:
         self.store: BlockStore | None = None
         self.swap_folders: Sequence[str] = ()
         self._timeout_s = nvme.timeout_s
-        self.spare = OldBytes()  # of the budgets, and of what is free on the disks
+        self.spare = replace(spare_nbytes(plan), files=0)  # of the budgets
         self._staging: list[Lease] = []
         self._update_buffers: list[Lease] = []
         # as many threads as PyTorch computes with; they start when there is much to dequantize

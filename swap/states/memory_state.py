@@ -31,7 +31,7 @@ class MemoryState(State):
         """`lease` is None where there are no bytes. `spare` has the memory for old versions."""
         super().__init__(name, nbytes, piece_nbytes, trainable_nbytes, stride_nbytes)
         self._lease = lease
-        self._spare = spare
+        self.spare = spare
         self._old: Lease | None = None
         self._replaced: set[int] = set()  # pieces whose old version is there
         # A step may count an update that has not begun: no piece is kept any more from then on.
@@ -76,7 +76,7 @@ class MemoryState(State):
 
     # ---------------------------------------------------------------- a speculative update
     def undoable(self) -> MemoryState | None:
-        return None if self._spare is None else self
+        return None if self.spare is None else self
 
     def has_views(self) -> bool:
         return self._lease is not None and self._lease.in_use()
@@ -86,7 +86,7 @@ class MemoryState(State):
         return OldBytes(memory=self.nbytes)
 
     def keep_old(self) -> bool:
-        pool = self._spare
+        pool = self.spare
         assert pool is not None, "asked before"
         self._old = pool.offer(
             self.nbytes, f"{self.name} before the step", StateClass.STAGING,
@@ -98,8 +98,8 @@ class MemoryState(State):
         with self._old_lock:
             self._replaced.clear()
             old, self._old = self._old, None
-        if old is not None and self._spare is not None:
-            with self._spare.lock:
+        if old is not None and self.spare is not None:
+            with self.spare.lock:
                 old.free()
 
     @defer_signals

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offload.kernels.cpu.undo import SECTION, can_undo, code_numel, undo_step, undoable_step
+from offload.kernels.cpu.undo import undo_step, undoable_step
+from offload.kernels.cpu.undo_code import SECTION, can_undo, code_numel
 from offload.kernels.floats import Array, Float, Runner, serial
 from offload.kernels.rules import AdamScalars, Rule, Scalars, StateFormat
 from offload.kernels.variants import Master, Variant

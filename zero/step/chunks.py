@@ -24,6 +24,7 @@ from offload.zero.groups.group import ParamGroup
 from offload.zero.step.lazy_updates import ZeroUpdates
 from offload.zero.step.optimizer_state import Hyper, HyperOf, OptimizerState
 from offload.zero.step.records import RecordFormat
+from offload.zero.step.undo_codes import Codes
 
 
 @dataclass(slots=True)
@@ -82,10 +83,18 @@ class GroupUpdate:
     begun: bool = False
     chunks_left: int = 0  # once begun: those that are not on their way home
     after: StreamEvent = field(default_factory=StreamEvent)  # the model's stream at `submit`
+    codes: Codes | None = None  # of records in host memory, while the step may decide otherwise
+    undoes: GroupUpdate | None = None  # is undone first, as far as it was made
+    some: Sequence[int] | None = None  # the only chunks to update
 
     @property
     def group(self) -> ParamGroup:
         return self.state.group
+
+    @property
+    def chunks(self) -> Sequence[int]:
+        """The numbers of the chunks to update."""
+        return range(len(self.state.chunks)) if self.some is None else self.some
 
     @property
     def can_begin(self) -> bool:
@@ -209,12 +218,16 @@ class Chunk:
     """One chunk of one group's update: the same range of elements in every class of state."""
 
     update: GroupUpdate
-    elements: range
+    number: int
     record_format: RecordFormat
     weight: ChunkBytes
     record: ChunkBytes
     gradient: ChunkBytes | None  # None: no gradient is read
     buffer: torch.Tensor | None = None  # in host memory, for what is staged
+
+    @property
+    def elements(self) -> range:
+        return self.update.state.chunks[self.number]
 
     @property
     def by_device(self) -> bool:
@@ -226,9 +239,10 @@ class Chunk:
         both = (self.weight, self.record)
         return both if self.gradient is None else (*both, self.gradient)
 
-    def segments(self) -> Iterator[tuple[Segment, slice]]:
-        """Yield the chunk's segments, counted in elements from its start."""
-        for segment in self.update.segments:
+    def segments(self, of: Sequence[Segment] | None = None) -> Iterator[tuple[Segment, slice]]:
+        """Yield the chunk's segments, or its part `of` others, counted in elements from its
+        start."""
+        for segment in self.update.segments if of is None else of:
             lo = max(segment.start, self.elements.start) - self.elements.start
             hi = min(segment.stop, self.elements.stop) - self.elements.start
             if lo < hi:

@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from offload.kernels.floats import Array
+from offload.kernels.cpu.undo_code import can_undo
+from offload.kernels.floats import Array, Float
 from offload.kernels.rules import (
     BLOCK,
     SCALE_SUFFIX,
+    AdamScalars,
+    Rule,
     Scalars,
     SgdScalars,
     StateFormat,
     is_signed,
 )
-from offload.kernels.variants import Master
+from offload.kernels.variants import Master, Variant
 from offload.tiers.units import round_up
 
 if TYPE_CHECKING:
@@ -132,6 +135,12 @@ class RecordFormat:
     def field_spans(self, elements: slice) -> dict[str, slice]:
         """Return each array's range for a range of parameters that begins at a block boundary."""
         return {field.name: field.span(elements) for field in self.fields}
+
+    def can_undo(self, weight: Float) -> bool:
+        """Return whether the CPU's updates of such records and weights can be undone by a code."""
+        count = len(self.states)
+        kind = Variant(Rule.ADAM, True, None, weight, self.master, self.state_format, count)
+        return self.states == AdamScalars.states[:2] and can_undo(kind)
 
     # ---------------------------------------------------------------- states as fp32
     def in_format(self, arrays: dict[str, Array], other: RecordFormat) -> dict[str, Array]:

@@ -10,7 +10,12 @@ once, its old versions are kept, and the step decides:
                        │ else: back to them ├ 0 ┤├ 1 ┤├ 2 ┤
 
 The bits are those of the deferred update in any case. A group that is read before the step, or
-gets another gradient, is as it was: `PendingUpdate.wait` goes back first.
+gets another gradient, is as it was: `PendingUpdate.wait` goes back first. What the old version is
+depends on where the optimizer's record is:
+
+    nvme          the old extents, and a copy of the weights if their home is memory
+    host memory   a code, from which it follows with the gradient (undo_codes.py)
+
 (Speculation with validation behind it is described for updates in CPU memory in SuperOffload,
 arXiv:2509.21271.)
 """
@@ -20,14 +25,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
+from offload.kernels.cpu.undo_code import codes_nbytes
 from offload.kernels.floats import Array
+from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.state import Undoable
 from offload.swap.threads.shield import defer_signals
+from offload.swap.threads.transfer import Transfer
 from offload.tiers.ledger import OldBytes
-from offload.zero.step.chunks import Terms
+from offload.tiers.tier import PAGE_NBYTES
+from offload.tiers.units import round_up
+from offload.zero.groups.bits import FLOAT_OF
+from offload.zero.step.chunks import GroupUpdate, Terms
 from offload.zero.step.deferred_updates import DeferredUpdates
 from offload.zero.step.optimizer_state import HyperOf, OptimizerState
+from offload.zero.step.undo_codes import Codes
 
 _LONGEST_PAUSE = 64  # steps
 
@@ -43,6 +56,7 @@ class SpeculativeUpdates(DeferredUpdates):
     passes: int = 1  # backward passes that the last step had
     on: bool = False  # in this step
     _terms: dict[int, Terms] = field(default_factory=dict)  # by group that is updated speculatively
+    _updates: dict[int, GroupUpdate] = field(default_factory=dict)  # of the same groups
     _pause: int = 0  # steps
     _last_pause: int = 0
     _disturbed: bool = False  # in this step: a group was needed as it was,
@@ -62,17 +76,25 @@ class SpeculativeUpdates(DeferredUpdates):
             terms = Terms.of(state, self._hyper_now(), grad_scale)
             if len(terms.indices) < len(state.steps):
                 return
-            state.gradients.close()
+            codes = None
             with ExitStack() as kept:
-                for each in _undoable(state):
+                if _coded(state):
+                    codes = _lease_codes(state)
+                    if codes is None:
+                        return
+                    kept.callback(codes.free)
+                for each in _kept(state):
                     if not each.keep_old():
                         return
                     kept.callback(each.drop_old)
                 kept.pop_all()
+            state.gradients.close()
             self.room = self.room - self.nbytes[index]
             self._terms[index] = terms
+            update = self._updates[index] = self._made(state, terms)
+            update.codes = codes
             state.group.pending_update.undo = lambda: self.take_back([index])
-            self._put([self._made(state, terms)], first=True)
+            self._put([update], first=True)
 
     def _takes(self, state: OptimizerState) -> bool:
         """Return whether the group can be updated now and then restored, if memory suffices."""
@@ -83,7 +105,7 @@ class SpeculativeUpdates(DeferredUpdates):
             and not group.copies.is_arriving  # it may be read on another thread from here on
             # a view kept by the user, or read by another thread, must not show such an update
             and not group.has_kept_views()
-            and not any(each.has_views() for each in _undoable(state)[1:])
+            and not any(each.has_views() for each in _written(state)[1:])
             and nbytes.files <= self.free_nbytes()  # checkpoints, and others, write there, too
         )  # fmt: skip
 
@@ -105,28 +127,54 @@ class SpeculativeUpdates(DeferredUpdates):
                 if index not in self._terms:  # another thread has just taken it back
                     continue
                 keep = self._terms[index] == terms
-                self._end(index, keep=keep)
+                whole = self._end(index, keep=keep)
+            self.counts.kept += keep and whole
+            self.counts.redone += not (keep and whole)
             if keep:
-                self.counts.kept += 1
                 state.count_update(terms.indices)
                 yield index
             else:
-                self.counts.redone += 1
                 self._had_other_terms = True
 
     @defer_signals  # half of it would leave an update that is made twice
-    def _end(self, index: int, *, keep: bool) -> None:
-        state = self.states[index]
+    def _end(self, index: int, *, keep: bool) -> bool:
+        """End a speculative update: it counts, or it was never made. Returns whether all of it was
+        made; of one that counts, the rest is submitted."""
+        state, update = self.states[index], self._updates[index]
+        codes = update.codes
+        rest: Sequence[int] = ()
         with ExitStack() as ended:  # all of it, also where something fails
             ended.callback(self._forget, index)  # last: until then others wait for the lock
-            for each in _undoable(state):
+            if codes is not None and not keep:
+                ended.callback(codes.free)
+            for each in _kept(state):
                 ended.callback(each.drop_old if keep else each.go_back)
-            if not keep:
+            if keep:
+                rest = () if codes is None else codes.accept()
+                if rest:
+                    update.ready.wait()  # until then it reads gradients
+                    self._put([self._rest_of(update, rest)], first=True)
+            else:
                 self.queue.withdraw(index)
+                if codes is not None and codes.made:
+                    self._undo(update, codes.made)
                 state.group.pending_update.ready = None
+        return not rest
+
+    def _rest_of(self, update: GroupUpdate, chunks: Sequence[int]) -> GroupUpdate:
+        ready: Transfer[None] = Transfer(f"the rest of the update of {update.group.name}")
+        done = partial(self._done, update.state)
+        return GroupUpdate(update.state, update.segments, ready, done, some=chunks)
+
+    def _undo(self, update: GroupUpdate, chunks: Sequence[int]) -> None:
+        """Undo an update of chunks with codes, on the update thread."""
+        ready: Transfer[None] = Transfer(f"undoing the update of {update.group.name}")
+        undoing = GroupUpdate(update.state, (), ready, lambda: None, undoes=update, some=chunks)
+        self.queue.submit([undoing], first=True)
+        ready.wait()
 
     def _forget(self, index: int) -> None:
-        del self._terms[index]
+        del self._terms[index], self._updates[index]
         self.room = self.room + self.nbytes[index]
         self.states[index].group.pending_update.undo = None
 
@@ -148,24 +196,55 @@ class SpeculativeUpdates(DeferredUpdates):
         self.on = not changed and not self._pause and passes > 0
 
 
-def old_nbytes(states: Sequence[OptimizerState], room: OldBytes) -> dict[int, OldBytes]:
-    """Return the bytes of old versions by group, for those that `room` suffices for."""
-    needed = {state.group.index: _old_nbytes(state) for state in states}
+def old_nbytes(
+    states: Sequence[OptimizerState], room: OldBytes, *, codes: bool
+) -> dict[int, OldBytes]:
+    """Return the bytes of old versions by group, for those that `room` suffices for. `codes`: also
+    of groups with records in host memory."""
+    needed = {state.group.index: _old_nbytes(state, codes=codes) for state in states}
     return {index: n for index, n in needed.items() if n is not None and room.holds(n)}
 
 
-def _undoable(state: OptimizerState) -> list[Undoable]:
+def _written(state: OptimizerState) -> list[Undoable]:
     """Return the states that an update writes, as far as it can be undone."""
     written = (each.undoable() for each in (state.group.state, *state.records))
     return [each for each in written if each is not None]
 
 
-def _old_nbytes(state: OptimizerState) -> OldBytes | None:
-    """Return the bytes of all its old versions; None if some cannot be kept. Nor are they if a
-    record is in memory: its old version would take the place of copies that save reads."""
-    weights, records = state.group.state.undoable(), [r.undoable() for r in state.records]
-    if weights is None or any(each is None or each.old_nbytes.memory for each in records):
+def _coded(state: OptimizerState) -> dict[int, MemoryState]:
+    """Return the records in host memory, by chunk: a code undoes their updates."""
+    undoable = {chunk: record.undoable() for chunk, record in enumerate(state.records)}
+    return {chunk: each for chunk, each in undoable.items() if isinstance(each, MemoryState)}
+
+
+def _kept(state: OptimizerState) -> list[Undoable]:
+    """Return the states whose old versions are kept: none if codes undo all of the update."""
+    coded = list(_coded(state).values())
+    if coded and len(coded) == len(state.records):
+        return []
+    return [each for each in _written(state) if each not in coded]
+
+
+def _code_nbytes(state: OptimizerState) -> dict[int, int]:
+    """Return the bytes of the codes, by chunk."""
+    pieces = len(state.steps)  # of consecutive elements with equal numbers, at most
+    return {chunk: codes_nbytes(len(state.chunks[chunk]), pieces) for chunk in _coded(state)}
+
+
+def _lease_codes(state: OptimizerState) -> Codes | None:
+    nbytes, record = _code_nbytes(state), next(iter(_coded(state).values()))
+    assert record.spare is not None, "it can be undone"
+    return Codes.lease(record.spare, nbytes, state.group.name)
+
+
+def _old_nbytes(state: OptimizerState, *, codes: bool) -> OldBytes | None:
+    """Return the bytes of all its old versions; None if some cannot be kept."""
+    weights, records, coded = state.group.state.undoable(), state.records, _coded(state)
+    if weights is None or any(record.undoable() is None for record in records):
+        return None
+    if coded and not (codes and state.record_format.can_undo(FLOAT_OF[state.group.dtype])):
         return None
     if not records and weights.old_nbytes.memory:
         return None  # nothing moves
-    return sum((each.old_nbytes for each in _undoable(state)), OldBytes())
+    memory = sum(round_up(nbytes, PAGE_NBYTES) for nbytes in _code_nbytes(state).values())
+    return sum((each.old_nbytes for each in _kept(state)), OldBytes(memory=memory))

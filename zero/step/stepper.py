@@ -49,6 +49,7 @@ class StepRules:
     passes: int = 1
     # for the old versions of groups that are updated speculatively
     speculation_nbytes: OldBytes = field(default_factory=OldBytes)
+    speculates_on_host: bool = False  # with records in host memory, too
     free_nbytes: Callable[[], int] = lambda: 0  # on the disks, now
 
 
@@ -133,7 +134,8 @@ class Stepper:
         self.passes = PassCounts(states, rules.passes)
         missed = LazyUpdates(states, tables, alone=not self._reductions.has_others)
         base = states, updates, missed, rules.speculation_nbytes
-        nbytes = old_nbytes(states, rules.speculation_nbytes)
+        codes = rules.speculates_on_host
+        nbytes = old_nbytes(states, rules.speculation_nbytes, codes=codes)
         self.policy = DeferredUpdates(*base)
         if rules.in_backward:
             self.policy = InBackwardUpdates(*base, passes=rules.passes)

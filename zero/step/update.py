@@ -32,9 +32,10 @@ from offload.tiers.tier import Residency
 from offload.tiers.units import round_up
 from offload.zero.groups.bits import array_of
 from offload.zero.groups.fetching import Fetcher, PendingUpdates
-from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate
+from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.step.device_update import DeviceUpdate, DeviceWork
 from offload.zero.step.save_gate import SaveGate
+from offload.zero.step.undo_codes import StepCall
 
 _PAGE_NBYTES = 4096
 _MIN_BLOCKS = 256  # blocks of 8-bit states per thread, at least
@@ -53,6 +54,7 @@ class UpdateQueue(PendingUpdates):
         self._own = own
         self._run = run
         self._run_blocks = run.sharing(_MIN_BLOCKS)
+        self._run_sections = run.sharing(1)
         self._seed = seed
         self._free = deque(buffers)
         self._staging = bool(buffers)  # False: every home is memory, nothing is ever staged
@@ -221,7 +223,7 @@ class UpdateQueue(PendingUpdates):
                 return None
             del self._waiting[update.group.index]
             update.begun = True
-        update.chunks_left = len(update.state.chunks)
+        update.chunks_left = len(update.chunks)
         update.after.before_compute()
         return update
 
@@ -233,8 +235,8 @@ class UpdateQueue(PendingUpdates):
             # The forward is next: let the weights be updated where it will read them, if there is
             # room.
             group.state.prefetch_host(next_use=self._fetcher.next_use(group.index))
-        chunks = zip(state.chunks, state.records, strict=True)
-        for index, (elements, record) in enumerate(chunks):
+        for index in update.chunks:
+            record = state.records[index]
             if self._keep_records:
                 next_use = next_update(self._fetcher.trace, group.index)
                 record.prefetch_host(next_use=next_use)
@@ -243,7 +245,7 @@ class UpdateQueue(PendingUpdates):
                 gradients = state.gradients
                 gradient = ChunkBytes(gradients.state, index, before=gradients.landed)
             chunk = Chunk(
-                update, elements, state.record_format, ChunkBytes(group.state, index),
+                update, index, state.record_format, ChunkBytes(group.state, index),
                 ChunkBytes(record, 0), gradient,
             )  # fmt: skip
             chunk.buffer = self._stage(chunk)
@@ -285,23 +287,22 @@ class UpdateQueue(PendingUpdates):
         ended.then(lambda _: self._worker.wake())
 
     def _step_here(self, chunk: Chunk) -> None:
-        weight, record = chunk.weight.wait(), chunk.record.wait()
-        numel = len(chunk.elements)
-        weights = array_of(weight[: numel * self._own.nbytes], self._own)
-        grads: Array | None = None
-        if chunk.gradient is not None:
-            grad_format = chunk.update.state.gradients.format
-            grads = array_of(chunk.gradient.wait()[: numel * grad_format.nbytes], grad_format)
+        update, number = chunk.update, chunk.number
+        before = update.undoes
+        if before is not None and before.codes is not None and number in before.codes.made:
+            made = [call for _, _, call in self._calls(chunk, before.segments)]
+            before.codes.undo(number, made, self._run_sections)
+        calls = self._calls(chunk, update.segments)
+        if update.codes is not None and update.codes.step(
+            number, [call for _, _, call in calls], self._run_sections
+        ):
+            return
         kept = chunk.record_format
-        arrays = kept.arrays(record, numel)
-        for segment, span in chunk.segments():
-            own = kept.operands(arrays, span, segment.scalars)
-            blocks = kept.state_format is StateFormat.INT8
+        blocks = kept.state_format is StateFormat.INT8
+        for segment, span, call in calls:
+            given, named = call.arguments()
             optimizer_step(
-                grads[span] if grads is not None and segment.has_gradient else None,
-                weights[span], own.states, segment.scalars,
-                grad_float=chunk.update.state.gradients.format, weight_float=self._own,
-                state_format=kept.state_format, scales=own.scales, low=own.low, master=own.master,
+                *given, **named, state_format=kept.state_format, scales=call.own.scales,
                 noise=chunk.noise(self._seed, segment.step, span),
                 missed=[
                     Missed(scalars, chunk.noise(self._seed, step, span))
@@ -309,6 +310,25 @@ class UpdateQueue(PendingUpdates):
                 ],
                 run=self._run_blocks if blocks else self._run,
             )  # fmt: skip
+
+    def _calls(
+        self, chunk: Chunk, segments: Sequence[Segment]
+    ) -> list[tuple[Segment, slice, StepCall]]:
+        """Return the kernel calls of the chunk's segments, once its bytes have arrived."""
+        weight, record = chunk.weight.wait(), chunk.record.wait()
+        numel, kept = len(chunk.elements), chunk.record_format
+        grad_float = chunk.update.state.gradients.format
+        weights = array_of(weight[: numel * self._own.nbytes], self._own)
+        grads: Array | None = None
+        if chunk.gradient is not None:
+            grads = array_of(chunk.gradient.wait()[: numel * grad_float.nbytes], grad_float)
+        arrays, calls = kept.arrays(record, numel), []
+        for segment, span in chunk.segments(segments):
+            grad = grads[span] if grads is not None and segment.has_gradient else None
+            own = kept.operands(arrays, span, segment.scalars)
+            call = StepCall(grad, weights[span], own, segment.scalars, grad_float, self._own)
+            calls.append((segment, span, call))
+        return calls
 
     def _send_home(self, chunk: Chunk) -> None:
         update = chunk.update

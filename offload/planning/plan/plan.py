@@ -5,16 +5,19 @@ This arithmetic is shared by the runtime and the tools.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from offload.kernels.cpu.undo_code import codes_nbytes
+from offload.kernels.floats import Float
 from offload.planning.plan.sizes import (
     CLASSES,
     GroupBytes,
     Placements,
     pages,
+    record_kinds,
     tiers_of,
 )
 from offload.tiers.ledger import OldBytes, StateClass
@@ -240,23 +243,42 @@ def speculative_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldByt
     if config.optimizer.in_backward is True:
         return {}
     on_all_ranks = plan.sharding.world_size > 1 and not plan.sharding.parameters
+    # a CPU that computes has no time to spare for records that it need not wait for
+    has_codes = plan.gpu and plan.record_format.can_undo(Float[config.precision.upper()])
     speculative, left = {}, spare_nbytes(plan)
     for index in range(len(plan.groups) - 1, -1, -1):  # as backward comes to them
-        group, home = plan.groups[index], plan.parameters[index]
-        from_nvme = {*plan.records[index]} == {Tier.NVME} or (
-            home is Tier.NVME and not group.records
-        )
+        group, home, tiers = plan.groups[index], plan.parameters[index], plan.records[index]
+        coded = {tier for tier in tiers if has_codes and tier.medium is Medium.HOST}
+        moves = bool(tiers) or home is Tier.NVME
         on_host = home.medium is Medium.HOST and not on_all_ranks
-        if not from_nvme or not (home is Tier.NVME or on_host) or group.dequantized:
+        can_be_undone = {*tiers} <= {Tier.NVME, *coded} and (home is Tier.NVME or on_host)
+        if not moves or not can_be_undone or group.dequantized:
             continue
-        padding = 2 * PAGE_NBYTES * len(group.records)
-        old = OldBytes(sum(group.records) + padding, group.parameters)
-        if home is Tier.NVME:
-            old = OldBytes(old.files + group.parameters + PAGE_NBYTES)
+        old = _old_nbytes(plan, index, coded)
         if group.layout.numel_trainable and left.holds(old):
             speculative[index] = old
             left = left - old
     return speculative
+
+
+def _old_nbytes(plan: Plan, index: int, coded: Collection[Tier]) -> OldBytes:
+    """The bytes of a group's old versions: codes of records in the tiers of `coded`, all of the
+    others, and of the weights if there are others."""
+    group, tiers = plan.groups[index], plan.records[index]
+    pieces = len(group.trained_numels)
+    codes = sum(
+        kind.count * pages(codes_nbytes(kind.numel, pieces))
+        for kind in record_kinds(group, tiers, plan.chunk_numel) if kind.tier in coded
+    )  # fmt: skip
+    if tiers and {*tiers} <= {*coded}:
+        return OldBytes(memory=codes)
+    files = sum(
+        nbytes + 2 * PAGE_NBYTES
+        for nbytes, tier in zip(group.records, tiers, strict=True) if tier not in coded
+    )  # fmt: skip
+    if plan.parameters[index] is Tier.NVME:
+        return OldBytes(files + group.parameters + PAGE_NBYTES, codes)
+    return OldBytes(files, codes + group.parameters)
 
 
 def nvme_slack(plan: Plan) -> int:

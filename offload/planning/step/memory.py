@@ -77,7 +77,8 @@ def find_copies(plan: Plan, config: OffloadConfig, model: ModelShape, passes: in
     expert is touched and leaves copies, and so do pages of caches on nvme as far as there is room.
     """
     if not plan.copies_on_host:
-        return PeakCopies(0, 0, 0, 0, staged=False, lacked_room=False)
+        old = sum(each.memory for each in speculative_groups(plan, config).values())
+        return PeakCopies(old, 0, 0, old, staged=False, lacked_room=False)
     experts = representatives(plan, model, None, _MAX_COPIED)
     run = PlannedRun(plan, config, experts, passes, max_chunks=_MAX_CHUNKS_HELD)
     account, arena = run.memory.account, run.memory.arena
