@@ -7,17 +7,12 @@ are not speculative.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from offload.engine import Engine
-from offload.planning.plan.plan import needed_nbytes, speculative_groups
-from offload.tiers.tier import Tier
-from offload.zero.step import undo_codes
 from offload.zero.step.deferred_updates import SpeculationCounts
 from tests.offload.engine_cases import plan_for_a_gpu
 from tests.offload.test_speculative_updates import ON_HOST, Program, draw, engine_of, run
@@ -42,13 +37,6 @@ def trained(seed: int, folder: Path, placement: dict[str, Any], program: Program
         report = engine.report()
         assert report.tiers["host"].peak_nbytes <= report.tiers["host"].budget_nbytes
         return (seen, values, engine.optimizer.state_dict()["state"]), report.trials
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        plan_for_a_gpu(patch)
-        yield
 
 
 def compared(seed: int, folder: Path, placement: dict[str, Any], program: Program,

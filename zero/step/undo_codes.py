@@ -13,6 +13,7 @@ alike: an accepted step updates them as if nothing had been speculative.
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -50,6 +51,14 @@ class StepCall:
         }  # fmt: skip
 
 
+class Outcome(enum.Enum):
+    """What became of a chunk."""
+
+    MADE = "it was stepped"
+    LEFT = "it is as it was"
+    NEEDS_NO_CODE = "it is as it was, and can be stepped without a code"
+
+
 @dataclass(eq=False, repr=False)
 class Codes:
     """The codes of one update. `step` and `undo` are for the update thread."""
@@ -80,15 +89,14 @@ class Codes:
             leased.pop_all()
         return codes
 
-    def step(self, chunk: int, calls: Sequence[StepCall], run: Runner) -> bool:
-        """Step a chunk, unless it is left as it is. Returns False if it has to be stepped without a
-        code."""
+    def step(self, chunk: int, calls: Sequence[StepCall], run: Runner) -> Outcome:
+        """Step a chunk with its code, where that is needed, and there is room for it."""
         with self._lock:
             if self._accepted.is_set() or chunk not in self._leases:
-                return False
+                return Outcome.NEEDS_NO_CODE
             if self._left:
                 self._left.append(chunk)
-                return True
+                return Outcome.LEFT
             self._writing = True
         made = False
         try:
@@ -101,7 +109,9 @@ class Codes:
                     (self.made if made else self._left).append(chunk)
             if accepted:
                 self.free()
-        return made or not accepted
+        if made:
+            return Outcome.MADE
+        return Outcome.NEEDS_NO_CODE if accepted else Outcome.LEFT
 
     def _step(self, chunk: int, calls: Sequence[StepCall], run: Runner) -> bool:
         done = list[tuple[StepCall, Array]]()

@@ -35,7 +35,7 @@ from offload.zero.groups.fetching import Fetcher, PendingUpdates
 from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.step.device_update import DeviceUpdate, DeviceWork
 from offload.zero.step.save_gate import SaveGate
-from offload.zero.step.undo_codes import StepCall
+from offload.zero.step.undo_codes import Outcome, StepCall
 
 _PAGE_NBYTES = 4096
 _MIN_BLOCKS = 256  # blocks of 8-bit states per thread, at least
@@ -293,10 +293,12 @@ class UpdateQueue(PendingUpdates):
             made = [call for _, _, call in self._calls(chunk, before.segments)]
             before.codes.undo(number, made, self._run_sections)
         calls = self._calls(chunk, update.segments)
-        if update.codes is not None and update.codes.step(
-            number, [call for _, _, call in calls], self._run_sections
-        ):
-            return
+        if update.codes is not None:
+            here = [call for _, _, call in calls]
+            outcome = update.codes.step(number, here, self._run_sections)
+            chunk.is_left = outcome is Outcome.LEFT
+            if outcome is not Outcome.NEEDS_NO_CODE:
+                return
         kept = chunk.record_format
         blocks = kept.state_format is StateFormat.INT8
         for segment, span, call in calls:
@@ -332,8 +334,8 @@ class UpdateQueue(PendingUpdates):
 
     def _send_home(self, chunk: Chunk) -> None:
         update = chunk.update
-        weight_write = chunk.weight.send_home()
-        record_write = chunk.record.send_home()
+        weight_write = None if chunk.is_left else chunk.weight.send_home()
+        record_write = None if chunk.is_left else chunk.record.send_home()
         if weight_write is not None:
             update.weight_writes.append(weight_write)
         writes = [write for write in (weight_write, record_write) if write is not None]
