@@ -14,8 +14,9 @@ import torch
 
 from offload.swap.device.fences import Fences, OpenReads
 from offload.swap.device.streams import CopyStream, StreamEvent, keeping
-from offload.swap.states.slot import HostCopy, Slot
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
+from offload.swap.states.state import HostCopy
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease

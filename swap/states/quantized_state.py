@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 import torch
 
 from offload.swap.io.io_backend import Priority
-from offload.swap.states.slot import HostCopy, Slot, SlotUser
+from offload.swap.states.slot import Slot, SlotUser
 from offload.swap.states.slot_pool import MADE_HERE
-from offload.swap.states.state import Quantizer, State
+from offload.swap.states.state import HostCopy, Quantizer, State
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError
 from offload.tiers.tier import PAGE_NBYTES, Residency

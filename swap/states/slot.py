@@ -1,20 +1,23 @@
-"""Memory for copies of states whose home is elsewhere: a `Slot` is lent by a pool, a `HostCopy` is
-outside of any budget."""
+"""Memory for copies of states whose home is elsewhere, lent by a pool. Predictions use it, too,
+which do without PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import State
 from offload.swap.threads.transfer import Transfer, is_stuck
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
-from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
+
+if TYPE_CHECKING:
+    import torch
+
+    from offload.swap.states.state import HostCopy
+    from offload.tiers.memory_tier import Lease
 
 
 class SlotUser:
@@ -109,7 +112,7 @@ class Slot:
         if self.lease is not None:
             lease.free()
             return
-        self.lease, self.held_nbytes = lease, lease.extent.nbytes
+        self.lease, self.held_nbytes = lease, lease.nbytes
         self.pool.register(self)
 
     def view(self) -> torch.Tensor:
@@ -142,28 +145,3 @@ class Slot:
     def begin_write(self) -> None:
         """Order the model's writing to the slot from here on after what works there; it counts as
         a read (under the lock)."""
-
-
-class HostCopy:
-    """Pageable host memory for a copy of one state at a time, outside of any budget: there states
-    are loaded and read out that are at home or computed with on a device."""
-
-    def __init__(self) -> None:
-        self._lent: tuple[State, torch.Tensor] | None = None
-
-    def lend(self, state: State) -> torch.Tensor:
-        """Memory for a copy of `state`. The last one is kept."""
-        copy = torch.empty(state.nbytes, dtype=torch.uint8)
-        self._lent = state, copy
-        return copy
-
-    def take_back(self, state: State) -> torch.Tensor:
-        """The memory that was lent for `state`, which the caller changed. StateError if it was lent
-        for none, or for another state since."""
-        owner, copy = self._lent or (None, None)
-        if owner is not state or copy is None:
-            raise StateError(
-                f"{state.name}: mark_host_dirty without host_tensor or host_blank before"
-            )
-        self._lent = None
-        return copy

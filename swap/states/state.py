@@ -277,3 +277,28 @@ class State(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Forget the content and give back all memory, the home too."""
+
+
+class HostCopy:
+    """Pageable host memory for a copy of one state at a time, outside of any budget: there states
+    are loaded and read out that are at home or computed with on a device."""
+
+    def __init__(self) -> None:
+        self._lent: tuple[State, torch.Tensor] | None = None
+
+    def lend(self, state: State) -> torch.Tensor:
+        """Memory for a copy of `state`. The last one is kept."""
+        copy = torch.empty(state.nbytes, dtype=torch.uint8)
+        self._lent = state, copy
+        return copy
+
+    def take_back(self, state: State) -> torch.Tensor:
+        """The memory that was lent for `state`, which the caller changed. StateError if it was lent
+        for none, or for another state since."""
+        owner, copy = self._lent or (None, None)
+        if owner is not state or copy is None:
+            raise StateError(
+                f"{state.name}: mark_host_dirty without host_tensor or host_blank before"
+            )
+        self._lent = None
+        return copy

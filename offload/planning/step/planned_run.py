@@ -276,7 +276,7 @@ class PlannedRun(PendingUpdates):
             group.is_written = True
 
     def _drop_gradients(self, group: PlannedGroup) -> None:
-        group.gradients.evict()
+        group.gradients.give_back()
         if group.is_written:
             self.files.move(StateClass.GRADIENTS, -group.gradients.nbytes)
             group.is_written = False

@@ -19,6 +19,7 @@ from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import record_kinds
 from offload.planning.step.representatives import Representatives
 from offload.swap.io.requests_and_retries import Priority
+from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import MADE_HERE, SlotPool
 from offload.tiers.arena import Arena
 from offload.tiers.errors import TierFullError
@@ -82,76 +83,58 @@ def pool_of(nbytes: int) -> tuple[PlannedTier, SlotPool]:
     return tier, SlotPool(cast("MemoryTier", tier), threading.RLock())
 
 
-class PlannedState:
-    """A copy of a state in a pool, or of several that are alike, at home elsewhere."""
+class PlannedState(Slot):
+    """The slot of a state, or of several that are alike, at home elsewhere."""
 
     def __init__(
         self, name: str, nbytes: int, state_class: StateClass, pool: SlotPool,
         next_use: Callable[[], float],
     ) -> None:  # fmt: skip
         """`next_use` gives the uses from now."""
-        self.name, self.nbytes = name, nbytes
-        self.state_class, self.next_use = state_class, next_use
+        super().__init__(name, nbytes, state_class, pool, next_use)
         self.is_locked = False  # in use, as by a view in the runtime
         self.filled: Callable[[], None] = lambda: None  # called when the copy is made
         self.sent: Callable[[], None] = lambda: None  # called when a dirty copy goes home
-        self._pool = pool
-        self._lease: PlannedLease | None = None
         self._is_dirty = False
 
     @property
     def is_held(self) -> bool:
-        return self._lease is not None
-
-    @property
-    def held_nbytes(self) -> int:
-        return self.nbytes if self._lease is not None else 0
+        return self.lease is not None
 
     # ---------------------------------------------------------------- what the pool asks
     def can_evict(self) -> bool:
-        return self._lease is not None and not (self.is_locked or self._is_dirty)
+        return self.lease is not None and not (self.is_locked or self._is_dirty)
 
     def evict(self) -> None:
-        """Give the copy up, if there is one."""
-        if self._lease is not None:
-            self._pool.unregister(self)
-            self._lease.free()
-            self._lease = None
-            self._is_dirty = False
+        super().evict()
+        self._is_dirty = False
 
     def write_back(self) -> None:
         if self._is_dirty and not self.is_locked:
             self._is_dirty = False
             self.sent()
 
-    def transit(self) -> Callable[[], None] | None:
-        return None
-
     # ---------------------------------------------------------------- what uses it
     def take(self, next_use: float | None, *, fill: bool = False) -> bool:
         """Make the copy and, with `fill`, note that it was read. Where nothing else can go, the
         plan does not fit, and what is needed now only passes through."""
-        if self._lease is not None or not self.nbytes:
+        if self.lease is not None or not self.nbytes:
             return True
         lease = None
-        if next_use is not None:
-            lease = self._pool.offer(self.nbytes, self.name, self.state_class, next_use=next_use)
-            if lease is None:
-                return False
-        else:
-            with suppress(TierFullError):
-                lease = self._pool.demand(self.nbytes, self.name, self.state_class)
+        with suppress(TierFullError):
+            lease = self.request(next_use)
+        if lease is None and next_use is not None:
+            return False
         if fill:
             self.filled()
         if lease is not None:
-            self._lease = cast("PlannedLease", lease)
-            self._pool.register(self)
+            self.hold(lease)
         return True
 
     def write(self) -> None:
         """Change the copy: it is newer than its home, and stays until its room is needed."""
         self._is_dirty = True
-        self._pool.may_write_back(self)
+        self.pool.may_write_back(self)
 
 
 class PlannedGroup:
