@@ -31,7 +31,7 @@ from offload.swap.io.swap_file import SwapFile, check_directory, free_space
 from offload.swap.io.timeout_thread import TimeoutThread
 from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.memory_state import MemoryState
-from offload.swap.states.quantized_state import QuantizedState
+from offload.swap.states.quantized_state import DeviceQuantizedState, QuantizedState
 from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import State
@@ -185,7 +185,8 @@ class TierManager:
         stored = quantizer.stored_nbytes(nbytes)
         home = self._computed_with(tier, label, stored, piece, state_class, next_use)
         if self.plan.gpu:
-            return QuantizedState(home, quantizer, self._device.slot(label, nbytes, next_use))
+            there = self._device.slot(label, nbytes, next_use)
+            return DeviceQuantizedState(home, quantizer, there)
         slot = Slot(label, nbytes, state_class, self.pool, next_use)
         return QuantizedState(home, quantizer, slot)
 

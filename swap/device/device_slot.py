@@ -56,7 +56,6 @@ class DeviceSlot(Slot):
         self.reads = reads
         self.arrival = StreamEvent()  # after the last copy into the slot
         self._before_write: tuple[StreamEvent, ...] = ()  # until something else is written there
-        self.host_copy = links.host_copy
 
     # ---------------------------------------------------------------- memory that changes hands
     def hold(self, lease: Lease) -> None:

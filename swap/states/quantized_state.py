@@ -27,10 +27,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from offload.swap.device.device_slot import DeviceSlot
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot import Slot, SlotUser
 from offload.swap.states.slot_pool import MADE_HERE
-from offload.swap.states.state import HostCopy, Quantizer, State
+from offload.swap.states.state import Quantizer, State
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import StateError
 from offload.tiers.tier import PAGE_NBYTES, Residency
@@ -38,7 +39,10 @@ from offload.tiers.units import round_up
 
 
 class QuantizedState(State, SlotUser):
-    """The values of `slot`, which has room for them all, as a quantizer stores them in `home`."""
+    """The values of `slot`, which has room for them all, as a quantizer stores them in `home`. The
+    slot is host memory, where the host works on it, too."""
+
+    has_quantized = True
 
     def __init__(self, home: State, quantizer: Quantizer, slot: Slot) -> None:
         """`slot` says how long the values are, and is lent to no other state."""
@@ -50,9 +54,6 @@ class QuantizedState(State, SlotUser):
         self.quantizer = quantizer
         self._pool = slot.pool
         self._lock = slot.lock
-        copy = slot.host_copy
-        self.has_quantized = copy is None  # else a device dequantizes
-        self._host = _InSlot(self) if copy is None else _InCopy(self, copy)
         self._is_blank = False  # the slot is being overwritten, and says nothing yet
         self._is_reserved = False  # the slot is empty, and taken for values that are needed now
         self._was_dequantized: bool | None = None  # at its last use
@@ -122,8 +123,6 @@ class QuantizedState(State, SlotUser):
             return view
 
     def quantized(self) -> tuple[Quantizer, torch.Tensor]:
-        if not self.has_quantized:
-            return super().quantized()
         return self.quantizer, self.home.tensor()
 
     def blank(self) -> torch.Tensor:
@@ -151,8 +150,23 @@ class QuantizedState(State, SlotUser):
         view = self.held_values()
         if view is None:
             raise StateError(f"{self.name} holds no memory that could have been written")
-        self._host.store(view, is_new=self._is_blank or not self._is_stored)
+        self._store(view, is_new=self._is_blank or not self._is_stored)
         self._is_blank, self._is_stored = False, True
+
+    def _store(self, view: torch.Tensor, *, is_new: bool) -> None:
+        """Store the slot's `view`, and round it. `is_new`: it is no change of what was stored."""
+        home, quantizer = self.home, self.quantizer
+        home.settle()  # what goes home must not be half of what is written now
+        stored = home.blank() if is_new else home.tensor()
+        store = quantizer.quantize if is_new else quantizer.update
+        try:
+            store(view, stored)
+        except BaseException:
+            if not is_new:
+                quantizer.dequantize(stored, view)  # what was refused is not there
+            raise
+        quantizer.dequantize(stored, view)
+        home.mark_dirty()
 
     def note_use(self) -> None:
         self.slot.mark_reads()
@@ -162,17 +176,6 @@ class QuantizedState(State, SlotUser):
             if self._has_values:
                 return Residency.DIRTY if self._is_blank else Residency.CLEAN
         return self.home.residency()
-
-    # ---------------------------------------------------------------- host side
-    def host_tensor(self) -> torch.Tensor:
-        return self._host.tensor()
-
-    def host_blank(self) -> torch.Tensor:
-        return self._host.blank()
-
-    def mark_host_dirty(self) -> None:
-        self._host.mark_dirty()
-        self._is_stored = True
 
     # ---------------------------------------------------------------- update side
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -203,61 +206,37 @@ def _after_reads(next_use: Callable[[], float]) -> Callable[[], float]:
     return later
 
 
-class _InSlot:
-    """The host works on the values in the slot, which is host memory."""
+class DeviceQuantizedState(QuantizedState):
+    """The slot is a device's, which dequantizes; the host works on a copy of the values, one state
+    at a time."""
 
-    def __init__(self, state: QuantizedState) -> None:
-        self._state = state
+    has_quantized = False
 
-    def tensor(self) -> torch.Tensor:
-        return self._state.tensor()
+    def __init__(self, home: State, quantizer: Quantizer, slot: DeviceSlot) -> None:
+        super().__init__(home, quantizer, slot)
+        self._copy = slot.links.host_copy
+        self._is_new = False  # the copy is no change of what is stored
 
-    def blank(self) -> torch.Tensor:
-        return self._state.blank()
+    def quantized(self) -> tuple[Quantizer, torch.Tensor]:
+        return State.quantized(self)
 
-    def mark_dirty(self) -> None:
-        self._state.mark_dirty()
-
-    def store(self, view: torch.Tensor, *, is_new: bool) -> None:
-        """Store the slot's `view`, and round it. `is_new`: it is no change of what was stored."""
-        home, quantizer = self._state.home, self._state.quantizer
-        home.settle()  # what goes home must not be half of what is written now
-        stored = home.blank() if is_new else home.tensor()
-        store = quantizer.quantize if is_new else quantizer.update
-        try:
-            store(view, stored)
-        except BaseException:
-            if not is_new:
-                quantizer.dequantize(stored, view)  # what was refused is not there
-            raise
-        quantizer.dequantize(stored, view)
-        home.mark_dirty()
-
-
-class _InCopy:
-    """The host works on a copy of the values, for the slot is a device's: one state at a time."""
-
-    def __init__(self, state: QuantizedState, copy: HostCopy) -> None:
-        self._state = state
-        self._copy = copy
-        self._is_new = False  # what is there is no change of what is stored
-
-    def tensor(self) -> torch.Tensor:
-        stored = self._state.home.host_tensor()  # first: the home may lend of the same memory
+    # ---------------------------------------------------------------- host side
+    def host_tensor(self) -> torch.Tensor:
+        stored = self.home.host_tensor()  # first: the home may lend of the same memory
         values = self._lend(is_new=False)
-        self._state.quantizer.dequantize(stored, values)
+        self.quantizer.dequantize(stored, values)
         return values
 
-    def blank(self) -> torch.Tensor:
+    def host_blank(self) -> torch.Tensor:
         return self._lend(is_new=True)
 
     def _lend(self, *, is_new: bool) -> torch.Tensor:
         self._is_new = is_new
-        return self._copy.lend(self._state)
+        return self._copy.lend(self)
 
-    def mark_dirty(self) -> None:
-        home, quantizer = self._state.home, self._state.quantizer
-        values = self._copy.take_back(self._state)
+    def mark_host_dirty(self) -> None:
+        home, quantizer = self.home, self.quantizer
+        values = self._copy.take_back(self)
         if self._is_new:
             stored = home.host_blank()
             quantizer.quantize(values, stored)
@@ -272,14 +251,15 @@ class _InCopy:
         home.mark_host_dirty()
         del stored
         self._refresh()
+        self._is_stored = True
 
-    def store(self, view: torch.Tensor, *, is_new: bool) -> None:
+    def _store(self, view: torch.Tensor, *, is_new: bool) -> None:
         """Store the slot's `view`, quantized on the CPU: users write to it outside of passes."""
         self._lend(is_new=is_new).copy_(view)
-        self.mark_dirty()
+        self.mark_host_dirty()
 
     def _refresh(self) -> None:
         """Dequantize the home into the slot, if it holds values."""
-        view = self._state.held_values()
+        view = self.held_values()
         if view is not None:
-            self._state.quantizer.dequantize(self._state.home.tensor(), view)
+            self.quantizer.dequantize(self.home.tensor(), view)

@@ -16,7 +16,6 @@ from offload.tiers.units import round_up
 if TYPE_CHECKING:
     import torch
 
-    from offload.swap.states.state import HostCopy
     from offload.tiers.memory_tier import Lease
 
 
@@ -134,8 +133,6 @@ class Slot:
         return not self.arrivals or all(arrival.done() for arrival in self.arrivals.values())
 
     # ---------------------------------------------------------------- what a device does with it
-    host_copy: HostCopy | None = None  # where the host works on it; None: on the slot itself
-
     def note_read(self) -> None:
         """A view is given out, to whatever the model computes with (under the lock)."""
 

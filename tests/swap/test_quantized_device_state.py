@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.errors import StateError
 from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.states.memory_state import MemoryState
-from offload.swap.states.quantized_state import QuantizedState
+from offload.swap.states.quantized_state import DeviceQuantizedState, QuantizedState
 from offload.swap.states.state import State
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from tests.swap.stream_simulation import weak
@@ -66,7 +66,7 @@ def make(bench: Bench) -> Make:
         nbytes = pages * PAGE_NBYTES
         quantizer = Halved(bench)
         stored = home(quantizer.stored_nbytes(nbytes))
-        state = QuantizedState(stored, quantizer, bench.slot(name, nbytes))
+        state = DeviceQuantizedState(stored, quantizer, bench.slot(name, nbytes))
         state.host_blank().fill_(fill)
         state.mark_host_dirty()
         return state
@@ -122,7 +122,9 @@ def test_what_is_written_on_the_device_is_stored_and_dequantized_again(
 @pytest.fixture
 def on_device(bench: Bench) -> QuantizedState:
     """A state with values of 4 pages, filled with 1, that is at home on the device."""
-    state = QuantizedState(bench.at_home(2), Halved(bench), bench.slot("state", 4 * PAGE_NBYTES))
+    state = DeviceQuantizedState(
+        bench.at_home(2), Halved(bench), bench.slot("state", 4 * PAGE_NBYTES)
+    )
     state.host_blank().fill_(1)
     state.mark_host_dirty()
     return state
