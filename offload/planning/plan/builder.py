@@ -217,7 +217,8 @@ def tuned(
         return config
     trained = model.numel_trainable
     beside = sizes.record_nbytes(1 << 20) / (1 << 20) + sizes.gradient_itemsize if trained else 0.0
-    budget = resolve_budgets(config, hardware, 0)[Tier.HOST]
+    budgets = resolve_budgets(config, hardware, 0)
+    budget = budgets[Tier.HOST]
     named = list(explicit.values())
     is_open = len(named) < len(CLASSES)
     overflows = is_open and sum(nbytes) + trained * beside > budget
@@ -226,7 +227,8 @@ def tuned(
         numel = streamed_chunk(sum(nbytes), each, budget)
     else:
         copied = hardware.device_nbytes > 0 and any(Tier.DEVICE in each.tiers for each in named)
-        numel = chunk_in_memory(hardware.cores, copied=copied)
+        smaller = min(budget, budgets[Tier.DEVICE])
+        numel = chunk_in_memory(hardware.cores, smaller if copied else None)
     while numel < _min_chunk(model):
         numel *= 2
     optimizer = config.optimizer.model_copy(update={"chunk": numel})
