@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload.planning.machine import calibration
 from offload.planning.machine.calibration import known_speeds, machine_speeds
-from offload.planning.machine.disk_cache import digest_of
+from offload.planning.machine.disk_cache import key_of
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
+from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import PathError
 
 COMPUTE: dict[str, Any] = {
@@ -75,7 +80,7 @@ def change(file: Path, name: str, otherwise: str, value: object) -> None:
     """Another number in a file that is whole: `otherwise`, where it has no `name`."""
     answer = json.loads(file.read_text())["answer"]
     answer[name if name in answer else otherwise] = value
-    file.write_text(json.dumps({"answer": answer, "digest": digest_of(answer)}))
+    file.write_text(json.dumps({"answer": answer, "digest": key_of(answer)}))
 
 
 @pytest.mark.parametrize("value", ["fast", None, -1.0, float("inf"), True])
@@ -129,8 +134,6 @@ def test_a_disk_is_measured_in_both_directions(tmp_path: Path) -> None:
 
 
 def test_measuring_leaves_the_global_random_numbers_alone() -> None:
-    import torch
-
     from offload.planning.machine.speed_tests import matmul_rate, measure_models
 
     cpu = torch.device("cpu")
@@ -142,3 +145,31 @@ def test_measuring_leaves_the_global_random_numbers_alone() -> None:
     assert rate > 0
     assert call_s > 0
     assert touching["fp16"] == touching["fp32"] > 0  # too slow to be tried: fp32 stands for it
+
+
+def test_the_cost_of_a_call_is_told_from_that_of_elements() -> None:
+    from offload.planning.machine.speed_tests import optimizer_rates
+
+    class Slow(ParallelRunner):
+        def __call__(self, body: Callable[[int, int], None], n: int) -> None:
+            time.sleep(2e-3)
+            super().__call__(body, n)
+
+    numel = 1 << 20
+    with closing(Slow(1)) as slow, closing(ParallelRunner(1)) as runner:
+        call_s, rates = optimizer_rates(numel, slow)
+        quick_s, _ = optimizer_rates(numel, runner)
+    assert quick_s < 2e-3 <= call_s
+    assert rates.keys() == {"fp32", "bf16", "int8"}
+    assert min(rates.values()) > 0
+
+
+def test_a_devices_memory_is_measured_by_what_is_read_and_written() -> None:
+    from offload.planning.machine import speed_tests
+
+    cpu = torch.device("cpu")
+    rate = speed_tests.memory_rate(cpu)
+    x = torch.zeros(speed_tests._TOUCHED_NBYTES, dtype=torch.uint8)
+    y = torch.empty_like(x)
+    copied = 2 * x.numel() / speed_tests.seconds(lambda: y.copy_(x))
+    assert copied / 5 < rate < 5 * copied

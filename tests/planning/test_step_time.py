@@ -19,6 +19,7 @@ from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.choice.planner import make_plan, resolved_config
 from offload.planning.machine.speeds import Speeds
+from offload.planning.plan.chunk_and_prefetch import chunk_in_memory
 from offload.planning.plan.estimate import StepEstimate, Workload
 from offload.planning.plan.plan import Hardware
 from offload.planning.step import planned_run
@@ -273,6 +274,42 @@ def test_a_faster_link_never_makes_a_step_slower() -> None:
     ):  # fmt: skip
         faster = replace(SPEEDS, **{name: 2 * getattr(SPEEDS, name)})
         assert step_of(ALL, speeds=faster).seconds <= before * 1.002, name
+
+
+def test_each_call_of_the_optimizer_costs_its_time() -> None:
+    dear = replace(SPEEDS, update_call_s=1.0)
+    config = OffloadConfig.load(BASE)
+    for chunk in (65536, 1 << 20):
+        numels = [group.layout.shard_trainable for group in shape_of(config).groups]
+        calls = sum(-(-numel // chunk) for numel in numels)
+        keys = homes("host", "host", "host"), "budget.host=64MiB", f"optimizer.chunk={chunk}"
+        steps = step_of(*keys), step_of(*keys, speeds=dear)
+        cheap, full = ({link.name: link.seconds for link in each.links} for each in steps)
+        assert full["optimizer"] - cheap["optimizer"] == pytest.approx(calls)
+    keys = homes("device", "device", "device"), "budget.device=64MiB"
+    device = step_of(*keys, speeds=dear, gpu=1 << 30)
+    assert device.seconds < 1
+
+
+def test_states_whose_arithmetic_is_slower_than_the_bus_take_its_time() -> None:
+    def optimizer_s(rate: float) -> float:
+        speeds = replace(SPEEDS, optimizer_parameters_per_s={"fp32": rate})
+        step = step_of(homes("host", "host", "host"), "budget.host=64MiB", speeds=speeds)
+        return next(link.seconds for link in step.links if link.name == "optimizer")
+
+    assert optimizer_s(1e9) == pytest.approx(optimizer_s(0.5e9) / 2)
+    assert optimizer_s(1e10) == optimizer_s(1e11)  # the bus
+
+
+@pytest.mark.parametrize(
+    ("threads", "budget", "numel"),
+    [(1, None, 1 << 20), (2, None, 1 << 20), (16, None, 1 << 26), (64, None, 1 << 26),
+     (16, 8 << 30, 1 << 22), (16, 24 << 30, 1 << 24), (16, 64 << 30, 1 << 25), (2, 0, 1 << 20)],
+)  # fmt: skip
+def test_chunks_in_memory_are_of_the_threads_and_of_what_buffers_may_take(
+    threads: int, budget: int | None, numel: int
+) -> None:
+    assert chunk_in_memory(threads, budget) == numel
 
 
 def test_what_is_not_known_of_a_machine_is_said() -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from offload.kernels.cpu.state_codec import Stored
 
-_STAGGER_NBYTES = 17 * 64
+STAGGER_NBYTES = 17 * 64
 ALIGN_NBYTES = 512  # of arrays that share a staging buffer on a device
 _STATE_DTYPES: dict[StateFormat, np.dtype[Any]] = {
     StateFormat.FP32: np.dtype(np.float32),
@@ -100,7 +100,7 @@ class RecordFormat:
     def offsets(self, numel: int) -> list[int]:
         offsets, end = [], 0
         for index, field in enumerate(self.fields):
-            start = round_up(end, 64) + (_STAGGER_NBYTES if index else 0)
+            start = round_up(end, 64) + (STAGGER_NBYTES if index else 0)
             offsets.append(start)
             end = start + field.numel(numel) * field.dtype.itemsize
         return [*offsets, max(end, 64)]  # an optimizer without states has records all the same

@@ -28,7 +28,7 @@ from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")
 
-FORMAT = 17  # raised whenever what is measured, or how, changes
+FORMAT = 18  # raised whenever what is measured, or how, changes
 _KIND = "speeds"
 _MAX_BUSY = 0.3  # of the cores, by others
 _LOOK_S = 0.2

@@ -11,11 +11,11 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from uuid import uuid4
 
 from pydantic import Field, TypeAdapter
 
@@ -37,8 +37,8 @@ def cache_folder() -> Path:
     return root / "offload"
 
 
-def key_of(parts: Mapping[str, Any]) -> str:
-    """A hash of everything that an answer depends on."""
+def key_of(parts: Any) -> str:
+    """A hash of everything that an answer depends on, or of the answer."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -79,7 +79,7 @@ def load(kind: str, key: str, answer: Any) -> tuple[Any] | None:
         if path.stat().st_size > _MAX_NBYTES:
             return None
         values = json.loads(path.read_bytes())
-        if values["digest"] != digest_of(values["answer"]):
+        if values["digest"] != key_of(values["answer"]):
             return None
         return (TypeAdapter(answer).validate_python(values["answer"]),)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -91,19 +91,13 @@ def _save(kind: str, key: str, answer: Any, result: Any) -> None:
     values = TypeAdapter(answer).dump_python(result, mode="json")
     path = _path(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        try:
-            kept = {"answer": values, "digest": digest_of(values)}
-            json.dump(kept, file, separators=(",", ":"))
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
-def digest_of(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    kept = json.dumps({"answer": values, "digest": key_of(values)}, separators=(",", ":"))
+    file = path.with_name(f"{uuid4()}.tmp")
+    try:
+        file.write_text(kept)
+        file.replace(path)
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _path(kind: str, key: str) -> Path:

@@ -1,8 +1,7 @@
 """The variants of the optimizer kernel, and the arrays that all of them pass over.
 
-Arrays whose starts differ by a large power of two compete for the same cache sets and DRAM banks:
-measured, that costs a third to a half of the bandwidth. So each starts some pages and cache lines
-later than the one before:
+Arrays whose starts differ by a large power of two compete for the same cache sets and DRAM banks,
+so that each starts some cache lines later than the one before, as those of a record do:
 
     ├ array 0 ┤   ├ array 1 ┤      ├ array 2 ┤
     0             n + 1 x STAGGER  2 n + 2 x STAGGER
@@ -25,9 +24,8 @@ from offload.kernels.variants import Master
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.memory import HostMemory
 from offload.tiers.units import round_up
-from offload.zero.step.records import RecordFormat
+from offload.zero.step.records import STAGGER_NBYTES, RecordFormat
 
-_STAGGER_NBYTES = 66_624  # 16 pages and 17 cache lines
 _HUGE_PAGE_NBYTES = 2 << 20
 
 Array = NDArray[Any]
@@ -74,7 +72,7 @@ class Arrays:
         places: dict[str, int] = {}
         end = 0
         for name, nbytes in lengths.items():
-            places[name] = round_up(end, _HUGE_PAGE_NBYTES) + len(places) * _STAGGER_NBYTES
+            places[name] = round_up(end, _HUGE_PAGE_NBYTES) + len(places) * STAGGER_NBYTES
             end = places[name] + nbytes
         self._memory = HostMemory(end)
         self._arrays: dict[str, Array] = {}
@@ -138,24 +136,30 @@ SPLIT_INT8 = _split("offload, split, int8 moments", StateFormat.INT8)
 VARIANTS = (PLAIN, SPLIT, SPLIT_BF16, SPLIT_INT8)
 
 
-def stepper(variant: Variant, arrays: Arrays, runner: ParallelRunner) -> Callable[[], None]:
-    """Return a function that makes one optimizer step."""
+def stepper(
+    variant: Variant, arrays: Arrays, runner: ParallelRunner, calls: int = 1
+) -> Callable[[], None]:
+    """Return a function that makes one optimizer step, in `calls` calls for equal parts."""
     grad, weight = arrays[variant.grad], arrays[variant.weight]
     fields = zip(variant.kept.fields, variant.record, strict=True)
     arrays_of = {field.name: arrays[stream] for field, stream in fields}
     number = Float.FP32 if variant.weight is WEIGHT32 else Float.BF16
     states = variant.kept.state_format
-    own = variant.kept.operands(arrays_of, slice(0, arrays.numel), scalars_of(1))
+    length = arrays.numel // calls
+    spans = [slice(start, start + length) for start in range(0, arrays.numel, length)]
+    parts = [(span, variant.kept.operands(arrays_of, span, scalars_of(1))) for span in spans]
     steps = 0
 
     def step() -> None:
         nonlocal steps
         steps += 1
-        optimizer_step(
-            grad, weight, own.states, scalars_of(steps), grad_float=number, weight_float=number,
-            state_format=states, scales=own.scales, low=own.low,
-            noise=None if states is StateFormat.FP32 else Noise(steps, steps), run=runner,
-        )  # fmt: skip
+        noise = None if states is StateFormat.FP32 else Noise(steps, steps)
+        for span, own in parts:
+            optimizer_step(
+                grad[span], weight[span], own.states, scalars_of(steps), grad_float=number,
+                weight_float=number, state_format=states, scales=own.scales, low=own.low,
+                noise=noise, run=runner,
+            )  # fmt: skip
 
     return step
 

@@ -4,10 +4,10 @@ Rates are those of a long training run: arrays larger than every cache, files th
 written and in no drive's memory. For a loop over cores and memory alone the fastest run counts,
 since other programs slow the others; for a disk, or two things at once, the median counts.
 
-The cost of a model beside its products is measured on small models, forward and backward, in the
-terms in which facts are counted: bytes that operations touch, and calls. What I/O costs the cores
-is measured as it happens in a step: a product runs beside the store's backend, and the time that it
-loses is counted.
+The cost of a model on a CPU beside its products is measured on small models, forward and backward,
+in the terms in which facts are counted: bytes that operations touch, and calls. What I/O costs the
+cores is measured as it happens in a step: a product runs beside the store's backend, and the time
+that it loses is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import DTYPES, trace_activations
 from offload.planning.machine.optimizer_variants import (
-    PLAIN,
+    SPLIT,
     SPLIT_BF16,
     SPLIT_INT8,
     Arrays,
@@ -45,18 +45,19 @@ from offload.swap.io.io_backend import IOBackend
 from offload.swap.io.requests_and_retries import Operation
 from offload.swap.io.swap_file import SwapFile, file_system_of, free_space
 from offload.swap.threads.transfer import Transfer, all_of
-from offload.swap.threads.worker import ParallelRunner, available_cores
+from offload.swap.threads.worker import ParallelRunner, available_cores, in_thread
 from offload.tiers import accelerator
 from offload.tiers.memory import HostMemory
 
 _CPU = torch.device("cpu")
-_FORMATS = {"fp32": PLAIN, "bf16": SPLIT_BF16, "int8": SPLIT_INT8}
+_FORMATS = {"fp32": SPLIT, "bf16": SPLIT_BF16, "int8": SPLIT_INT8}
 
 _PRODUCT = (512, 1024, 4096)  # tokens, inputs, outputs: a layer of some hundred million parameters
 _PRODUCT_GPU = (4096, 4096, 16384)
 _TRIAL = (64, 256, 256)  # 8 MFLOP: 3 ms at the 3 GFLOP/s of a format without a fast kernel
 _MAX_PRODUCT_S = 0.6  # the three products of one layer may take this long, else smaller ones count
-_OPTIMIZER_NUMEL = 1 << 23  # 128 MiB of fp32 states: beyond caches
+_OPTIMIZER_NUMEL = 1 << 24  # 128 MiB at least of each format: beyond caches
+_OPTIMIZER_CALLS = 64  # to be told from one: of as many elements that each core has a part
 _BLOCK_NBYTES = 8 << 20
 _IN_FLIGHT_NBYTES = 64 << 20
 # Per path: what is read was written half a file before, which is more than the memory of a drive.
@@ -75,7 +76,7 @@ _ROUNDS = 3  # of which the median counts: a step meets the usual disk, not its 
 # Of small models: layers, hidden, mlp, heads, batch, sequence.
 _CALLS = (2, 64, 128, 2, 1, 16)  # too small for anything but calls
 _SAMPLES = ((4, 128, 384, 4, 16, 128), (2, 256, 768, 4, 8, 128))
-_SAMPLES_GPU = ((2, 1024, 4096, 16, 8, 1024), (2, 4096, 16384, 32, 2, 1024))
+_TOUCHED_NBYTES, _TOUCHES = 128 << 20, 16  # of each array on a GPU, and before one synchronisation
 _PASSES, _MAX_PASSES_S = 4, 0.8  # of one model
 _MIN_RATE_SHARE = 0.05  # of products in fp32, which stands for slower formats: they take minutes
 _MIN_LEFT = 0.02  # of a pass: what is left of it beside products is no less than that
@@ -108,13 +109,8 @@ def measure_compute() -> ComputeSpeeds:
     """Measure all compute speeds. Blocks for two to four seconds and holds about 300 MiB."""
     device = torch.device(accelerator.default_type())
     gpu = accelerator.is_accelerator(device)
-    with ExitStack() as stack:
-        runner = ParallelRunner(available_cores())
-        stack.callback(runner.close)
-        streams = [stream for variant in _FORMATS.values() for stream in variant.streams]
-        arrays = Arrays(_OPTIMIZER_NUMEL, streams)
-        steps = {name: stepper(variant, arrays, runner) for name, variant in _FORMATS.items()}
-        times = {name: seconds(step, 5) for name, step in steps.items()}
+    with closing(ParallelRunner(available_cores(), min_share=1)) as runner:
+        call_s, rates = optimizer_rates(_OPTIMIZER_NUMEL, runner)
     to_device, to_host = _copy_rates(device) if gpu else (0.0, 0.0)
     products = {name: matmul_rate(dtype, device) for name, dtype in DTYPES.items()}
     operation_s, touching = measure_models(products, device)
@@ -124,11 +120,24 @@ def measure_compute() -> ComputeSpeeds:
         compute_bytes_per_s=touching["fp32"],
         compute_bytes_per_s_in=touching,
         operation_s=operation_s,
-        host_bytes_per_s=PLAIN.traffic * _OPTIMIZER_NUMEL / times["fp32"],
-        optimizer_parameters_per_s={n: _OPTIMIZER_NUMEL / s for n, s in times.items()},
+        host_bytes_per_s=max(_FORMATS[name].traffic * rate for name, rate in rates.items()),
+        optimizer_parameters_per_s=rates,
+        update_call_s=call_s,
         host_to_device_bytes_per_s=to_device,
         device_to_host_bytes_per_s=to_host,
     )
+
+
+def optimizer_rates(numel: int, runner: ParallelRunner) -> tuple[float, dict[str, float]]:
+    """Measure seconds per call of the optimizer beside its elements, by what a step over `numel`
+    takes longer in many calls, and elements per second without them, by format of states."""
+    streams = [stream for variant in _FORMATS.values() for stream in variant.streams]
+    arrays = Arrays(numel, streams)
+    cut_s = seconds(stepper(SPLIT, arrays, runner, _OPTIMIZER_CALLS), 5)
+    times = {name: seconds(stepper(v, arrays, runner), 5) for name, v in _FORMATS.items()}
+    call_s = max(0.0, cut_s - times["fp32"]) / (_OPTIMIZER_CALLS - 1)
+    # a step takes no less than half of its time for its elements, however much others disturb it
+    return call_s, {n: numel / max(took / 2, took - call_s) for n, took in times.items()}
 
 
 def matmul_rate(
@@ -139,20 +148,13 @@ def matmul_rate(
     A CPU may have fast 16-bit kernels for only some of the three; training needs all.
     """
     gpu = accelerator.is_accelerator(device)
-    trial = _product_rate(dtype, device, _TRIAL)
     wanted = shape or (_PRODUCT_GPU if gpu else _PRODUCT)
-    if _is_slow(trial, wanted) and not gpu:
-        return trial
-    return _product_rate(dtype, device, wanted)
-
-
-def _is_slow(flops_per_s: float, shape: tuple[int, int, int]) -> bool:
-    """Whether a layer of that shape takes too long to be timed, as without a fast kernel."""
-    return 6 * math.prod(shape) / flops_per_s > _MAX_PRODUCT_S
-
-
-def _product_rate(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> float:
-    return 6 * math.prod(shape) / seconds(_layer(dtype, device, shape), 5, device)
+    rate = 0.0
+    for each in (wanted,) if gpu else (_TRIAL, wanted):
+        if rate and 6 * math.prod(each) / rate > _MAX_PRODUCT_S:  # there is no fast kernel
+            break
+        rate = 6 * math.prod(each) / seconds(_layer(dtype, device, each), 5, device)
+    return rate
 
 
 def _layer(dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int]) -> Work:
@@ -185,31 +187,46 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
 
 # ---------------------------------------------------------------- passes of small models
 def measure_models(
-    products: Mapping[str, float], device: torch.device, samples: Sequence[Sample] | None = None
+    products: Mapping[str, float], device: torch.device, samples: Sequence[Sample] = _SAMPLES
 ) -> tuple[float, dict[str, float]]:
     """Measure seconds per kernel call, and bytes per second that operations touch by precision.
 
     `products` are FLOP/s of matrix products by precision. A 16-bit format without a fast kernel is
-    not measured: its products take all of the time.
+    not measured: its products take all of the time. On a GPU one rate serves all precisions.
     """
-    gpu = accelerator.is_accelerator(device)
     facts, took_s = _passes("fp32", _CALLS, device)
     operation_s = took_s / _operations(facts)
     touching: dict[str, float] = {}
-    chosen = (_SAMPLES_GPU if gpu else _SAMPLES) if samples is None else samples
+    if accelerator.is_accelerator(device):
+        return operation_s, dict.fromkeys(products, memory_rate(device))
     for precision, rate in products.items():
-        if rate < _MIN_RATE_SHARE * products["fp32"] and not gpu:
+        if rate < _MIN_RATE_SHARE * products["fp32"]:
             touching[precision] = touching["fp32"]
             continue
         touched, left_s = 0, 0.0
-        for sample in chosen:
+        for sample in samples:
             facts, took_s = _passes(precision, sample, device)
             touched += facts.forward.touched_nbytes + facts.backward.touched_nbytes
             flops = facts.forward.flops + facts.backward.flops
-            calls_s = 0.0 if gpu else _operations(facts) * operation_s
+            calls_s = _operations(facts) * operation_s
             left_s += max(_MIN_LEFT * took_s, took_s - flops / rate - calls_s)
         touching[precision] = touched / left_s
     return operation_s, touching
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes per second of an element-wise operation over arrays beyond caches.
+
+    On a GPU that is what bounds all but products, and what products leave of a small model's pass
+    does not show it: calls count there (an H100 that copied 3.0 TB/s showed 1.6 in bf16).
+    """
+    x, y = (torch.zeros(_TOUCHED_NBYTES // 4, device=device) for _ in range(2))
+
+    def work() -> None:
+        for _ in range(_TOUCHES):
+            y.add_(x)
+
+    return _TOUCHES * 3 * _TOUCHED_NBYTES / seconds(work, device=device)
 
 
 def _operations(facts: ActivationFacts) -> int:
@@ -218,8 +235,13 @@ def _operations(facts: ActivationFacts) -> int:
 
 def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[ActivationFacts, float]:
     """The facts of a forward and backward pass, and the seconds that both take together."""
-    batch, sequence = sample[4:]
-    config = _config_of(precision, sample, device)
+    layers, hidden, mlp, heads, batch, sequence = sample
+    shape = {
+        "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp, "vocab": 512, "tied": False,
+    }  # fmt: skip
+    config = OffloadConfig.load(
+        {"precision": precision, "device": device.type, "train": {"model": shape}}
+    )
     model = build_meta_model(config)
     facts = trace_activations(model, config, Workload(batch, sequence))
     _materialise(model, config.precision, device)
@@ -233,18 +255,6 @@ def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[Activ
         times.append(time.perf_counter() - started)
         model.zero_grad()
     return facts, min(times[1:])
-
-
-def _config_of(precision: str, sample: Sample, device: torch.device) -> OffloadConfig:
-    layers, hidden, mlp, heads, batch, sequence = sample
-    shape = {
-        "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp,
-        "vocab": 512, "max_sequence": sequence, "tied": False,
-    }  # fmt: skip
-    return OffloadConfig.load(
-        {"precision": precision, "device": device.type,
-         "train": {"model": shape, "batch": batch, "sequence": sequence}}
-    )  # fmt: skip
 
 
 def _materialise(model: nn.Module, precision: str, device: torch.device) -> None:
@@ -283,12 +293,11 @@ class _Disk:
     def __init__(self, files: Sequence[SwapFile], backend: IOBackend, nbytes: int) -> None:
         self._files, self._backend, self._nbytes = files, backend, nbytes
         self._next = {"r": 0, "w": 0}  # offsets
-        noise = np.random.default_rng(0).bytes(1 << 20)  # nothing that a device could compress
         # what the tiers move from and to: its huge pages make a disk twice as fast as small ones do
         self._memory = HostMemory(_IN_FLIGHT_NBYTES)
         self._buffer: memoryview = self._memory.tensor(0, _IN_FLIGHT_NBYTES).numpy().data
-        for start in range(0, _IN_FLIGHT_NBYTES, len(noise)):
-            self._buffer[start : start + len(noise)] = noise
+        # nothing that a device could compress
+        self._buffer[:] = np.random.default_rng(0).bytes(_IN_FLIGHT_NBYTES)
 
     def measure(self, *, beside_compute: bool) -> DiskSpeeds:
         """Measure the three rates in turn, since the speed of a disk that is shared, or throttled
@@ -313,32 +322,31 @@ class _Disk:
         """Seconds that a product loses per byte that is moved and checked beside it."""
         product = _layer(torch.float32, _CPU, _PRODUCT)
         part = max(_BLOCK_NBYTES, min(_BESIDE_NBYTES, self._nbytes // _ROUNDS))
-        turn = 2 * part * len(self._files)
-        return statistics.median(self._lost_s(product, part) for _ in range(_ROUNDS)) / turn
+        lost_s = statistics.median(self._lost_s(product, part) for _ in range(_ROUNDS))
+        return lost_s / (2 * part * len(self._files))
 
     def _lost_s(self, product: Work, part: int) -> float:
         """Seconds that products lose per `part` bytes moved in each direction beside them."""
         alone_s = seconds(product)
         stop = threading.Event()
-        turns = products = 0
+        products = 0
 
-        def move() -> None:
-            nonlocal turns
+        def move() -> int:
+            turns = 0
             while not stop.is_set():
                 self._move("rw", part, math.inf)
                 turns += 1
+            return turns
 
-        thread = threading.Thread(target=move)
         started = time.perf_counter()
-        thread.start()
+        moving = in_thread("offload-calibration", move)
         try:
-            while time.perf_counter() - started < _BESIDE_S:
+            while (took_s := time.perf_counter() - started) < _BESIDE_S:
                 product()
                 products += 1
-            took_s = time.perf_counter() - started
         finally:
             stop.set()
-            thread.join()
+            turns = moving.wait()
         return max(0.0, took_s - products * alone_s) / max(1, turns)
 
     def _move(self, how: str, nbytes: int, max_s: float) -> float:
@@ -352,9 +360,7 @@ class _Disk:
             if count and time.perf_counter() - started > max_s:
                 break
             for direction in how:
-                offset = self._next[direction]
-                if offset + _BLOCK_NBYTES > self._nbytes:
-                    offset = 0
+                offset = self._next[direction] % self._nbytes
                 self._next[direction] = offset + _BLOCK_NBYTES
                 for file in self._files:
                     slot = count % max_waiting
@@ -374,14 +380,12 @@ class _Disk:
         self, direction: str, file: SwapFile, part: memoryview, offset_bytes: int
     ) -> Transfer[None]:
         """Submit a transfer with a checksum, like those of the block store."""
+        reads = direction == "r"
 
         def check() -> None:
             checksum_of(part)
 
-        if direction == "r":
-            return self._backend.submit(
-                Operation.READ, file.fd, part, offset_bytes, path=file.path, after=check
-            )
         return self._backend.submit(
-            Operation.WRITE, file.fd, part, offset_bytes, path=file.path, before=check
-        )
+            Operation.READ if reads else Operation.WRITE, file.fd, part, offset_bytes,
+            path=file.path, before=None if reads else check, after=check if reads else None,
+        )  # fmt: skip

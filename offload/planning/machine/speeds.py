@@ -25,7 +25,8 @@ class ComputeSpeeds:
     operation_s: Number  # what one call of a kernel costs beside its work
     host_bytes_per_s: Positive  # the optimizer's traffic over the memory bus, all cores
     optimizer_parameters_per_s: Rates = field(default_factory=dict)
-    # measured rate by format of states (fp32, bf16, int8); absent: bound by the bus
+    # AdamW with a split master, by format of states (fp32, bf16, int8); absent: bound by the bus
+    update_call_s: Number = 0.0  # what one call of the optimizer costs on all cores beside its work
     host_to_device_bytes_per_s: Number = 0.0
     device_to_host_bytes_per_s: Number = 0.0
 

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from offload.kernels.rules import StateFormat
+from offload.kernels.variants import Master
 from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, speculative_groups
-from offload.planning.plan.sizes import ITEMSIZE, record_kinds
+from offload.planning.plan.sizes import ITEMSIZE, RecordKind, record_kinds
 from offload.planning.step.planned_run import MAX_PASSES, PlannedRun
 from offload.planning.step.program import Bytes, Move, Verb, total_of, working_groups
 from offload.planning.step.representatives import representatives
@@ -164,13 +164,11 @@ class _Pipeline:
             group: used * experts.model.groups[group].numel if group in needed else 0
             for group, used in experts.used.items()
         }
+        read = 0 if experts.model.numel_trainable else sum(numels.values())
         totals = {
-            Verb.FORWARD: pass_s(facts.forward, precision, speeds),
+            Verb.FORWARD: pass_s(facts.forward, precision, speeds, read),
             Verb.BACKWARD: pass_s(facts.backward, precision, speeds),
         }
-        if not experts.model.numel_trainable:
-            numel = sum(numels.values())
-            totals[Verb.FORWARD] = forward_s(facts.forward, numel, precision, speeds)
         costs: dict[tuple[Verb, int], float] = {}
         for verb, total in totals.items():
             actions = (move.action for move in self._moves if move.action.verb is verb)
@@ -393,19 +391,12 @@ def _spread(whole: Bytes, verb: Verb, model: ModelShape, moves: Sequence[Move]) 
 
 
 # ---------------------------------------------------------------- work while nothing else runs
-def pass_s(cost: PassCost, precision: str, speeds: Speeds) -> float:
+def pass_s(cost: PassCost, precision: str, speeds: Speeds, numel: float = 0.0) -> float:
     """Seconds of one direction of a pass. On a GPU calls are queued ahead of the work, and the
-    longer of the two counts; on a CPU each call comes before its work."""
-    work_s = cost.flops / _matmul_rate(precision, speeds)
-    rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
-    work_s += cost.touched_nbytes / rate
-    calls_s = cost.operations * speeds.operation_s
-    return max(work_s, calls_s) if speeds.gpu else work_s + calls_s
+    longer of the two counts; on a CPU each call comes before its work.
 
-
-def forward_s(cost: PassCost, numel: float, precision: str, speeds: Speeds) -> float:
-    """Seconds of a forward without gradients: few rows take as long as reading weights, of which
-    `numel` elements are read, anew for each piece of the batch."""
+    In a forward without gradients few rows take as long as reading weights, of which `numel`
+    elements are read, anew for each piece of the batch."""
     weights_nbytes = numel * ITEMSIZE[precision]
     touched = max(0.0, cost.touched_nbytes - weights_nbytes)
     rate = speeds.compute_bytes_per_s_in.get(precision, speeds.compute_bytes_per_s)
@@ -433,22 +424,24 @@ def update_s(
     kinds = record_kinds(plan.groups[group], plan.records[group], plan.chunk_numel)
     summed = plan.groups[group].summed
     return sum(
-        kind.count * kind.numel * _parameter_s(plan, kind.tier, precision, speeds, summed=summed)
+        kind.count * _call_s(plan, kind, precision, speeds, summed=summed)
         for kind in kinds
         if there == (plan.gpu and kind.tier is Tier.DEVICE)
     )
 
 
-def _parameter_s(plan: Plan, tier: Tier, precision: str, speeds: Speeds, *, summed: bool) -> float:
-    kept = plan.record_format
-    traffic = update_traffic(kept, ITEMSIZE[precision], 4 if summed else ITEMSIZE[precision])
-    if plan.gpu and tier is Tier.DEVICE:
-        return traffic / speeds.compute_bytes_per_s
-    bus_s = traffic / (tier.bytes_per_s or speeds.host_bytes_per_s)
+def _call_s(plan: Plan, kind: RecordKind, precision: str, speeds: Speeds, *, summed: bool) -> float:
+    """Seconds of one call, which updates a chunk."""
+    kept, itemsize = plan.record_format, ITEMSIZE[precision]
+    nbytes = kind.numel * update_traffic(kept, itemsize, 4 if summed else itemsize)
+    if plan.gpu and kind.tier is Tier.DEVICE:
+        return nbytes / speeds.compute_bytes_per_s
+    rate = kind.tier.bytes_per_s or speeds.host_bytes_per_s
     measured = speeds.optimizer_parameters_per_s.get(kept.state_format.name.lower())
-    if measured is None or kept.state_format is StateFormat.FP32:
-        return bus_s
-    return max(bus_s, 1 / measured)  # arithmetic may take longer than the bus
+    if measured is not None:  # arithmetic may take longer than the bus
+        split = RecordFormat(Master.SPLIT, state_format=kept.state_format)
+        rate = min(rate, measured * update_traffic(split, 2, 2))
+    return speeds.update_call_s + nbytes / rate
 
 
 def weights_s(plan: Plan, group: int) -> float:

@@ -61,4 +61,5 @@ def to_table(speeds: Speeds) -> Table:
         if rate:
             shown.add_row(name, f"{rate / 1e9:,.3g} GB/s")
     shown.add_row("one operation", duration(speeds.operation_s))
+    shown.add_row("one call of the optimizer", duration(speeds.update_call_s))
     return shown
