@@ -1,10 +1,6 @@
 """The variants of the optimizer kernel, and the arrays that all of them pass over.
 
-Arrays whose starts differ by a large power of two compete for the same cache sets and DRAM banks,
-so that each starts some cache lines later than the one before, as those of a record do:
-
-    ├ array 0 ┤   ├ array 1 ┤      ├ array 2 ┤
-    0             n + 1 x STAGGER  2 n + 2 x STAGGER
+Each array starts some cache lines later than the one before, as those of a record do.
 """
 
 from __future__ import annotations

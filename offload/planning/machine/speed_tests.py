@@ -23,12 +23,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.planning.activations.facts import ActivationFacts
+from offload.planning.activations.facts import PassCost
 from offload.planning.activations.trace import DTYPES, trace_activations
 from offload.planning.machine.optimizer_variants import (
     SPLIT,
@@ -194,8 +193,8 @@ def measure_models(
     `products` are FLOP/s of matrix products by precision. A 16-bit format without a fast kernel is
     not measured: its products take all of the time. On a GPU one rate serves all precisions.
     """
-    facts, took_s = _passes("fp32", _CALLS, device)
-    operation_s = took_s / _operations(facts)
+    cost, took_s = _passes("fp32", _CALLS, device)
+    operation_s = took_s / cost.operations
     touching: dict[str, float] = {}
     if accelerator.is_accelerator(device):
         return operation_s, dict.fromkeys(products, memory_rate(device))
@@ -205,11 +204,10 @@ def measure_models(
             continue
         touched, left_s = 0, 0.0
         for sample in samples:
-            facts, took_s = _passes(precision, sample, device)
-            touched += facts.forward.touched_nbytes + facts.backward.touched_nbytes
-            flops = facts.forward.flops + facts.backward.flops
-            calls_s = _operations(facts) * operation_s
-            left_s += max(_MIN_LEFT * took_s, took_s - flops / rate - calls_s)
+            cost, took_s = _passes(precision, sample, device)
+            touched += cost.touched_nbytes
+            beside_s = cost.flops / rate + cost.operations * operation_s
+            left_s += max(_MIN_LEFT * took_s, took_s - beside_s)
         touching[precision] = touched / left_s
     return operation_s, touching
 
@@ -229,12 +227,8 @@ def memory_rate(device: torch.device) -> float:
     return _TOUCHES * 3 * _TOUCHED_NBYTES / seconds(work, device=device)
 
 
-def _operations(facts: ActivationFacts) -> int:
-    return facts.forward.operations + facts.backward.operations
-
-
-def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[ActivationFacts, float]:
-    """The facts of a forward and backward pass, and the seconds that both take together."""
+def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[PassCost, float]:
+    """The work of a forward and backward pass, and the seconds that both take together."""
     layers, hidden, mlp, heads, batch, sequence = sample
     shape = {
         "layers": layers, "hidden": hidden, "heads": heads, "mlp": mlp, "vocab": 512, "tied": False,
@@ -244,7 +238,9 @@ def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[Activ
     )
     model = build_meta_model(config)
     facts = trace_activations(model, config, Workload(batch, sequence))
-    _materialise(model, config.precision, device)
+    model.to(DTYPES[precision]).to_empty(device=device)
+    for param in model.parameters():
+        param.detach().fill_(0.02)
     tokens = torch.zeros(batch, sequence, dtype=torch.int64, device=device)  # BS
     times: list[float] = []
     while len(times) < 2 or (len(times) <= _PASSES and sum(times) < _MAX_PASSES_S):
@@ -254,16 +250,7 @@ def _passes(precision: str, sample: Sample, device: torch.device) -> tuple[Activ
         accelerator.synchronize(device)
         times.append(time.perf_counter() - started)
         model.zero_grad()
-    return facts, min(times[1:])
-
-
-def _materialise(model: nn.Module, precision: str, device: torch.device) -> None:
-    """Give a model small weights from a generator of its own."""
-    model.to(DTYPES[precision]).to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=0.02, generator=generator)
+    return facts.forward + facts.backward, min(times[1:])
 
 
 # ---------------------------------------------------------------- disk
