@@ -19,7 +19,7 @@ from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.solver import Candidate, RunFacts, solve
 from offload.planning.machine.baseline import known_baseline
 from offload.planning.plan.estimate import Workload
-from offload.planning.plan.plan import Hardware, needed_nbytes
+from offload.planning.plan.plan import Hardware, needed_nbytes, speculative_groups
 from offload.planning.step.step_time import update_traffic
 from offload.process.machine import cpu_count
 from offload.tiers.ledger import StateClass
@@ -145,12 +145,15 @@ def _solved(
 
 
 def _laid_out(shape: Shape, best: Candidate, spilled: int, machine: GpuMachine) -> Case:
-    """The case with budgets that hold what is needed, and a window."""
+    """The case with budgets that hold what is needed, and a window or what undoes updates."""
     plan, numel, facts = best.plan, _shape_of(shape).numel, _facts_of(shape)
     budgets = {Tier.DEVICE: _device_budget(machine)}
     for tier in (Tier.HOST, Tier.NVME):
         needed = needed_nbytes(plan, tier)
         budgets[tier] = needed + _WINDOW_NBYTES if needed else 0
+    # what undoes updates that are made in backward
+    old = sum(each.memory for each in speculative_groups(plan, best.config).values())
+    budgets[Tier.HOST] += max(0, old - _WINDOW_NBYTES)
     if spilled:  # with all of RAM they would be read from the disk once
         best = _solved(shape, machine, budgets, spilled)
     traffic = update_traffic(plan.record_format, _ITEMSIZE, _ITEMSIZE)

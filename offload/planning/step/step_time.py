@@ -19,7 +19,7 @@ lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -139,6 +139,7 @@ class _Pipeline:
         self._gradient_home: dict[int, float] = defaultdict(float)
         self._arrived: list[float] = []  # when the model's thread reached each use
         self._begun_s = 0.0
+        self._waiting: list[tuple[float, Move]] = []  # speculative updates, and since when
         self._cost = self._costs(facts)
         self._update_s, self._update_there_s = (
             {
@@ -147,6 +148,10 @@ class _Pipeline:
             }
             for there in (False, True)
         )
+        for group, old in self._speculative.items() if plan.gpu else ():
+            if group in experts.updated:  # codes, or weights, are written beside it
+                seconds = old.memory / speeds.host_bytes_per_s
+                self._update_s[group] += experts.updated[group] * seconds
         self._request_nbytes = _request_nbytes(plan)
         self._disk_overlap = _disk_overlap(speeds)
         self._rates = {
@@ -216,6 +221,7 @@ class _Pipeline:
         group, moved = move.action.group, move.nbytes
         arrived_s = self._clocks[COMPUTE].free_s
         self._arrived.append(arrived_s)
+        self._make_waiting(arrived_s, {group, *(fetch.group for fetch in move.fetches)})
         # a forward is known to need an expert when its router has chosen
         table = self._experts.model.groups[group].table
         is_chosen = bool(table) and move.action.verb is Verb.FORWARD
@@ -258,10 +264,32 @@ class _Pipeline:
         self._gradient_home[group] = self._carry(WRITE, there_s, moved.written)
 
     def _update(self, move: Move) -> None:
-        group, moved, plan = move.action.group, move.nbytes, self._plan
+        group = move.action.group
         asked_s = max(self._begun_s, self._gradient_home[group])
         if self._config.optimizer.in_backward is True or group in self._speculative:
             asked_s = max(asked_s, self._clocks[COMPUTE].free_s)
+        if self._plan.gpu and group in self._speculative:
+            self._make_waiting(asked_s)
+            self._waiting.append((asked_s, move))
+        else:
+            self._make(asked_s, move)
+
+    def _make_waiting(self, until_s: float, needed: Collection[int] = ()) -> None:
+        """Make the speculative updates that begin before `until_s`, always that of the group which
+        backward came to last, and then those that are `needed`."""
+        while self._waiting:
+            free_s = self._clocks[OPTIMIZER].free_s
+            count = sum(there_s <= free_s for there_s, _ in self._waiting)
+            place = max(0, count - 1)
+            if max(free_s, self._waiting[place][0]) >= until_s:
+                break
+            self._make(*self._waiting.pop(place))
+        for place in reversed(range(len(self._waiting))):
+            if self._waiting[place][1].action.group in needed:
+                self._make(*self._waiting.pop(place))
+
+    def _make(self, asked_s: float, move: Move) -> None:
+        group, moved, plan = move.action.group, move.nbytes, self._plan
         ready_s = self._carry(READ, asked_s, moved.read)
         seconds, there_s = self._update_s[group], self._update_there_s[group]
         # what is stepped on one side comes from the other, and goes back there
