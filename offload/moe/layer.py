@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -224,17 +223,11 @@ def _maker(expert: nn.Module | MakeExpert) -> Callable[[int], nn.Module]:
     base = int(torch.randint(2**62, (), device="cpu"))
 
     def make(number: int) -> nn.Module:
-        with _seeded(base + number):
+        # of the CPU and of the device for new tensors
+        generators = list(torch_generators(torch.empty(0).device).values())
+        with RandomState(generators).again():
+            for generator in generators:
+                generator.manual_seed(base + number)  # type: ignore[union-attr]
             return expert()
 
     return make
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's generators, of the CPU and of the device for new tensors, with `seed` inside."""
-    generators = list(torch_generators(torch.empty(0).device).values())
-    with RandomState(generators).again():
-        for generator in generators:
-            generator.manual_seed(seed)  # type: ignore[union-attr]
-        yield

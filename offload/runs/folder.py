@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint import has_steps, latest, prune, step_path
+from offload.checkpoint import latest, prune, step_path
 from offload.checkpoint.engine.run_state import saved_run
 from offload.checkpoint.format.disk import OpenFile, lock_folder, make_folder, unlock
 from offload.config import OffloadConfig
@@ -34,7 +34,7 @@ from offload.runs.metrics import (
     usual_step_s,
     write_whole,
 )
-from offload.runs.page import PAGE, write_page
+from offload.runs.page import PAGE, at, write_page
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
 
 if TYPE_CHECKING:
@@ -136,8 +136,9 @@ class RunFolder:
         self._write(PREDICTION, prediction.to_json())
 
     def write_measured(self, measured: Measured) -> None:
-        """Write measured.json."""
-        self._write(MEASURED, measured.to_json())
+        """Write measured.json unless there was no step."""
+        if measured.steps:
+            self._write(MEASURED, measured.to_json())
 
     def _write(self, name: str, text: str) -> None:
         if self._writes:
@@ -160,10 +161,6 @@ class RunFolder:
         if self._writes:
             prune(self.checkpoints, keep_last, keep_every)
 
-    def has_checkpoints(self) -> bool:
-        """Whether any checkpoint was saved, complete or not."""
-        return has_steps(self.checkpoints)
-
     def latest_checkpoint(self) -> SavedRun:
         """Return the newest complete checkpoint. Raise CheckpointError if there is none."""
         path = latest(self.checkpoints)
@@ -181,10 +178,9 @@ class RunFolder:
 class RunRecord:
     """A logger that measures a run, for measured.json: its peaks and its usual step."""
 
-    def __init__(self, engine: Trained, folder: RunFolder) -> None:
+    def __init__(self, engine: Trained) -> None:
         self.seconds = array("d")  # of each step
         self._engine = engine
-        self._folder = folder
 
     def log(self, values: Values, step: int) -> None:
         """Note the seconds of a step."""
@@ -196,19 +192,14 @@ class RunRecord:
         usual_s = usual_step_s(self.seconds)
         return Measured(peaks, peak_rss_nbytes(), usual_s, len(self.seconds))
 
-    def write(self, measured: Measured) -> None:
-        """Write measured.json unless there was no step."""
-        if measured.steps:
-            self._folder.write_measured(measured)
-
 
 def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
     """Raise ConfigError naming each key that differs although a resumed run may not change it."""
     current = now.to_dict()
     changed = [
-        f"{key}: {_at(current, key)} was {_at(before, key)}"
+        f"{key}: {at(current, key)} was {at(before, key)}"
         for key in _FIXED_KEYS
-        if _at(current, key) != _at(before, key)
+        if at(current, key) != at(before, key)
     ]
     if changed:
         raise ConfigError(
@@ -232,9 +223,3 @@ def _check_can_make(path: Path) -> None:
         raise PathError(f"--run-dir: cannot create {path}: {existing} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PathError(f"--run-dir: cannot create {path}: {existing} is not writable")
-
-
-def _at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values

@@ -78,10 +78,6 @@ class _Run:
         measured = _object(folder / MEASURED)
         return cls(folder, Rows(MetricsFile(folder / _METRICS).read()), config, text, measured)
 
-    def at(self, key: str) -> Any:
-        """A value of the configuration; None if there is none."""
-        return _at(self.config, *key.split("."))
-
 
 class Rows:
     """The steps of a run in ascending order; the later one if a step was taken twice."""
@@ -126,9 +122,10 @@ def _object(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _at(values: Any, *keys: str) -> Any:
-    for key in keys:
-        values = values.get(key) if isinstance(values, Mapping) else None
+def at(values: Any, key: str) -> Any:
+    """The value of `section.key`; None if there is none."""
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
     return values
 
 
@@ -149,7 +146,7 @@ def _config(path: Path) -> tuple[Mapping[str, Any], str]:
 def _state(run: _Run) -> tuple[str, str]:
     """The state of the run as text, and whether it is `good` or `bad`."""
     steps = int(run.rows.steps[-1]) if len(run.rows.steps) else 0
-    wanted = run.at("train.steps")
+    wanted = at(run.config, "train.steps")
     of = f" of {wanted:,}" if isinstance(wanted, int) and wanted >= steps else ""
     if run.measured.get("cut_short") is True:
         how = "ended by an error, or by Ctrl-C or SIGTERM before all of them were saved"
@@ -217,7 +214,7 @@ def _memory(run: _Run) -> Section:
     held = rows.sums("tiers")
     for tier in sorted(held, key=[*map(str, TIERS), *held].index):
         column = rows.column(tier, "tiers")
-        budget, peak = run.at(f"budget.{tier}"), _at(run.measured, "tiers", tier)
+        budget, peak = at(run.config, f"budget.{tier}"), at(run.measured, f"tiers.{tier}")
         if _is_number(budget):
             lines.append(Line(tier, rows.steps, column / budget))
         table.append((tier, _bytes(np.nanmax(column)), _bytes(peak), _bytes(budget)))

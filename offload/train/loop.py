@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 from torch import nn
 
+from offload.checkpoint import has_steps
 from offload.config import OffloadConfig
 from offload.display.console import PlainConsole
 from offload.display.training import Lines, Run
@@ -140,7 +141,7 @@ def last_checkpoint(folder: RunFolder, config: OffloadConfig, console: Console) 
     try:
         saved = folder.latest_checkpoint()
     except CheckpointError:
-        if folder.has_checkpoints() or not config.train.checkpoint_every:
+        if has_steps(folder.checkpoints) or not config.train.checkpoint_every:
             raise
         console.print("nothing was saved there yet: the run begins anew", style="yellow")
         return None
@@ -210,7 +211,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.settings = self.config.train
-        self.record = RunRecord(self.engine, self.folder)
+        self.record = RunRecord(self.engine)
 
     def restore(self, saved: SavedRun) -> None:
         """Resume from a checkpoint. CheckpointError, with the way out, if its bytes are damaged."""
@@ -247,7 +248,7 @@ class Trainer:
                 measured = self.record.measured()  # saving may close the engine
                 self._complete_save()
                 saved = self._saved_step == self.steps_done
-                self.record.write(replace(measured, stopped=saved, cut_short=not saved))
+                self.folder.write_measured(replace(measured, stopped=saved, cut_short=not saved))
                 self._say_interrupted()
                 raise
         self._sample("after")
@@ -393,7 +394,7 @@ class Trainer:
         report, console = self.engine.report(), self.console
         memory = MemoryUse(self.baseline_nbytes, peak_rss_nbytes())
         rows = self.folder.metrics.read()
-        self.record.write(self.record.measured())
+        self.folder.write_measured(self.record.measured())
         config = self.engine.config
         console.print(summary_table(config, report, memory, self.model))
         console.print(moved_line(report.bytes_moved), soft_wrap=True)
