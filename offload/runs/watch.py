@@ -10,18 +10,19 @@ So what the loop logs after a step, or before it, is in that step's row.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from offload.display.plain_text import echo
-from offload.display.training import Lines, LossWarning, Run
+from offload.display.training import Lines, Run
 from offload.loggers import AnyLogger, Logger, closing_all, loggers_of
 from offload.process.machine import rank_here, rss_nbytes
 from offload.runs.metrics import StepMetrics
@@ -187,7 +188,7 @@ class _Outlet:
     own: list[Logger]  # those of them that are closed in the end
     display: Lines | None
     held: _Held | None = None
-    warning: LossWarning = field(default_factory=lambda: LossWarning(_log.warning))
+    has_warned: bool = False
 
     def flush(self) -> None:
         """Show and log the step that has ended, if there is one."""
@@ -203,10 +204,14 @@ class _Outlet:
             gradient_norm=given.pop("gradient_norm", held.row.gradient_norm), figures=given,
         )  # fmt: skip
         values = row.values()
-        for logger in (self.warning, *self.loggers):
+        if loss is not None and not math.isfinite(loss) and not self.has_warned:
+            self.has_warned = True
+            _log.warning(
+                "the loss of step %d is %s; lower optimizer.lr, or set clip_grad_norm (said once)",
+                row.step, loss,
+            )  # fmt: skip
+        for logger in (*self.loggers, *([self.display] if self.display is not None else [])):
             logger.log(values, row.step)
-        if self.display is not None:
-            self.display.log(values, row.step)
 
     def close(self) -> None:
         with closing_all(self.own):

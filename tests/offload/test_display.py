@@ -35,12 +35,12 @@ BUDGETS = {"device": 0, "host": 4 << 30, "nvme": 100 << 30}
 
 def test_the_time_left_is_that_of_the_median_step() -> None:
     """The first step takes a hundred times as long here, and says so of no other."""
-    recent = Lines(Run(0, 1000, BUDGETS), print)._recent
-    for step, seconds in ((1, 200.0), (2, 2.0)):
-        recent.note(values(step, seconds=seconds), step)
-        assert not recent.left()
-    recent.note(values(3, seconds=2.0), 3)
-    assert recent.left() == about(2.0 * 997)
+    said: list[str] = []
+    lines = Lines(Run(0, 1000, BUDGETS), said.append, every=1)
+    for step, seconds in ((1, 200.0), (2, 2.0), (3, 2.0)):
+        lines.log(values(step, seconds=seconds), step)
+    assert [line.endswith(" left") for line in said] == [False, False, True]
+    assert said[-1].endswith(f" | {about(2.0 * 997)}")
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
