@@ -56,24 +56,17 @@ def _table(
     estimate: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
 ) -> RenderableType:  # fmt: skip
     heads = (f"{_TITLES.get(t, t.title)}\nof {format_bytes(n)}" for t, n in capacities.items())
-    cells: list[list[str | Cell]] = [
-        [
-            row.name,
-            *(_peak_cell(row, tier) for tier in capacities),
-            Cell("no", state="bad") if row.full else Cell("yes", state="good"),
-        ]
-        for row in rows
-    ]
+    cells: list[list[str | Cell]] = []
+    for row in rows:
+        peaks = ((format_bytes(row.peaks[t]) if row.peaks.get(t) else "-", t) for t in capacities)
+        shown = [Cell(text, state="bad" if tier in row.full else "") for text, tier in peaks]
+        fits = Cell("no", state="bad") if row.full else Cell("yes", state="good")
+        cells.append([row.name, *shown, fits])
     workload = f"{estimate.hardware}, {view.workload_text(estimate)}"
     title = f"{view.model_text(estimate, estimate.model)}\n{workload}"
     left = frozenset({0, len(capacities) + 1})
     table = cell_table(Table(("system", *heads, "fits"), cells, left=left))
     return Group(Text(title), table, "", *bullets(estimate.notes))
-
-
-def _peak_cell(row: Row, tier: Tier) -> Cell:
-    nbytes = row.peaks.get(tier, 0)
-    return Cell(format_bytes(nbytes) if nbytes else "-", state="bad" if tier in row.full else "")
 
 
 def _values(

@@ -101,7 +101,11 @@ def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ..
         if len(fitting) < MAX_SHOWN and fits(knob[-1]):
             # of several the mildest, as the last one fits
             at = bisect.bisect_left(range(len(knob) - 1), True, key=lambda at: fits(knob[at]))
-            fitting.append(replace(knob[at], step_factor=_factor(now, after(knob[at]))))
+            then = after(knob[at])
+            factor = None
+            if now.step is not None and then is not None and then.step is not None:
+                factor = then.step.seconds / now.step.seconds
+            fitting.append(replace(knob[at], step_factor=factor))
     return tuple(sorted(fitting, key=lambda change: change.step_factor or math.inf))
 
 
@@ -122,12 +126,6 @@ def _changed(case: Case, change: Change) -> Case | None:
     if changed.config.optimizer.chunk == "auto" and numel >= _ENORMOUS_NUMEL:
         overrides.append(f"optimizer.chunk={_LARGE_CHUNK_NUMEL}")
     return replace(changed, config=OffloadConfig.load(changed.config, overrides))
-
-
-def _factor(before: Estimate, after: Estimate | None) -> float | None:
-    if before.step is None or after is None or after.step is None:
-        return None
-    return after.step.seconds / before.step.seconds
 
 
 def cannot_fit(case: Case, facts: ActivationFacts) -> bool:

@@ -53,8 +53,13 @@ def this_machine(nvme_paths: Sequence[Path] = ()) -> HardwareProfile:
     """Return this machine's hardware for this process; `nvme_paths`: folders for swap files."""
     gpus = local_gpus()
     first = min(gpus, key=lambda each: each.free_nbytes, default=None)
+    part = None
+    if first is not None:  # the named part, by its name and memory
+        name = plain_name(first.name)
+        fitting = [gpu for gpu in GPUS if plain_name(gpu.name.partition("-")[0]) in name]
+        part = min(fitting, key=lambda gpu: abs(gpu.nbytes - first.nbytes), default=None)
     return HardwareProfile(
-        gpu=_known_gpu(first),
+        gpu=part,
         gpu_nbytes=first.nbytes if first else 0,
         gpu_free_nbytes=first.free_nbytes if first else 0,
         gpus=len(gpus),
@@ -111,15 +116,6 @@ def _free_disk(paths: Sequence[Path]) -> int:
     return sum(free.values())
 
 
-def _known_gpu(local: LocalGpu | None) -> GpuPart | None:
-    """Return the named part that a GPU of this machine is, by its name and memory."""
-    if local is None:
-        return None
-    name = plain_name(local.name)
-    fitting = [gpu for gpu in GPUS if plain_name(gpu.name.partition("-")[0]) in name]
-    return min(fitting, key=lambda gpu: abs(gpu.nbytes - local.nbytes), default=None)
-
-
 def _with_named(here: HardwareProfile, named: str, *, open_: bool) -> HardwareProfile:
     """Return the profile of a GPU, with this machine's RAM and disk. `open_`: some of these will
     stay."""
@@ -152,7 +148,13 @@ def _of_size(text: str) -> tuple[GpuPart, str]:
 
 def _with_drives(profile: HardwareProfile, nvme: str | None, ssd: str | None) -> HardwareProfile:
     if ssd is not None:
-        profile = _with_named_drives(profile, ssd)
+        match = _DRIVES.fullmatch(ssd.strip())
+        count, name = (int(match[1] or 1), match[2]) if match is not None else (1, ssd)
+        part = find_part(name, SSDS)
+        if part is None or count < 1:
+            raise ConfigError(f"--ssd {ssd}: {_unknown(name, SSDS)} with --nvme")
+        free = int(part.nbytes * count * FILE_SYSTEM_SHARE)
+        profile = replace(profile, nvme_nbytes=free, ssds=(part,) * count)
     elif nvme is None and not profile.here and profile.nvme_nbytes and not profile.ssds:
         return with_assumed_drive(profile, profile.nvme_nbytes)
     if nvme is None:
@@ -163,16 +165,6 @@ def _with_drives(profile: HardwareProfile, nvme: str | None, ssd: str | None) ->
     if ssd is None and nbytes:
         return with_assumed_drive(profile, nbytes)
     return replace(profile, nvme_nbytes=nbytes, ssds=profile.ssds if nbytes else ())
-
-
-def _with_named_drives(profile: HardwareProfile, text: str) -> HardwareProfile:
-    match = _DRIVES.fullmatch(text.strip())
-    count, name = (int(match[1] or 1), match[2]) if match is not None else (1, text)
-    part = find_part(name, SSDS)
-    if part is None or count < 1:
-        raise ConfigError(f"--ssd {text}: {_unknown(name, SSDS)} with --nvme")
-    free = int(part.nbytes * count * FILE_SYSTEM_SHARE)
-    return replace(profile, nvme_nbytes=free, ssds=(part,) * count)
 
 
 def with_assumed_drive(profile: HardwareProfile, nbytes: int) -> HardwareProfile:

@@ -107,7 +107,15 @@ def build_on_meta(configuration: ModelConfiguration) -> nn.Module:
         import transformers
 
         if configuration.model_type not in transformers.CONFIG_MAPPING:
-            raise _unknown_architecture(configuration, list(transformers.CONFIG_MAPPING))
+            known = list(transformers.CONFIG_MAPPING)
+            like = difflib.get_close_matches(configuration.model_type, known, n=3)
+            hint = f"; did you mean {' or '.join(like)}?" if like else ""
+            raise ConfigError(
+                f"{configuration.where}: the architecture {configuration.model_type[:60]!r} is "
+                f"unknown{hint} (transformers {machine.version_of('transformers')} has "
+                f"{len(known)}; `pip install -U transformers` may know more; code of a model "
+                "folder is not executed)"
+            )
         try:
             config_class = transformers.CONFIG_MAPPING[configuration.model_type]
             config = config_class.from_dict(_decoded(configuration.values))
@@ -137,17 +145,6 @@ def _build(configuration: ModelConfiguration, config: Any) -> Any:
             f"class {name or 'for causal language models'} for {configuration.model_type}"
         )
     return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-
-
-def _unknown_architecture(configuration: ModelConfiguration, known: list[str]) -> ConfigError:
-    """Return the error for an unknown `model_type`, with the known ones that are spelt like it."""
-    like = difflib.get_close_matches(configuration.model_type, known, n=3)
-    hint = f"; did you mean {' or '.join(like)}?" if like else ""
-    return ConfigError(
-        f"{configuration.where}: the architecture {configuration.model_type[:60]!r} is unknown"
-        f"{hint} (transformers {machine.version_of('transformers')} has {len(known)}; `pip install "
-        "-U transformers` may know more; code of a model folder is not executed)"
-    )
 
 
 def _decoded(value: Any) -> Any:
