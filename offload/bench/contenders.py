@@ -19,7 +19,6 @@ from offload.bench.record import Kind, Record, Row
 from offload.bench.rounds import Say, interleaved
 from offload.bench.systems import Turn
 from offload.config import OffloadConfig
-from offload.gpt import build_meta_model
 from offload.process import machine
 from offload.process.child import Child, ChildFailed
 from offload.tiers.errors import ConfigError, PathError
@@ -192,11 +191,6 @@ def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
             f"set precision: {' or '.join(DTYPES)}"
         )
     return base
-
-
-def count_parameters(config: OffloadConfig) -> int:
-    """The number of parameters of the configured model, which is built without memory."""
-    return sum(param.numel() for param in build_meta_model(config).parameters())
 
 
 def wanted(names: Sequence[str], specs: Sequence[SystemSpec]) -> list[SystemSpec]:

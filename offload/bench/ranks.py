@@ -15,12 +15,12 @@ from offload.bench.contenders import (
     SystemSpec,
     all_on,
     base_config,
-    count_parameters,
     train_in_turn,
 )
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Say
 from offload.bench.table import Column, number
+from offload.gpt import build_meta_model, parameter_count
 
 
 def _offload(name: str, stage: int, tier: str) -> SystemSpec:
@@ -51,8 +51,9 @@ def run_ranks(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) 
         record.compare(SYSTEMS[0].label, other.label, "seconds")
         record.compare(SYSTEMS[0].label, other.label, "peak_rss_nbytes")
     _note_losses(record, systems)
+    numel = parameter_count(build_meta_model(base))
     record.notes.append(
-        f"{options.ranks} ranks, gloo; {count_parameters(base) / 1e6:.4g} M parameters, "
+        f"{options.ranks} ranks, gloo; {numel / 1e6:.4g} M parameters, "
         f"{base.precision}, batch {base.train.batch} x {base.train.sequence} tokens per rank"
     )
     return record

@@ -30,7 +30,6 @@ from offload.bench.contenders import (
     SystemSpec,
     all_on,
     base_config,
-    count_parameters,
     train_in_turn,
 )
 from offload.bench.io_raw import DiskSpeed, raw_loop
@@ -39,6 +38,7 @@ from offload.bench.rounds import Say
 from offload.bench.stream import optimizer_loop
 from offload.bench.table import Column, number
 from offload.config import OffloadConfig
+from offload.gpt import build_meta_model, parameter_count
 from offload.process import machine
 from offload.tiers.errors import IntegrityError
 
@@ -66,7 +66,7 @@ def run_step(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -
     as `train_in_turn` does."""
     base = base_config(options.config, options.overrides)
     record = Record("step", {})
-    numel = count_parameters(base)
+    numel = parameter_count(build_meta_model(base))
     bounds = _Bounds(base.precision, say)
     systems, results = train_in_turn(
         record, options, (*SYSTEMS, *peers), base, say, limits=bounds.made

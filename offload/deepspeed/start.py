@@ -75,7 +75,11 @@ def initialize(
         if settings.client is not None:
             settings.client.lend(engine)
         if stepped is not None:
-            made.lr_scheduler = _scheduler(settings, stepped, lr_scheduler)
+            scheduler: Any = lr_scheduler
+            if scheduler is None and settings.made.schedule is not None:
+                scheduler = settings.made.schedule.on
+            is_made = isinstance(scheduler, LRScheduler) or not callable(scheduler)
+            made.lr_scheduler = scheduler if is_made else scheduler(stepped)
         if training_data is not None:
             made.training_dataloader = _loader(made, settings, training_data, collate_fn)
     except BaseException:
@@ -151,7 +155,11 @@ def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> E
     for before in tiers_of(model):
         before.close("host")  # which thaws what it had frozen
     if settings.has_optimizer:
-        frozen = _left_out(model, groups)
+        frozen = []
+        if groups is not None:
+            every = [each["params"] if isinstance(each, dict) else [each] for each in groups]
+            inside = {id(param) for params in every for param in params}
+            frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
     else:  # nothing trains: no gradients or states are kept
         frozen, groups = [p for p in model.parameters() if p.requires_grad], None
     for param in frozen:
@@ -173,24 +181,6 @@ def _engine(model: nn.Module, settings: Settings, groups: list[Any] | None) -> E
 def _thaw(frozen: list[nn.Parameter]) -> None:
     for param in frozen:
         param.requires_grad_(True)
-
-
-def _left_out(model: nn.Module, groups: list[Any] | None) -> list[nn.Parameter]:
-    if groups is None:
-        return []
-    inside: set[int] = set()
-    for each in groups:
-        inside.update(map(id, each["params"] if isinstance(each, dict) else [each]))
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
-
-
-def _scheduler(settings: Settings, optimizer: torch.optim.Optimizer, given: Any) -> Any:
-    """Return the client's scheduler, else that of the configuration, if it has one."""
-    if given is not None:
-        made_already = isinstance(given, LRScheduler) or not callable(given)
-        return given if made_already else given(optimizer)
-    schedule = settings.made.schedule
-    return None if schedule is None else schedule.on(optimizer)
 
 
 def _loader(

@@ -212,17 +212,17 @@ class BackgroundSaves:
 def _snapshots(engine: Trained, held: ExitStack) -> Snapshots:
     """The snapshots of all states, valid until `held` is closed."""
     snapshots: dict[State, Snapshot] = {}
-    held.callback(_let_go_all, snapshots)
+
+    @held.callback
+    def let_go_all() -> None:
+        for state, snapshot in snapshots.items():
+            for piece in range(state.pieces):
+                snapshot.let_go(piece)
+
     for state in saved_states(engine):
         with defer_signals:
             snapshots[state] = state.snapshot()
     return snapshots
-
-
-def _let_go_all(snapshots: Snapshots) -> None:
-    for state, snapshot in snapshots.items():
-        for piece in range(state.pieces):
-            snapshot.let_go(piece)
 
 
 def _held(

@@ -187,7 +187,10 @@ class Manifest(_Record):
             manifest = cls.model_validate(content)
             _check_references(manifest)
         except ValueError as error:
-            problem = _first(error) if isinstance(error, ValidationError) else str(error)
+            problem = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise CheckpointError(f"{what} is malformed: {plain(problem, 400)}") from None
         return manifest
 
@@ -225,8 +228,3 @@ def _check_references(manifest: Manifest) -> None:
     for group in manifest.optimizer.param_groups:
         if "params" in group.numbers:
             raise ValueError("numbers of a param group hold params")
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -65,12 +65,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return whole.copy_(tensor.detach())
 
 
-def unpacked(archive: torch.Tensor, what: str) -> Any:
-    """The value that was `packed`. CheckpointError, naming it as `what`, for anything else."""
-    with refusals(what):
-        return _loaded(archive, "cpu")
-
-
 def _loaded(archive: torch.Tensor, device: str) -> Any:
     with safe_globals(_SAFE):
         stream = io.BytesIO(archive.numpy().data)
@@ -107,9 +101,10 @@ def tensor_records(tensors: Mapping[str, torch.Tensor]) -> list[BufferRecord]:
 
 
 def value_of(reader: CheckpointReader, record: BufferRecord) -> Any:
-    """A value of a run. CheckpointError if it is malformed."""
+    """A value of a run, which was `packed`. CheckpointError if it is malformed."""
     archive = _read(reader, record, reader.run_tensor(record))
-    return unpacked(archive, f"{reader.path}: {record.name}")
+    with refusals(f"{reader.path}: {record.name}"):
+        return _loaded(archive, "cpu")
 
 
 def buffers_of(reader: CheckpointReader) -> dict[str, torch.Tensor]:
