@@ -22,6 +22,7 @@ from offload.config import OffloadConfig
 from offload.config.fields import shared_settings
 from offload.config.paths import StrPath, local_path_of
 from offload.losses.causal_lm import ChunkedLoss
+from offload.losses.tiled_mlp import tile_mlps
 from offload.memory.tier_manager import TierManager, ranks_here
 from offload.models.activations import Activations
 from offload.models.closing import Keep
@@ -180,6 +181,7 @@ class Engine(TieredModel):
         dtype = DTYPES[config.precision]
         if config.loss.chunked:
             self.before_close(ChunkedLoss(self.module).remove)
+        self.before_close(tile_mlps(self.module, config.placement.activations.tiled_mlp))
         self._make_plan(config, grouping)
         trained = _listed(parameters)
         first = self._initialisation(grouping, dtype, lazy)

@@ -105,6 +105,19 @@ class ActivationConfig(Section):
     """Recompute each repeated block's activations in backward, with the same bits. selective: keep
     those of matrix products and attention. auto: the fastest that fits, where the batch is known
     beforehand (`offload train`, memest); otherwise false."""
+    tiled_mlp: int | None = key(None, example=4096, ge=1, unit="tokens", absent="all at once")
+    """Compute MLPs in tiles of so many tokens, and again in backward, so that what is between their
+    matrices exists for one tile alone. For modules named mlp, feed_forward or ffn that compute each
+    token alone (no mixture of experts). Results differ by rounding, and not with placement."""
+
+    @model_validator(mode="after")
+    def _check_tiles(self) -> Self:
+        if self.tiled_mlp is not None and self.checkpoint == "selective":
+            raise self.contradiction(
+                "tiled_mlp", "checkpoint",
+                ", which keeps the products of tiles; set checkpoint: true, or remove tiled_mlp",
+            )  # fmt: skip
+        return self
 
 
 class PlacementConfig(Section):

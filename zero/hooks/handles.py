@@ -158,7 +158,7 @@ class HandleTable:
         compares both passes (but see `of_expert`).
         """
         outer = active_hooks()
-        if _is_checkpoint(outer):
+        if is_checkpoint(outer):
             return nullcontext()
 
         group_of, keeper = self.group_of, self._keeper
@@ -203,7 +203,7 @@ class HandleTable:
         outer = active_hooks()
         self._experts += 1
         try:
-            with self.views() if _is_checkpoint(outer) else nullcontext():
+            with self.views() if is_checkpoint(outer) else nullcontext():
                 yield
         finally:
             self._experts -= 1
@@ -252,7 +252,8 @@ class HandleTable:
         return view if handle.spec is None else rebuilt(view, handle.spec)
 
 
-def _is_checkpoint(hooks: Hooks | None) -> bool:
+def is_checkpoint(hooks: Hooks | None) -> bool:
+    """Return whether they are those of a `torch.utils.checkpoint`, which saves nothing."""
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._mode_utils import no_dispatch
 
 from offload.tiers import accelerator
 
@@ -57,28 +58,32 @@ def torch_generators(device: torch.device) -> dict[str, Generator]:
 
 
 class RandomState:
-    """Generators as they were when this was made."""
+    """Generators as they were when this was made. Watches of operations do not see it."""
 
     def __init__(self, generators: Sequence[Generator]) -> None:
         self._generators = generators
-        self._first = [state_of(each) for each in generators]
+        self._first = self._states()
+
+    def _states(self) -> list[Any]:
+        with no_dispatch():
+            return [state_of(each) for each in self._generators]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, generators draw the same again; afterwards they go on from where they were."""
-        now = [state_of(each) for each in self._generators]
+        now = self._states()
         self._put(self._first, now)
         try:
             yield
         finally:
-            self._put(now, [state_of(each) for each in self._generators])
+            self._put(now, self._states())
 
     def _put(self, states: Sequence[Any], now: Sequence[Any]) -> None:
         """Set the states that differ: comparing costs less than setting."""
         for generator, state, current in zip(self._generators, states, now, strict=True):
-            if _is_same(state, current):
-                continue
-            set_state(generator, state)
+            with no_dispatch():
+                if not _is_same(state, current):
+                    set_state(generator, state)
 
 
 def is_generator(value: object) -> bool:

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from offload.swap.threads.shield import interrupted_in_waits
 from offload.tiers.errors import ModifiedError, UnsupportedError
 from offload.zero.groups.parameter_grouping import Unit
-from offload.zero.hooks.handles import Keeper
+from offload.zero.hooks.handles import Keeper, active_hooks, is_checkpoint
 from offload.zero.recompute.block_state import BlockState
 from offload.zero.recompute.random_state import RandomState, generators_of
 from offload.zero.recompute.selective_checkpoint import SelectiveCheckpoint, watches_taken_off
@@ -93,7 +93,7 @@ class _RecomputedBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return self.own(*args, **kwargs)  # in backward: an outer checkpoint computes it again
-        if _is_in_checkpoint():  # of the model's own: that computes the block again
+        if is_checkpoint(active_hooks()):  # of the model's own: that computes the block again
             return self.own(*args, **kwargs)
         self._refuse_caches((*args, *kwargs.values()))
         # all tensors as positional arguments: those are saved, others would only be referred to
@@ -178,9 +178,3 @@ class _Call:
         self.is_first = True  # it has not been computed yet
         # makes what is around the block's forward when it is computed again
         self.as_it_was: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-def _is_in_checkpoint() -> bool:
-    """Return whether this is the forward of a `torch.utils.checkpoint` that saves nothing."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__

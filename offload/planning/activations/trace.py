@@ -34,6 +34,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from offload.config import OffloadConfig
 from offload.losses.causal_lm import chunked_loss
+from offload.losses.tiled_mlp import tile_mlps
 from offload.planning.activations.cuda_choices import choosing_for_cuda
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.pass_watch import LiveBytes, PassWatch
@@ -207,7 +208,9 @@ def as_the_engine(
     move elsewhere, gradients that are taken, a chunked loss."""
     with ExitStack() as stack:
         stack.enter_context(chunked_loss(model, config.loss.chunked))
-        checkpoint = config.placement.activations.checkpoint
+        activations = config.placement.activations
+        stack.callback(tile_mlps(model, activations.tiled_mlp))
+        checkpoint = activations.checkpoint
         if checkpoint and any(unit.repeated for unit in units):
             selective = checkpoint == "selective"
             recomputation = Recomputation(units, _AllHere(), selective=selective, keeper=away)
