@@ -177,14 +177,9 @@ class Worker:
             self.failure = error
             self._on_failure(error)
 
-    @property
-    def ident(self) -> int | None:
-        """The identifier of its thread, as returned by `threading.get_ident()` in it."""
-        return self._thread.ident
-
     def is_this_thread(self) -> bool:
         """Whether the caller runs within `work`."""
-        return threading.get_ident() == self.ident
+        return threading.get_ident() == self._thread.ident
 
     def close(self) -> None:
         """Stop after the call of `work` under way; waits for the thread to end."""
