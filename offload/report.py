@@ -98,7 +98,8 @@ class Report(TierTraffic):
     over gradients that are clipped already); `loss_scale` is None unless the precision is fp16.
     `trials` counts the groups of parameters that were updated during backward as if the step would
     clip and skip nothing: `kept`, `redone` in the step, or `taken_back` before it, since their
-    values or gradients were read or changed.
+    values or gradients were read or changed. None is after a step that clipped or was skipped:
+    `paused_steps` counts these.
     """
 
     steps: int

@@ -265,3 +265,14 @@ def test_records_are_not_speculative_where_a_cpu_computes(tmp_path: Path) -> Non
     with trained_engine(tmp_path) as engine:
         assert not engine.report().trials.kept
         assert not speculative_groups(engine.plan, engine.config)
+
+
+def test_the_report_says_that_no_update_is_speculative_where_every_step_clips(
+    tmp_path: Path, on_a_gpu: None
+) -> None:
+    with trained_engine(tmp_path, steps=3, clip_grad_norm=1e-3) as engine:
+        said = "no update was made in backward: 3 steps clipped or were skipped, so the updates of"
+        assert said in str(engine.report())
+    with trained_engine(tmp_path, steps=3, clip_grad_norm=1e9) as engine:
+        assert "clipped or were" not in str(engine.report())
+        assert engine.report().trials.kept

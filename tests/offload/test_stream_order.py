@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
+import offload
+from offload.zero.step import undo_codes
 from tests.offload.engine_cases import losses_of
 from tests.offload.order_cases import (
     SLOT,
@@ -25,6 +28,7 @@ from tests.offload.order_cases import (
 )
 
 SPLIT = {"device": "30%", "host": "30%", "nvme": "40%"}
+MIXED = {"host": "50%", "nvme": "50%"}
 TIERS: tuple[Any, ...] = ("device", "host", "nvme", SPLIT)
 PLACEMENTS = list(itertools.product(TIERS, TIERS, TIERS))  # of parameters, gradients, optimizer
 ACTIVATIONS = [
@@ -50,6 +54,43 @@ def case_of(placement: Any, way: Any, chance: random.Random) -> Case:
     keys["precision"] = "fp32" if accumulate > 1 else chance.choice(("fp32", "bf16"))
     loops = LOOPS[:2] + LOOPS[3:] if in_backward else LOOPS  # an update begins at once
     return Case(placed, chance.choice(ROOMS), accumulate, chance.choice(loops), keys)
+
+
+def undoing(engine: offload.Engine, data: list[Tensor], accumulate: int) -> None:
+    """Speculative updates that count, that are redone, and that are taken back."""
+    for what in ("read", "changed", "kept"):
+        policy = engine._runtime.stepper.policy
+        policy.on, policy.passes = True, accumulate
+        for tokens in data:
+            engine.backward(engine.module.loss(tokens))
+        if what == "read":
+            engine.module.blocks[1].up.weight.detach().sum()
+        elif what == "changed":
+            engine.optimizer.param_groups[0]["lr"] *= 0.9
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", range(12))
+def test_nothing_races_where_updates_of_the_host_are_undone(number: int, tmp_path: Path) -> None:
+    chance, undone = random.Random(number), list[int]()
+    places = {"parameters": ("host", "nvme"), "gradients": TIERS[:3], "optimizer": ("host", MIXED)}
+    placed = {name: chance.choice(tiers) for name, tiers in places.items()}
+    keys = {"precision": chance.choice(("fp32", "bf16"))}
+    case = Case(placed, None, 1, undoing, keys)
+    with pytest.MonkeyPatch.context() as patch:
+        world = on_a_checked_device(patch, prompt=chance.choice((0.0, 0.3)))
+        undo = undo_codes.Codes.undo
+
+        def counted(codes: undo_codes.Codes, chunk: int, *args: Any) -> None:
+            undone.append(chunk)
+            undo(codes, chunk, *args)
+
+        patch.setattr(undo_codes.Codes, "undo", counted)
+        case.train(world, tmp_path, steps=1)
+        assert not world.races, f"{case}\n{world.order.report()}"
+        assert undone
 
 
 @pytest.mark.parametrize("number", range(len(PLACEMENTS)), ids=lambda n: str(PLACEMENTS[n]))

@@ -23,7 +23,7 @@ from offload.kernels.gpu import triton_gradients, triton_optimizer
 from offload.kernels.rules import StateFormat
 from offload.tiers.tier import Tier
 from offload.zero.groups.bits import FLOAT_OF, flat_array
-from offload.zero.step import update
+from offload.zero.step import undo_codes, update
 from offload.zero.tensors.paged import PagedTensor
 
 if TYPE_CHECKING:
@@ -89,6 +89,17 @@ def follow_kernels(world: CheckedWorld, patch: pytest.MonkeyPatch) -> None:
         world.compute("optimizer_step", _in_tiers(world, [grad]), written)
         step(grad, weight, states, *args, **more)
 
+    def with_code(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def here(grad: Any, weight: Any, states: Any, *args: Any, **more: Any) -> Any:
+            extra = [more[name] for name in ("low", "master", "code")]
+            written = _in_tiers(world, [weight, *states, *extra])
+            world.compute(kernel.__name__, _in_tiers(world, [grad]), written)
+            return kernel(grad, weight, states, *args, **more)
+
+        return here
+
+    for kernel in undo_codes.undoable_step, undo_codes.undo_step:
+        patch.setattr(undo_codes, kernel.__name__, with_code(kernel))
     patch.setattr(gradients, "copy_gradient", copy_here)
     patch.setattr(gradients, "add_gradient", add_here)
     patch.setattr(update, "optimizer_step", step_here)

@@ -48,6 +48,7 @@ from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
 from offload.zero.step.chunks import ChunkBytes
 from offload.zero.step.deferred_updates import DeferredUpdates
+from offload.zero.step.undo_codes import Codes
 from offload.zero.step.update import UpdateQueue
 from tests.swap.checked_kernels import follow_kernels, operations, span_of, strided
 from tests.swap.happens_before import Agent, Clock, Order, Race, merge
@@ -62,6 +63,7 @@ _HAND_OVERS = (
     ([(UpdateQueue, "submit")], [(UpdateQueue, "_begin_group")]),
     ([(UpdateQueue, "_announce")], [(UpdateQueue, "is_pending")]),
     ([(DeferredUpdates, "_done")], [(DeferredUpdates, "clear")]),
+    ([(Codes, "_written")], [(Codes, "free")]),
     ([(CachedFileState, "mark_dirty")], [(CachedFileState, "write_back")]),
     (
         [(VersionedFile, "_commit")],

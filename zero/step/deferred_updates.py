@@ -31,16 +31,23 @@ class SpeculationCounts:
     """The counts of groups that were updated speculatively, by outcome."""
 
     kept: int = 0
-    redone: int = 0  # the step clipped, skipped, or had other numbers
+    redone: int = 0  # the step clipped, skipped, or had other numbers; or some had no room
     taken_back: int = 0  # the group was needed as it was before
+    paused_steps: int = 0  # that clipped or were skipped, behind which no group is speculative
 
     def __str__(self) -> str:
         """Return one line; empty if there were none."""
+        paused = ""
+        if self.paused_steps:
+            paused = (
+                f"{self.paused_steps:,} steps clipped or were skipped, so the updates of the next "
+                "one waited for it"
+            )
         if not (self.kept or self.redone or self.taken_back):
-            return ""
+            return paused and f"no update was made in backward: {paused}"
         return (
             f"{self.kept:,} updates made in backward counted, {self.redone:,} were redone, "
-            f"{self.taken_back:,} taken back"
+            f"{self.taken_back:,} taken back{paused and f'; {paused}'}"
         )
 
 

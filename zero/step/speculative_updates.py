@@ -120,7 +120,7 @@ class SpeculativeUpdates(DeferredUpdates):
     def _begun(self, hyper_of: HyperOf, grad_scale: float) -> Iterator[int]:
         """Yield the groups whose update had the terms of the step, and counts then. The others
         are as they were before."""
-        for index in list(self._terms):
+        for index in reversed(self._terms.copy()):  # before those that wait are begun
             state = self.states[index]
             terms = Terms.of(state, hyper_of, grad_scale)
             with self.lock:
@@ -153,7 +153,7 @@ class SpeculativeUpdates(DeferredUpdates):
                 rest = () if codes is None else codes.accept()
                 if rest:
                     update.ready.wait()  # until then it reads gradients
-                    self._put([self._rest_of(update, rest)], first=True)
+                    self._put([self._rest_of(update, rest)], first=False)
             else:
                 self.queue.withdraw(index)
                 if codes is not None and codes.made:
@@ -182,9 +182,10 @@ class SpeculativeUpdates(DeferredUpdates):
         """The next step speculates if this one changed nothing, but for some steps after one in
         which groups were needed as they were, or got other numbers."""
         with self.lock:
-            for index in list(self._terms):  # the step was skipped
+            for index in reversed(self._terms.copy()):  # the step was skipped
                 self._end(index, keep=False)
                 self.counts.redone += 1
+        self.counts.paused_steps += changed
         if self._disturbed or (self._had_other_terms and not changed):
             self._last_pause = min(2 * self._last_pause + 1, _LONGEST_PAUSE)
             self._pause = self._last_pause + 1

@@ -102,16 +102,21 @@ class Codes:
         try:
             made = self._step(chunk, calls, run)
         finally:
-            with self._lock:
-                self._writing = False
-                accepted = self._accepted.is_set()
-                if not accepted:
-                    (self.made if made else self._left).append(chunk)
-            if accepted:
-                self.free()
+            accepted = self._written(chunk, made=made)
         if made:
             return Outcome.MADE
         return Outcome.NEEDS_NO_CODE if accepted else Outcome.LEFT
+
+    def _written(self, chunk: int, *, made: bool) -> bool:
+        """Note that a code is written. Returns whether the step has decided meanwhile."""
+        with self._lock:
+            self._writing = False
+            accepted = self._accepted.is_set()
+            if not accepted:
+                (self.made if made else self._left).append(chunk)
+        if accepted:
+            self.free()
+        return accepted
 
     def _step(self, chunk: int, calls: Sequence[StepCall], run: Runner) -> bool:
         done = list[tuple[StepCall, Array]]()
