@@ -301,15 +301,11 @@ def test_states_whose_arithmetic_is_slower_than_the_bus_take_its_time() -> None:
     assert optimizer_s(1e10) == optimizer_s(1e11)  # the bus
 
 
-@pytest.mark.parametrize(
-    ("threads", "budget", "numel"),
-    [(1, None, 1 << 20), (2, None, 1 << 20), (16, None, 1 << 26), (64, None, 1 << 26),
-     (16, 8 << 30, 1 << 22), (16, 24 << 30, 1 << 24), (16, 64 << 30, 1 << 25), (2, 0, 1 << 20)],
-)  # fmt: skip
-def test_chunks_in_memory_are_of_the_threads_and_of_what_buffers_may_take(
-    threads: int, budget: int | None, numel: int
-) -> None:
-    assert chunk_in_memory(threads, budget) == numel
+def test_chunks_in_memory_are_of_the_threads_and_of_what_buffers_may_take() -> None:
+    alone = {threads: chunk_in_memory(threads) for threads in (1, 2, 16, 64)}
+    assert alone == {1: 1 << 20, 2: 1 << 20, 16: 1 << 26, 64: 1 << 26}
+    copied = {gib: chunk_in_memory(16, gib << 30) for gib in (0, 8, 24, 64)}
+    assert copied == {0: 1 << 22, 8: 1 << 22, 24: 1 << 24, 64: 1 << 25}
 
 
 def test_what_is_not_known_of_a_machine_is_said() -> None:
