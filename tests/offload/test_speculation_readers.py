@@ -21,6 +21,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
+    plan_for_a_gpu,
     seeded,
     states_of,
 )
@@ -42,10 +43,10 @@ def step(engine: offload.Engine) -> None:
 
 @contextmanager
 def engine_of(folder: Path, placement: dict[str, Any], **more: Any) -> Iterator[offload.Engine]:
-    """After two steps: the one that comes next speculates where it can."""
+    """After some steps: the one that comes next speculates where it can, and codes suffice."""
     with offload.initialize(seeded(TinyLM), config(folder, placement, **(KEYS | more))) as engine:
-        for number in range(2):
-            backward(engine, number)
+        for number in range(10):
+            backward(engine, number % 2)
             step(engine)
         engine.settle()
         yield engine
@@ -68,6 +69,17 @@ def expected(tmp_path: Path) -> dict[str, torch.Tensor]:
     with engine_of(tmp_path, HOST) as engine:
         backward(engine, 2)
         return finished(engine)
+
+
+@pytest.fixture(params=["on nvme", "in host memory, beside a GPU"])
+def placement(
+    request: pytest.FixtureRequest, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """`expected` is made where nothing is speculative."""
+    if request.param == "on nvme":
+        return NVME
+    plan_for_a_gpu(monkeypatch)
+    return HOST
 
 
 def streamed(engine: offload.Engine) -> list[torch.Tensor]:
@@ -95,9 +107,9 @@ READERS: dict[str, Callable[[offload.Engine], Any]] = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("how", READERS)
 def test_a_reader_sees_the_state_before_a_speculative_update(
-    tmp_path: Path, how: str, expected: dict[str, torch.Tensor]
+    tmp_path: Path, how: str, expected: dict[str, torch.Tensor], placement: dict[str, Any]
 ) -> None:
-    with engine_of(tmp_path, NVME) as engine:
+    with engine_of(tmp_path, placement) as engine:
         before = READERS[how](engine)
         backward(engine, 2)
         assert speculative_groups(engine)
@@ -107,9 +119,9 @@ def test_a_reader_sees_the_state_before_a_speculative_update(
 
 
 def test_a_save_amid_speculative_updates_is_refused_and_ends_none(
-    tmp_path: Path, expected: dict[str, torch.Tensor]
+    tmp_path: Path, expected: dict[str, torch.Tensor], placement: dict[str, Any]
 ) -> None:
-    with engine_of(tmp_path, NVME) as engine:
+    with engine_of(tmp_path, placement) as engine:
         engine.save_checkpoint(tmp_path / "saved")
         before = states_of(engine)
         backward(engine, 2)
@@ -123,9 +135,11 @@ def test_a_save_amid_speculative_updates_is_refused_and_ends_none(
         assert_same_bits(finished(engine), expected)
 
 
-def test_a_view_that_is_kept_shows_no_speculative_update(tmp_path: Path) -> None:
+def test_a_view_that_is_kept_shows_no_speculative_update(
+    tmp_path: Path, placement: dict[str, Any]
+) -> None:
     """It is one of the copy in memory, which the update would write to."""
-    with engine_of(tmp_path, NVME) as engine:
+    with engine_of(tmp_path, placement) as engine:
         policy = engine._runtime.stepper.policy
         with engine.gathered():
             norm = engine.module.norm.weight  # type: ignore[union-attr]
@@ -145,11 +159,11 @@ def test_a_view_that_is_kept_shows_no_speculative_update(tmp_path: Path) -> None
 
 # ---------------------------------------------------------------- other threads and processes
 def test_another_thread_takes_an_update_back_while_the_step_decides(
-    tmp_path: Path, expected: dict[str, torch.Tensor]
+    tmp_path: Path, expected: dict[str, torch.Tensor], placement: dict[str, Any]
 ) -> None:
     """It waits for an update on its way when the model's thread comes to the same group."""
     errors: list[BaseException] = []
-    with engine_of(tmp_path, NVME) as engine:
+    with engine_of(tmp_path, placement) as engine:
         updates = engine._runtime.updates
         go_on, waits, step_here = threading.Event(), threading.Event(), updates._step_here
 
@@ -187,9 +201,9 @@ def test_another_thread_takes_an_update_back_while_the_step_decides(
 
 @pytest.mark.slow
 def test_a_forked_child_is_told_that_the_updates_are_its_parents(
-    tmp_path: Path, expected: dict[str, torch.Tensor]
+    tmp_path: Path, expected: dict[str, torch.Tensor], placement: dict[str, Any]
 ) -> None:
-    with engine_of(tmp_path, NVME) as engine:
+    with engine_of(tmp_path, placement) as engine:
         backward(engine, 2)
         begun = speculative_groups(engine)
         assert begun

@@ -20,6 +20,7 @@ from offload.engine import Engine
 from offload.planning.plan.plan import needed_nbytes
 from offload.tiers.tier import Tier
 from offload.zero.step.deferred_updates import SpeculationCounts
+from tests.offload.engine_cases import plan_for_a_gpu
 
 WORDS, ON_HOST = 50, {"parameters": "host", "gradients": "host", "optimizer": "host"}
 ON_NVME = dict.fromkeys(ON_HOST, "nvme")
@@ -229,12 +230,20 @@ def _interrupted_settle(engine: Any, go_on: threading.Event) -> None:
     engine.settle()
 
 
-def test_an_interrupt_while_an_update_is_taken_back_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", [ON_NVME, ON_HOST], ids=["nvme", "host beside a GPU"])
+def test_an_interrupt_while_an_update_is_taken_back_changes_no_bit(
+    tmp_path: Path, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The update is under way: Ctrl-C while a read of the old version waits for it."""
+    if placement is ON_HOST:
+        plan_for_a_gpu(monkeypatch)
+    keys: dict[str, Any] = {"optimizer": {"chunk": 16384}}
+    keys["budget"] = {"device": "1MiB", "host": "64MiB", "nvme": "256MiB"}
     states, words = [], torch.arange(21).view(3, 7)
     for interrupted in False, True:
-        with engine_of(1, tmp_path, ON_NVME, optimizer={"chunk": 16384}) as engine:
-            _step(engine, words)
+        with engine_of(1, tmp_path, placement, **keys) as engine:
+            for _ in range(8):
+                _step(engine, words)
             policy, updates = engine._runtime.stepper.policy, engine._runtime.updates
             go_on, step_here = threading.Event(), updates._step_here
 

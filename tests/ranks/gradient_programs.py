@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import offload
-from tests.offload.engine_cases import config, seeded, states_of
+from tests.offload.engine_cases import config, plan_for_a_gpu, seeded, states_of
 from tests.ranks.programs import BUDGET, Branches
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}  # rounding stays small
@@ -49,6 +50,7 @@ class Variant:
     placement: dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
     speculates: bool = False  # after every pass, as if it were the last of its step
+    beside_gpu: bool = False  # for which host memory stands in
 
 
 Program = list[Pass | Use]
@@ -182,7 +184,11 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
     zero = {"stage": variant.stage, "timeout_s": 20.0}
     keys = config(Path(folder), variant.placement, budget=BUDGET, optimizer=OPTIMIZER, zero=zero)
     keys = {**keys, **variant.keys}
-    with offload.initialize(seeded(Branches, seed=dist.get_rank()), keys) as engine:
+    with ExitStack() as stack:
+        if variant.beside_gpu:
+            plan_for_a_gpu(stack.enter_context(pytest.MonkeyPatch.context()))
+        model = seeded(Branches, seed=dist.get_rank())
+        engine = stack.enter_context(offload.initialize(model, keys))
 
         def one_pass(action: Pass) -> None:
             tokens = action.tokens[dist.get_rank()]

@@ -26,11 +26,13 @@ BF16 = {"precision": "bf16"}
 RECORDS = {**HOST, "optimizer": "nvme"}
 VARIANTS = [
     Variant(1, HOST), Variant(2, NVME), Variant(3, NVME), Variant(1, NVME, speculates=True),
-    Variant(3, RECORDS, speculates=True), Variant(3, NVME, speculates=True),
+    Variant(3, RECORDS, speculates=True), Variant(3, HOST, speculates=True, beside_gpu=True),
+    Variant(3, NVME, speculates=True),
 ]  # fmt: skip
 BF16_VARIANTS = [
     Variant(1, NVME, BF16), Variant(3, HOST, BF16), Variant(2, NVME, BF16, speculates=True),
     Variant(3, RECORDS, BF16, speculates=True), Variant(3, NVME, BF16, speculates=True),
+    Variant(3, HOST, BF16, speculates=True, beside_gpu=True),
 ]  # fmt: skip
 
 

@@ -145,10 +145,10 @@ class SpeculativeUpdates(DeferredUpdates):
         rest: Sequence[int] = ()
         with ExitStack() as ended:  # all of it, also where something fails
             ended.callback(self._forget, index)  # last: until then others wait for the lock
-            if codes is not None and not keep:
-                ended.callback(codes.free)
             for each in _kept(state):
                 ended.callback(each.drop_old if keep else each.go_back)
+            if not keep:
+                ended.callback(self._undo, update)
             if keep:
                 rest = () if codes is None else codes.accept()
                 if rest:
@@ -156,8 +156,6 @@ class SpeculativeUpdates(DeferredUpdates):
                     self._put([self._rest_of(update, rest)], first=False)
             else:
                 self.queue.withdraw(index)
-                if codes is not None and codes.made:
-                    self._undo(update, codes.made)
                 state.group.pending_update.ready = None
         return not rest
 
@@ -166,10 +164,17 @@ class SpeculativeUpdates(DeferredUpdates):
         done = partial(self._done, update.state)
         return GroupUpdate(update.state, update.segments, ready, done, some=chunks)
 
-    def _undo(self, update: GroupUpdate, chunks: Sequence[int]) -> None:
-        """Undo an update of chunks with codes, on the update thread."""
-        ready: Transfer[None] = Transfer(f"undoing the update of {update.group.name}")
-        undoing = GroupUpdate(update.state, (), ready, lambda: None, undoes=update, some=chunks)
+    def _undo(self, update: GroupUpdate) -> None:
+        """Undo the chunks that have codes, on the update thread, and drop the codes."""
+        codes, ready = update.codes, Transfer[None](f"undoing the update of {update.group.name}")
+        if codes is None:
+            return
+        ready.then(lambda _: codes.free())
+        if not codes.made:
+            ready.complete(None)
+            return
+        some, done = tuple(codes.made), lambda: None
+        undoing = GroupUpdate(update.state, (), ready, done, undoes=update, some=some)
         self.queue.submit([undoing], first=True)
         ready.wait()
 
