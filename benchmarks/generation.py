@@ -115,6 +115,7 @@ class Passes:
         generator = torch.Generator().manual_seed(1)
         shape = (options["batch"], options["prompt"])
         tokens = torch.randint(self._model.config.vocab_size, shape, generator=generator)
+        tokens = tokens.to(self._model.device)
         seconds, read, chosen, cache = [], [], [], None
         with torch.inference_mode():
             for _ in range(options["passes"] + 1):

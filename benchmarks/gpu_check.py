@@ -1,84 +1,67 @@
 """`make gpu-check`: tests, kernels, copies and training steps on the GPU that is there; one record.
 
-    python -m benchmarks.gpu_check [--out FILE or FOLDER] [--parts NAMES]
-                                   [--folder DIR]
+    python -m benchmarks.gpu_check [CALL or PART ...] [--continue RECORD] [--out FILE or FOLDER]
 
-    probe     the machine's memory and speeds; models that it cannot hold are left out
-    tests     pytest -m gpu
-    kernels   each Triton kernel against a copy of as many bytes
-    copies    offload bench copy
-    step      Llamas of 0.15, 3.6, 8 and 13 B parameters, as far as memory and time allow; where
-              DeepSpeed is installed, it trains 3.6 B, too
+    a   a first look at a small model, then 8 B: all on host, and where the planner puts it; with
+        one and eight passes per step, clipped and not
+    b   tests, kernels, copies, inference
+    c   a long sequence, 24 GiB of a larger GPU, 13 B on three tiers, sizes of chunks, updates
+        beside copies, 3.6 B and DeepSpeed, where it is installed, a longer sequence
 
-Each part is a process of its own with a time limit. The record is written anew after each, so that
-a check that is cut short leaves the results until then. Exit status 1 if a test or a part other
-than DeepSpeed's failed, 0 otherwise, and 0 where there is no GPU.
+Each call takes less than ten minutes and begins with a probe of the machine; by default all three
+run, one after the other. Each part is a process of its own with a time limit. Those for which there
+is no time or memory are left out, and the record, which is written anew after each, says why.
+
+With --continue, what a record has is not repeated, but for tests, and the rest is added to it.
+Exit status 1 if a test or a part other than DeepSpeed's failed, 0 otherwise, and without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import importlib.util
+import json
 import re
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_kernels import COLUMNS as KERNEL_COLUMNS
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_parts import Outcome, Status, run_part
-from benchmarks.gpu_sizes import SHAPES, STEPS, Case, case_of, deepspeed_short
+from benchmarks.gpu_sizes import CALLS, DEEPSPEED, OFFLOAD, TRAININGS, Case, Training, case_of
 from benchmarks.gpu_step import COLUMNS as STEP_COLUMNS
 from benchmarks.gpu_step import row_of
+from benchmarks.gpu_tests import last_tests
 from offload.bench.contenders import INSTALL_BENCH
-from offload.bench.copy import COLUMNS as COPY_COLUMNS
 from offload.bench.record import Kind, Record, this_machine
-from offload.bench.table import print_record
+from offload.bench.table import Column, number, print_record
 from offload.process.child import repository
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, PathError
 
-TOTAL_S = 535.0  # all parts together; with what is between them, nine minutes
-LIMITS_S = {"probe": 60.0, "tests": 140.0, "kernels": 60.0, "copies": 40.0}
-PARTS = ("tests", "kernels", "copies", "step")
+LIMIT_S = 535.0  # one call; with what is between its parts, nine minutes
+LIMITS_S = {"probe": 60.0, "tests": 280.0, "kernels": 60.0, "copies": 40.0, "inference": 100.0,
+            "beside": 40.0}  # fmt: skip
+_PARTS = [part for parts in CALLS.values() for part in parts]
 MIN_PART_S = 20.0  # a part that has less is not begun
+_LARGE_NUMEL = 1e9
 _TESTS_WRAP_UP_S = 10.0  # for a part to say which of its processes hang
-_COMPILE = "deepspeed"  # its CPU Adam, while the tests run
-_COMPILE_S = 150.0
 
 
-@dataclass(frozen=True)
-class Training:
-    """A system that trains a shape, with `spilled` per cent of the optimizer's states on nvme."""
-
-    label: str
-    shape: str
-    spilled: int = 0
-
-    @property
-    def name(self) -> str:
-        """The label of its row."""
-        return f"{self.label}, {self.shape}"
-
-
-_OFFLOAD, _DEEPSPEED = "step:3.6 B", "step:deepspeed"
-_HALF = "offload, half of the optimizer's states on nvme"
-TRAININGS = {
-    "step:0.15 B": Training("offload", "0.15 B"),  # small enough for a GPU that computes nothing
-    _OFFLOAD: Training("offload", "3.6 B"),
-    _DEEPSPEED: Training("DeepSpeed ZeRO-3, all on cpu", "3.6 B"),
-    "step:8 B": Training("offload", "8 B"),
-    "step:spill": Training(_HALF, "3.6 B", 50),
-    "step:13 B": Training(_HALF, "13 B", 50),
-}
+_RECORDS = repository() / "benchmarks" / "records"
 _PROGRAMS = {True: "benchmarks.trained:DeepSpeedZero3", False: "benchmarks.gpu_step:QuickOffload"}
-_COLUMNS = {"kernels": KERNEL_COLUMNS, "copies": COPY_COLUMNS}
+_COLUMNS = (
+    Column("ms", number("seconds", 1e-3)), Column("GB/s", number("bytes_per_s", 1e9, 1)),
+    Column("tokens/s", number("tokens_per_s", digits=1)),
+)  # fmt: skip
 
 
 @dataclass
@@ -88,17 +71,23 @@ class Check:
     folder: Path  # for swap files and the parts' own
     record: Record
     out: Path
-    deadline: float
+    limit_s: float = LIMIT_S
+    clock: Callable[[], float] = time.monotonic
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    ran: list[str] = field(default_factory=list)  # now, not before in the record
+    build_s_per_parameter: float = 0.0  # the most of the steps so far
+
+    def __post_init__(self) -> None:
+        self.deadline = self.clock() + self.limit_s
 
     def left_s(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - self.clock()
 
     def run(self, name: str, options: Mapping[str, Any], limit_s: float) -> Outcome:
         """Run a part, say how it ended, and write the record."""
         limit_s = min(limit_s, self.left_s())
         if limit_s < MIN_PART_S:
-            return self.leave_out(name, f"{max(0.0, limit_s):.0f} s were left of {TOTAL_S:.0f}")
+            return self.leave_out(name, f"{max(0.0, limit_s):.0f} s were left")
         say(f"{name} ...")
         return self.add(run_part(name, {"limit_s": limit_s, **options}, limit_s, self.folder))
 
@@ -106,16 +95,21 @@ class Check:
         return self.add(Outcome(name, Status.LEFT_OUT, note=why))
 
     def add(self, outcome: Outcome) -> Outcome:
-        self.outcomes[outcome.name] = outcome
-        self.record.details["parts"] = [asdict(each) for each in self.outcomes.values()]
-        self.write()
+        """Keep how a part ended; one that was left out does not replace an earlier result."""
         note = f": {outcome.note}" if outcome.note else ""
         say(f"{outcome.name}: {outcome.status}, {outcome.seconds:.0f} s{note}")
+        self.ran.append(outcome.name)
+        if outcome.status is not Status.LEFT_OUT or outcome.name not in self.outcomes:
+            self.outcomes[outcome.name] = replace(outcome, call=len(self.record.details["calls"]))
+        self.record.details["parts"] = [asdict(each) for each in self.outcomes.values()]
+        self.write()
         return outcome
 
     def write(self) -> None:
-        """Write the record as JSON. PathError if it cannot be written."""
-        self.record.write(self.out, "--out")
+        """Write the record as JSON, at once or not at all. PathError if it cannot be written."""
+        new = self.out.with_name(f".{self.out.name}.new")
+        self.record.write(new, "--out")
+        new.replace(self.out)
 
 
 def say(text: str) -> None:
@@ -123,90 +117,107 @@ def say(text: str) -> None:
 
 
 # ---------------------------------------------------------------- the parts in their order
-def run_all(check: Check, parts: Sequence[str] = PARTS) -> None:
-    """Run the parts, in an order in which each finds what earlier ones measured or compiled."""
-    probed = check.run("probe", {"folder": str(check.folder)}, LIMITS_S["probe"])
-    if probed.ok:
-        check.record.machine = probed.result["hardware"]
-        check.record.details["machine"] = probed.result["machine"]
-    peer = "step" in parts and importlib.util.find_spec("deepspeed") is not None
-    with ThreadPoolExecutor(1) as beside:
-        compiled = beside.submit(run_part, _COMPILE, {}, _COMPILE_S, check.folder) if peer else None
-        if "tests" in parts:
-            _run_tests(check)
-        if compiled is not None:
-            check.add(compiled.result())
-    for name in ("kernels", "copies"):
-        if name in parts:
-            outcome = check.run(name, {}, LIMITS_S[name])
-            if outcome.result:
-                print_record(Record.from_dict(outcome.result), _COLUMNS[name])
-    if "step" not in parts:
-        return
-    if probed.ok:
-        run_steps(check, GpuMachine.from_dict(probed.result["machine"]))
+def run_all(check: Check, parts: Iterable[str]) -> None:
+    """Run the parts that the record does not have yet, after the probe."""
+    machine = _probed(check)
+    for name in parts:
+        before = check.outcomes.get(name, Outcome(name, Status.LEFT_OUT))
+        if before.ok and name != "tests":
+            say(f"{name}: the record has it")
+            continue
+        try:
+            _run(check, machine, name)
+        except PathError:  # of the record
+            raise
+        except Exception as error:  # noqa: BLE001 - it is a line, and not the end
+            ended = check.outcomes.get(name, before)
+            why = "".join(traceback.format_exception(error))
+            check.add(replace(ended, status=Status.FAILED, note=why))
+
+
+def _run(check: Check, machine: GpuMachine | None, name: str) -> None:
+    if name == "tests":
+        _run_tests(check)
+    elif name not in TRAININGS:
+        outcome = check.run(name, {}, LIMITS_S[name])
+        if outcome.result:
+            print_record(Record.from_dict(outcome.result), _COLUMNS)
+    elif machine is None:
+        check.leave_out(name, "without the probe nothing says what the machine can hold")
     else:
-        check.leave_out("step", "without the probe nothing says what the machine can hold")
+        _run_step(check, machine, TRAININGS[name], name)
+
+
+def _probed(check: Check) -> GpuMachine | None:
+    """The machine, measured now or when the record began; None if that failed."""
+    probed = check.outcomes.get("probe")
+    if probed is None or not probed.ok:
+        probed = check.run("probe", {"folder": str(check.folder)}, LIMITS_S["probe"])
+    if not probed.ok:
+        return None
+    check.record.machine = probed.result["hardware"]
+    check.record.details["machine"] = probed.result["machine"]
+    return GpuMachine.from_dict(probed.result["machine"])
 
 
 def _run_tests(check: Check) -> None:
-    limit_s = LIMITS_S["tests"]
-    within = {"folder": str(check.folder), "limit_s": limit_s - _TESTS_WRAP_UP_S}
+    limit_s = min(LIMITS_S["tests"], check.left_s())
+    own = check.outcomes.get("tests")
+    before = own.result if own is not None else last_tests(_RECORDS)
+    within = {
+        "folder": str(check.folder), "limit_s": limit_s - _TESTS_WRAP_UP_S, "before": before,
+        "goes_on": own is not None,
+    }  # fmt: skip
     tests = check.run("tests", within, limit_s)
     if tests.ok and not tests.result["ok"]:  # it ran to its end, with failures in it
-        lines = [tests.result["counts"], *tests.result["said"]]
+        lines = [tests.result["counts"], *tests.result["failed"], *tests.result["said"]]
         check.add(replace(tests, status=Status.FAILED, note="\n".join(lines)))
+    if unreached := tests.result.get("unreached"):
+        say(f"tests that were not reached: {', '.join(unreached)}")
 
 
-def run_steps(check: Check, machine: GpuMachine) -> None:
-    """Train what the machine can hold, in the order of the list, as far as there is time."""
-    for name, training in TRAININGS.items():
-        case = case_of(SHAPES[training.shape], machine, training.spilled)
-        if isinstance(case, str):
-            check.leave_out(name, case)
-        elif why := _missing(check, machine, name, case):
-            check.leave_out(name, why)
-        else:
-            _run_step(check, machine, name, case)
-    check.record.compare(TRAININGS[_OFFLOAD].name, TRAININGS[_DEEPSPEED].name, "tokens_per_s")
-    check.write()
-
-
-def _missing(check: Check, machine: GpuMachine, name: str, case: Case) -> str:
-    """Why the case is not trained; empty if nothing is missing."""
-    if name == _DEEPSPEED:
-        peer = check.outcomes.get(_COMPILE)
-        if peer is None or not peer.ok:
-            return INSTALL_BENCH if peer is None else peer.note
-        if short := deepspeed_short(case, machine):
-            return short
+def _run_step(check: Check, machine: GpuMachine, training: Training, name: str) -> None:
+    """Train what the machine can hold, as far as there is time."""
+    if training.peer and importlib.util.find_spec("deepspeed") is None:
+        check.leave_out(name, INSTALL_BENCH)
+        return
+    case = case_of(training, machine)
     left_s = check.left_s()
-    if case.estimated_s > left_s:
-        return f"would take about {case.estimated_s:.0f} s, {left_s:.0f} s were left"
-    return ""
+    if isinstance(case, str):
+        check.leave_out(name, case)
+    elif (seconds := case.estimated_s(check.build_s_per_parameter)) > left_s:
+        check.leave_out(name, f"would take about {seconds:.0f} s, {max(0, left_s):.0f} were left")
+    else:
+        check.record.details["cases"][name] = asdict(case)
+        options = {
+            "program": _PROGRAMS[training.peer], "limit_nbytes": case.limit_nbytes,
+            "settings": {"device": "cpu"} if training.peer else {}, "steps": training.steps,
+            "config": {**case.config, "nvme": {"paths": [str(check.folder)]}},
+            "folder": str(check.folder),
+        }  # fmt: skip
+        _add_row(check, case, check.run(name, options, left_s), machine)
 
 
-def _run_step(check: Check, machine: GpuMachine, name: str, case: Case) -> None:
-    label = TRAININGS[name].name
-    check.record.details["cases"][name] = {**asdict(case), "label": label}
-    is_peer = name == _DEEPSPEED
-    config = {**case.config, "nvme": {"paths": [str(check.folder)]}}
-    options = {
-        "program": _PROGRAMS[is_peer],
-        "settings": {"device": "cpu"} if is_peer else {}, "config": config, "steps": STEPS,
-        "folder": str(check.folder),
-    }  # fmt: skip
-    outcome = check.run(name, options, check.left_s())
-    if outcome.result and outcome.status is not Status.FAILED:
-        kind = Kind.PEER if is_peer else Kind.OFFLOAD
-        check.record.rows.append(row_of(label, kind, case, outcome.result, machine))
-        check.write()
+def _add_row(check: Check, case: Case, outcome: Outcome, machine: GpuMachine) -> None:
+    """Add the row of a step, and what building its model took to what others are expected to."""
+    training, result, record = case.training, outcome.result, check.record
+    if outcome.status is Status.FAILED or not result.get("seconds"):
+        return
+    if outcome.ok and case.numel > _LARGE_NUMEL and not training.peer:  # else it is imports
+        each_s = (outcome.seconds - sum(result["seconds"])) / case.numel
+        check.build_s_per_parameter = max(check.build_s_per_parameter, each_s)
+    kind = Kind.PEER if training.peer else Kind.OFFLOAD
+    record.rows = [row for row in record.rows if row.name != training.name]
+    record.rows.append(row_of(training.name, kind, case, result, machine))
+    record.ratios = []
+    record.compare(OFFLOAD.name, DEEPSPEED.name, "tokens_per_s")
+    check.write()
 
 
 def succeeded(outcomes: Iterable[Outcome]) -> bool:
     """Whether all parts that were begun succeeded, tests included; DeepSpeed's may fail."""
     return all(
-        outcome.status in (Status.DONE, Status.LEFT_OUT) or "deepspeed" in outcome.name
+        outcome.status in (Status.DONE, Status.LEFT_OUT) or "DeepSpeed" in outcome.name
         for outcome in outcomes
     )
 
@@ -215,76 +226,115 @@ def succeeded(outcomes: Iterable[Outcome]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check and return the exit status."""
     options = _parser().parse_args(arguments)
-    missing = no_gpu()
-    if missing:
-        say(missing)
+    if accelerator.default() is None:
+        say(f"no GPU check: PyTorch {importlib.metadata.version('torch')} sees no GPU here")
         return 0
+    ended = []
     try:
         if options.folder is not None and not options.folder.is_dir():
             raise PathError(f"--folder: {options.folder} is not a folder; name one on the disk")
-        with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=options.folder) as private:
-            check = begin(options.out, Path(private))
-            run_all(check, options.parts)
+        continued, out = options.continued, options.out
+        for parts in _calls(options.names):
+            with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=options.folder) as private:
+                check = begin(out, Path(private), continued, options.commit, options.limit_s)
+                run_all(check, parts)
+            ended += [check.outcomes[name] for name in check.ran]
+            continued, out = check.out, check.out
     except OffloadError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
     if check.record.rows:
         print_record(check.record, STEP_COLUMNS)
     say(f"record: {check.out}")
-    return 0 if succeeded(check.outcomes.values()) else 1
+    return 0 if succeeded(ended) else 1
 
 
-def no_gpu() -> str:
-    """The reason why there is nothing to check, in one line; empty where there is a GPU."""
-    import torch
-
-    if accelerator.default() is None:
-        return f"no GPU check: PyTorch {torch.__version__} sees no GPU here"
-    return ""
+def _calls(names: Sequence[str]) -> list[Sequence[str]]:
+    """The parts of each call; parts that are named by themselves are one."""
+    calls = [CALLS[name] for name in CALLS if name in names or "all" in names]
+    parts = [part for name in names for part in _PARTS if part.split(":")[0] == name]
+    return [*calls, *([parts] if parts else [])]
 
 
-def begin(out: Path | None, folder: Path) -> Check:
-    """Write an empty record. PathError where it cannot be written."""
-    machine = this_machine()
-    name = machine.setdefault("gpu", "none")
-    now = datetime.datetime.now(datetime.UTC)
-    details: dict[str, Any] = {
-        "date": now.strftime("%Y-%m-%d %H:%M UTC"), "machine": {}, "parts": [], "cases": {},
-    }  # fmt: skip
-    record = Record("gpu", {}, details=details, machine=machine)
-    check = Check(folder, record, _record_file(out, name, now), time.monotonic() + TOTAL_S)
+def begin(
+    out: Path | None, folder: Path, continued: Path | None = None, commit: str | None = None,
+    limit_s: float = LIMIT_S,
+) -> Check:  # fmt: skip
+    """Write an empty record, or one that goes on with `continued`. PathError where the one cannot
+    be written, or the other cannot be used here."""
+    machine, now = this_machine(), datetime.datetime.now(datetime.UTC)
+    gpu = machine.setdefault("gpu", "none")
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    name = f"gpu-{slug}-{now:%Y-%m-%d}.json" if continued is None else continued.name
+    details: dict[str, Any] = {"machine": {}, "parts": [], "cases": {}, "calls": []}
+    begun: tuple[Record, dict[str, Outcome]] = Record("gpu", {}, details=details), {}
+    record, outcomes = begun if continued is None else _read(continued, gpu)
+    record.machine = record.machine | machine
+    date = record.details["date"] = f"{now:%Y-%m-%d %H:%M UTC}"
+    record.details["calls"].append({"date": date, "commit": commit or _commit()})
+    path = out or continued or _RECORDS
+    path = path / name if path.is_dir() else path
+    path = path if path == continued else _new(path)
+    check = Check(folder, record, path, limit_s, outcomes=outcomes)
     check.write()
     return check
 
 
-def _record_file(out: Path | None, gpu: str, now: datetime.datetime) -> Path:
-    """The path of the record; in a folder it has the name that it has by default."""
-    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    folder = repository() / "benchmarks" / "records" if out is None else out
-    return folder / f"gpu-{slug}-{now:%Y-%m-%d}.json" if folder.is_dir() else folder
+def _read(path: Path, gpu: str) -> tuple[Record, dict[str, Outcome]]:
+    """The record of a check, and its parts. PathError if it is not one of this version and GPU."""
+    try:
+        record = Record.from_dict(json.loads(path.read_text()))
+        details, before = record.details, record.machine["gpu"]
+        outcomes = {part["name"]: Outcome.from_dict(part) for part in details["parts"]}
+        if details["machine"]:
+            GpuMachine.from_dict(details["machine"])
+        details["calls"], details["cases"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise PathError(
+            f"--continue: {path} is no record of this version ({why}); begin a new one"
+        ) from error
+    if before != gpu:
+        raise PathError(f"--continue: {path} is of {before}, this is {gpu}; begin a new one")
+    return record, outcomes
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown; choose from {', '.join(PARTS)}")
-    return names
+def _new(path: Path) -> Path:
+    """Claim a path that no file has, with a number after its name if need be."""
+    number, free = 1, path
+    while True:
+        try:
+            free.touch(exist_ok=False)
+        except FileExistsError:
+            number += 1
+            free = path.with_stem(f"{path.stem}-{number}")
+        except OSError as error:
+            raise PathError(f"--out: {path} cannot be written: {error.strerror}") from error
+        else:
+            return free
+
+
+def _commit() -> str:
+    """The commit of the checkout, `-dirty` if it was changed since; unknown where there is none."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        said = subprocess.run(command, cwd=repository(), capture_output=True, text=True, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return said.stdout.strip()
 
 
 def _parser() -> argparse.ArgumentParser:
+    kinds = list(dict.fromkeys(part.split(":")[0] for part in _PARTS))
+    known = ["all", *CALLS, *kinds]
     parser = argparse.ArgumentParser(prog="gpu-check", description="Check the GPU that is there.")
-    parser.add_argument(
-        "--out", type=Path, metavar="PATH",
-        help="the record, or a folder for it (default: benchmarks/records)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--parts", type=_parts, default=PARTS, metavar="NAMES",
-        help=f"some of {', '.join(PARTS)}, separated by commas (default: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="of swap files (default: the temporary folder)"
-    )
+    add, said = parser.add_argument, f"calls, or kinds of parts: {', '.join(known)} (default: all)"
+    add("names", nargs="*", choices=known, default="all", metavar="NAME", help=said)
+    add("--continue", dest="continued", type=Path, metavar="RECORD", help="add parts to a record")
+    add("--out", type=Path, metavar="PATH", help="record or its folder (default: records/)")
+    add("--limit-s", type=float, default=LIMIT_S, metavar="SECONDS", help="of one call")
+    add("--commit", metavar="NAME", help="of the code, where it is not a checkout")
+    add("--folder", type=Path, metavar="DIR", help="of swap files (default: the temporary folder)")
     return parser
 
 

@@ -18,7 +18,6 @@ from benchmarks.gpu_machine import timed_on_device
 from benchmarks.gpu_parts import say
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Timed, measure
-from offload.bench.table import Column, number
 from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.cpu.noise import Noise
 from offload.kernels.floats import norm_blocks
@@ -33,9 +32,6 @@ NUMEL = 1 << 27
 _SHARE_OF_MEMORY = 8  # a kernel's arrays take at most this part of what is free
 _MAX_PER_ELEMENT = 16  # bytes of arrays
 _REPEATS, _ROUNDS = 5, 7
-COLUMNS = (
-    Column("ms", number("seconds", 1e-3, 3)), Column("GB/s", number("bytes_per_s", 1e9, 0)),
-)  # fmt: skip
 
 _ADAM = AdamScalars(1e-4, 0.9, 0.95, 1e-8, 0.1, step=2, grad_scale=0.5)
 _LION = LionScalars(1e-4, 0.9, 0.99, 0.1, grad_scale=0.5)
@@ -68,12 +64,12 @@ def run_kernels(_: Mapping[str, Any], parent: Parent) -> None:
     room = free // _SHARE_OF_MEMORY // _MAX_PER_ELEMENT // BLOCK * BLOCK
     numel = min(NUMEL, max(BLOCK, room))
     record = Record("gpu kernels", {"numel": numel, "rounds": _ROUNDS, "repeats": _REPEATS})
+    record.notes.append(f"{numel} elements; times are the device's own, {_REPEATS} calls per round")
     for make in MAKERS:
         for case in make(numel, device):
             say(case.name)
             _measure(case, record)
-    record.notes.append(f"{numel} elements; times are the device's own, {_REPEATS} calls per round")
-    parent.answer(record.to_dict())
+            parent.answer(record.to_dict())
 
 
 def _measure(case: KernelCase, record: Record) -> None:

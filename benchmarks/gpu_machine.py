@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -23,6 +24,10 @@ from offload.tiers import accelerator
 
 _BUS_NUMEL = 1 << 26  # 1.2 GB of states: beyond any cache
 _ROUNDS = 7
+_CLOCKS = (
+    "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "temperature.gpu",
+    "clocks_throttle_reasons.active", "pcie.link.gen.current", "pcie.link.width.current",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,9 @@ class GpuMachine:
     bus_bytes_per_s: float  # of the optimizer's traffic on all cores, without arithmetic
     speeds: Speeds  # as the planner measures them
 
-    @property
-    def matmul_flops_per_s(self) -> float:
-        """The speed of the products of a large layer."""
-        return self.speeds.matmul_flops_per_s["bf16"]
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GpuMachine:
+        """TypeError for values of another version's."""
         return cls(**{**values, "speeds": Speeds(**values["speeds"])})
 
 
@@ -57,7 +58,8 @@ def probe(options: Mapping[str, Any], parent: Parent) -> None:
         bus_bytes_per_s=_bus_speed(),
         speeds=machine_speeds([folder], remeasure=True),
     )
-    parent.answer({"machine": asdict(measured), "hardware": describe(device)})
+    answer = {"machine": asdict(measured), "hardware": describe(device), "clocks": clocks()}
+    parent.answer(answer)
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -76,6 +78,16 @@ def describe(device: torch.device) -> dict[str, Any]:
     except ImportError:
         return described
     return described | {"triton": triton.__version__}
+
+
+def clocks() -> dict[str, str]:
+    """Clocks, power, temperature and the link of the first GPU, now; empty without nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(_CLOCKS, shown.stdout.splitlines()[0].split(", "), strict=False))
 
 
 def _bus_speed() -> float:

@@ -1,18 +1,26 @@
 """The tests that need a GPU, in one run of pytest, and what became of them.
 
-GPU tests wait for compilers most of the time, so pytest-xdist, where it is installed, runs several
-processes side by side.
+First those that failed or were not reached the last time, then the others: runs that are too short
+for all of them take turns. GPU tests wait for compilers most of the time, so pytest-xdist, where it
+is installed, runs several processes side by side.
+
+pytest loads this module as a plugin, too, which orders tests and keeps the outcome of each.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from offload.process import machine
 from offload.process.child import Parent, child_environment, repository
@@ -23,6 +31,7 @@ _MAX_PROCESSES = 8
 _DEVICE_NBYTES = 3 << 30  # per process: a context, and tests that take a gigabyte
 _SHOWN_CHARACTERS = 400
 _SHOWN_LINES = 20
+_FOLDER = "OFFLOAD_GPU_TESTS"  # of the plugin's files: which tests are first, all, outcomes
 _ENVIRONMENT = {
     "OFFLOAD_TEST_DEVICE": "cuda",  # of the engines in tests that run on either
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else two runs of one product may differ
@@ -41,6 +50,16 @@ def gpu_test_files(root: Path) -> list[Path]:
     return [path for path in modules if any(mark in path.read_text() for mark in marks)]
 
 
+def last_tests(folder: Path) -> dict[str, Any]:
+    """What the newest record of a GPU check in `folder` has of tests; empty if there is none."""
+    found = []
+    for path in folder.glob("gpu-*.json"):
+        details = json.loads(path.read_text())["details"]
+        results = [part["result"] for part in details["parts"] if part["name"] == "tests"]
+        found += [(details["date"], each) for each in results if "unreached" in each]
+    return max(found, key=lambda each: each[0], default=("", {}))[1]
+
+
 def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
     """Run the tests as a child's program. PathError where no tests are beside the package."""
     root = repository()
@@ -51,41 +70,134 @@ def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
     processes = max(1, min(_MAX_PROCESSES, machine.cpu_count() // 2, room))
     if importlib.util.find_spec("xdist") is None:
         processes = 1
-    result = run_files(root, files, processes, options["limit_s"], Path(options["folder"]))
+    limit_s, folder = options["limit_s"], Path(options["folder"])
+    result = run_files(
+        root, files, processes, limit_s, folder, options["before"], goes_on=options["goes_on"]
+    )
     parent.answer(result | {"processes": processes})
 
 
 def run_files(
-    root: Path, files: Sequence[Path], processes: int, limit_s: float, folder: Path
-) -> dict[str, Any]:
-    """Run the GPU tests of `files` that are not slow. Return whether all passed and there was at
-    least one (`ok`), and what pytest says: its counts, and a line for each failure and each reason
-    of a skip; the end of its output where it did not get to its end."""
-    log = folder / "tests.log"
+    root: Path, files: Sequence[Path], processes: int, limit_s: float, folder: Path,
+    before: Mapping[str, Any], *, goes_on: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Run the GPU tests of `files` that are not slow, after those that were not good `before`: in
+    an earlier check, or in this one, which then `goes_on`, and the result is of both runs.
+
+    Returns whether none failed and at least one passed (`ok`), their `counts`, a line for each that
+    `failed`, reasons of skips, and the tests that were not reached or not ended in time; in `said`
+    the end of pytest's output where something else ended it.
+    """
+    log, own = folder / "tests.log", folder / "outcomes"
+    own.mkdir()
+    names = ("failed", "not_ended", "unreached")
+    first = [test for name in names for test in before.get(name, ())]
+    (own / "first").write_text(json.dumps(first))
     command = [
         sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow", "-p", "no:cacheprovider",
         "-p", "no:benchmark",  # it would warn beside xdist, and a warning is a failure
-        "-rfEs", "--tb=short", *(["-n", str(processes)] if processes > 1 else []),
+        "-p", "benchmarks.gpu_tests", "--continue-on-collection-errors",
+        "-rfE", "--tb=short", *(["-n", str(processes)] if processes > 1 else []),
         "-o", f"faulthandler_timeout={_HANG_S}", "-o", "faulthandler_exit_on_timeout=true",
         # libraries are those that are there, not those that were pinned: what they announce for
         # later versions is no failure here
         "-W", "default::DeprecationWarning", "-W", "default::PendingDeprecationWarning",
         "-W", "default::FutureWarning", *map(str, files),
     ]  # fmt: skip
-    environ: dict[str, str] = {**child_environment(), **_ENVIRONMENT}
+    environ: dict[str, str] = {**child_environment(), **_ENVIRONMENT, _FOLDER: str(own)}
     environ.pop("TRITON_INTERPRET", None)  # on the device
-    ended = f"not done in {limit_s:.0f} s"
     code = None
     with log.open("w") as output, suppress(subprocess.TimeoutExpired):
         code = subprocess.run(
             command, cwd=root, env=environ, stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, timeout=limit_s, check=False,
         ).returncode  # fmt: skip
+    result = _outcomes(own, before if goes_on else {})
+    result["ok"] = not result["failed"] and "passed" in result["counts"]
+    if code not in (None, 0, 1):  # None: the time was up; 1: some failed
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         ended = f"pytest ended with status {code}"
-    text = log.read_text(errors="replace")
-    lines = [line[:_SHOWN_CHARACTERS] for line in text.splitlines() if line.strip()]
-    if code not in (0, 1):  # 0: all passed; 1: some failed
-        return {"ok": False, "counts": ended, "said": lines[-_SHOWN_LINES:]}
-    counts = lines[-1].strip("= ")
-    said = [line for line in lines if line.startswith(("FAILED ", "ERROR ", "SKIPPED ["))]
-    return {"ok": code == 0 and " passed" in counts, "counts": counts, "said": said[:_SHOWN_LINES]}
+        shown = [line[:_SHOWN_CHARACTERS] for line in lines[-_SHOWN_LINES:]]
+        return result | {"ok": False, "said": [ended, *shown]}
+    return result
+
+
+def _outcomes(folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+    """What the plugin wrote, with what a run `before` leaves."""
+    ended: dict[str, tuple[str, str]] = {}
+    begun: dict[str, None] = {}
+    reports, listed = folder / "reports", folder / "all"
+    for line in reports.read_text().splitlines() if reports.is_file() else ():
+        test, outcome, why = json.loads(line)
+        if outcome == "begun":
+            begun[test] = None
+        elif ended.get(test, ("", ""))[0] != "failed":
+            ended[test] = outcome, why
+    tests = json.loads(listed.read_text()) if listed.is_file() else []
+    failed = {test: why for test, (outcome, why) in ended.items() if outcome == "failed"}
+    left = [test for test in tests if test not in {*ended, *begun}]
+    if before:
+        earlier = {*before["unreached"], *before["not_ended"]}
+        failed = {t: why for t, why in before["failed"].items() if t not in ended} | failed
+        left = [test for test in left if test in earlier or _file_of(test) in earlier]
+    counts = Counter(outcome for outcome, _ in ended.values())
+    return {
+        "counts": ", ".join(f"{number} {outcome}" for outcome, number in counts.items()),
+        "failed": failed, "said": [], "unreached": _by_file(left, tests),
+        "not_ended": [test for test in begun if test not in ended],
+        "skipped": dict(Counter(why for outcome, why in ended.values() if outcome == "skipped")),
+    }  # fmt: skip
+
+
+def _by_file(left: Sequence[str], tests: Sequence[str]) -> list[str]:
+    """The tests that are left; a file, where all of its tests are."""
+    here, there = (Counter(map(_file_of, each)) for each in (tests, left))
+    whole = [file for file, number in there.items() if number == here[file]]
+    return [*whole, *(test for test in left if _file_of(test) not in whole)]
+
+
+def _file_of(test: str) -> str:
+    return test.split("::")[0]
+
+
+# ---------------------------------------------------------------- as a plugin of pytest
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests first that are to be first, and list all."""
+    folder = Path(os.environ[_FOLDER])
+    places = {test: place for place, test in enumerate(json.loads((folder / "first").read_text()))}
+
+    def place(item: pytest.Item) -> int:
+        own = places.get(item.nodeid, len(places))
+        return min(own, places.get(_file_of(item.nodeid), len(places)))
+
+    items.sort(key=place)
+    new = folder / f"all-{os.getpid()}"  # of several processes, each with the same list
+    new.write_text(json.dumps([item.nodeid for item in items]))
+    new.replace(folder / "all")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _note(nodeid, "begun")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or not report.passed:
+        _note(report.nodeid, report.outcome, _why(report))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _note(report.nodeid, "failed", _why(report))
+
+
+def _why(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        return report.longrepr[2]
+    return report.longreprtext.strip()[-_SHOWN_CHARACTERS:]
+
+
+def _note(test: str, outcome: str, why: str = "") -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # their controller is told everything
+        with (Path(os.environ[_FOLDER]) / "reports").open("a") as file:
+            file.write(json.dumps([test, outcome, why]) + "\n")

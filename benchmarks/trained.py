@@ -7,9 +7,9 @@ On a CPU with its defaults but for what has to be otherwise for this model to tr
 - the default sub-group (the whole model). Smaller ones die on an assertion in the optimizer's swap;
 - it does not keep the parameters that it has met until the end of the step, so ten swap buffers do.
 
-On a GPU with its documented offload settings: pinned memory, overlapped communication, its CPU Adam
-(compiled beforehand), and the model built inside `zero.Init`, so that it is never whole in device
-memory. Activation checkpointing is the model's own, as for `offload.bench.systems.Offload`.
+On a GPU with its documented offload settings: pinned memory, overlapped communication, its CPU
+Adam, which it compiles first, and the model built inside `zero.Init`, so that it is never whole in
+device memory. Activation checkpointing is the model's own, as for `offload.bench.systems.Offload`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from torch import nn
 
 from offload.bench.systems import Plain, System
 from offload.gpt import LanguageModel
-from offload.process.child import Parent
 from offload.tiers.units import round_up
 from offload.train.plain import LossOnly, StepTimes, adamw_arguments, build_model
 from offload.train.text import Batch
@@ -90,15 +89,6 @@ def _whole_model(config: OffloadConfig) -> LanguageModel:
     """A model with initial values of its own."""
     checkpoint = config.placement.activations.checkpoint is not False
     return LanguageModel(config.train.model, checkpoint_activations=checkpoint)
-
-
-def compile_adam(_: Mapping[str, Any], parent: Parent) -> None:
-    """Compile DeepSpeed's CPU Adam, which it keeps on disk, as a part of the GPU check."""
-    prepare("cuda")
-    started = time.perf_counter()
-    adam: Any = importlib.import_module("deepspeed.ops.adam")
-    adam.DeepSpeedCPUAdam([nn.Parameter(torch.zeros(8))])
-    parent.answer({"compiled_s": time.perf_counter() - started})
 
 
 def prepare(accelerator: str) -> None:

@@ -106,6 +106,15 @@ class Accelerator:
         """The largest number of bytes that tensors took since the start."""
         return int(self._module.max_memory_allocated(device))
 
+    def peak_reserved_nbytes(self, device: torch.device) -> int:
+        """The largest number of bytes that PyTorch held, for tensors or free, since the start."""
+        return int(self._module.max_memory_reserved(device))
+
+    def limit(self, device: torch.device, nbytes: int) -> None:
+        """Let PyTorch hold at most `nbytes` from here on; more is its out-of-memory error."""
+        whole = self.facts(device).memory_nbytes
+        self._module.set_per_process_memory_fraction(min(1.0, nbytes / whole), device)
+
     def generator(self, device: torch.device) -> torch.Generator:
         """The default generator of random numbers on the device."""
         generator: torch.Generator = self._module.default_generators[device.index]

@@ -51,7 +51,7 @@ def run_copy(options: CopyOptions, say: Say) -> Record:
     nbytes = _nbytes(options, device)
     record = Record("copy", {**asdict(options), "nbytes": nbytes})
     record.note_rounds(options.rounds)
-    measure(record, _systems(nbytes, device), options.rounds, say)
+    measure(record, copy_systems(nbytes, device), options.rounds, say)
     for way in _WAYS:
         record.compare(f"offload, {way}", f"raw, {way}", "bytes_per_s")
     record.notes.append(
@@ -73,17 +73,17 @@ def _nbytes(options: CopyOptions, device: torch.device) -> int:
     return round_up(nbytes, 4096)
 
 
-# The copies of each way, by their place in `_systems`' pairs.
+# The copies of each way, by their place in `copy_systems`' pairs.
 _WAYS = {"host to device": (0,), "device to host": (1,), "both at once": (0, 1)}
 Pair = tuple[torch.Tensor, torch.Tensor]  # destination, source
 
 
-def _systems(nbytes: int, device: torch.device) -> list[Timed]:
+def copy_systems(nbytes: int, device: torch.device) -> list[Timed]:
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     memory = HostMemory(2 * nbytes, pin_for=device)
-    note = "" if memory.pinned else "could not be pinned"
     raw = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     pinned = [memory.tensor(i * nbytes, nbytes) for i in range(2)]
+    note = "" if memory.pinned else "could not be pinned"  # known once it was handed out
     systems = []
     for way, places in _WAYS.items():
         for name, kind, host, copies, said in (

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import gpu_sizes
 from benchmarks.gpu_machine import GpuMachine
-from benchmarks.gpu_sizes import GIB, SHAPES, Case, case_of
+from benchmarks.gpu_sizes import GIB, TRAININGS, Case, case_of
 from offload.planning.machine.speeds import Speeds
 
 
@@ -28,6 +28,7 @@ H200 = GpuMachine(
 )  # fmt: skip
 MACHINES = {
     "one H200": H200,
+    "one H100": dataclasses.replace(H200, device_nbytes=78 * GIB),
     "less RAM": dataclasses.replace(H200, host_nbytes=100 * GIB),
     "a laptop": GpuMachine(
         7 * GIB, 14 * GIB, 20 * GIB, 30e9, speeds(20e12, 30e9, (2e9, 1e9), 12e9)
@@ -51,7 +52,7 @@ def solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sizes, "_solved", solved)
 
 
-def planned(machine: GpuMachine, shape: str, spilled: int = 0) -> Case:
-    case = case_of(SHAPES[shape], machine, spilled)
+def planned(machine: GpuMachine, name: str) -> Case:
+    case = case_of(TRAININGS[f"step:{name}"], machine)
     assert isinstance(case, Case), case
     return case

@@ -10,18 +10,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check import PARTS, Check, run_all, succeeded
+from benchmarks.gpu_check import LIMIT_S, Check, run_all, succeeded
+from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_parts import Outcome, Status
-from benchmarks.gpu_sizes import GIB, STEPS
+from benchmarks.gpu_sizes import CALLS, GIB
 from offload.config import OffloadConfig
-from tests.benchmarks.gpu_check_cases import H200, solved_once
+from offload.tiers.errors import PathError
+from tests.benchmarks.gpu_check_cases import H200, MACHINES, planned, solved_once
 
 __all__ = ["solved_once"]
 
@@ -59,7 +61,7 @@ def test_make_uses_a_named_interpreter_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["--parts", "tests,lunch"], "'lunch' is unknown; choose from tests, kernels"),
+        (["tests", "lunch"], "invalid choice: 'lunch'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(
@@ -77,8 +79,8 @@ HARDWARE = {
     "memory_nbytes": 128 * GIB, "python": "3.12.3", "torch": "2.11.0", "cuda": "13.0",
     "triton": "3.6.0", "kernel": "6.1",
 }  # fmt: skip
-TESTS = {
-    "ok": True, "counts": "40 passed, 2 skipped", "said": ["SKIPPED [2] no int4"], "processes": 8,
+TESTS: dict[str, Any] = {
+    "ok": True, "counts": "40 passed", "said": [], "failed": {}, "not_ended": [], "unreached": [],
 }  # fmt: skip
 
 
@@ -109,118 +111,234 @@ COPIES = {
 }  # fmt: skip
 STEP = {
     "losses": [11.0] * 4, "seconds": [5.0, 4.0, 4.5], "built_s": 60.0, "first_step_s": 9.0,
-    "moved_nbytes": [{"host to device": 10, "device to host": 10}] * 3, "tokens": 1,
-    "peak_rss_nbytes": 110 * GIB, "peak_device_nbytes": 90 * GIB,
+    "moved_nbytes": [{"host to device": 10, "device to host": 10}] * 3, "counted": [{}] * 4,
+    "peak_rss_nbytes": 110 * GIB, "peak_device_nbytes": 90 * GIB, "peak_reserved_nbytes": 1,
 }  # fmt: skip
 GOOD = {
     "probe": {"machine": dataclasses.asdict(H200), "hardware": HARDWARE}, "tests": TESTS,
-    "kernels": KERNELS, "copies": COPIES, "step": STEP, "deepspeed": {"compiled_s": 60.0},
+    "kernels": KERNELS, "copies": COPIES, "inference": COPIES, "beside": COPIES, "step": STEP,
 }  # fmt: skip
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[Check, dict[str, Any], str]]:
-    """Runs a check whose parts end as they are said to, others well; the record it left, and what
-    it printed."""
+    """Runs a call whose parts end as they are said to, others well, on a clock of its own; the
+    record it left, and what it printed."""
 
     def run_with(
-        parts: Sequence[str] = PARTS, *, peer: bool = False, **ends: Outcome
-    ) -> tuple[Check, dict[str, Any], str]:
+        call: str | list[str] = "a", *, machine: GpuMachine = H200, seconds: float | None = None,
+        peer: bool = False, continued: Path | None = None, limit_s: float = LIMIT_S,
+        ends: Mapping[str, Outcome] | None = None,
+    ) -> tuple[Check, dict[str, Any], str]:  # fmt: skip
+        clock = Clock()
+
         def part(name: str, options: Mapping[str, Any], limit_s: float, folder: Path) -> Outcome:
-            assert 0 < limit_s <= gpu_check.TOTAL_S
             kind = name.split(":")[0]
+            wanted = seconds
+            if wanted is None:
+                wanted = planned(machine, name[5:]).estimated_s(0) if kind == "step" else 30.0
+            clock.now += min(wanted, limit_s)
             result = {**GOOD[kind], "given": json.loads(json.dumps(dict(options)))}
-            ended = ends.get(name.replace(":", "_"), Outcome(name, Status.DONE, 1.0, limit_s))
+            if kind == "probe":
+                result["machine"] = dataclasses.asdict(machine)
+            ended = (ends or {}).get(name)
+            if wanted > limit_s:
+                ended = Outcome(name, Status.TIMED_OUT, limit_s, limit_s, "too slow")
+            ended = ended or Outcome(name, Status.DONE, wanted, limit_s)
             return ended if ended.result or not ended.ok else dataclasses.replace(
                 ended, result=result
             )  # fmt: skip
 
         monkeypatch.setattr(gpu_check, "run_part", part)
+        monkeypatch.setattr(gpu_check, "this_machine", lambda: dict(HARDWARE))
         find_spec = gpu_check.importlib.util.find_spec
         monkeypatch.setattr(
             gpu_check.importlib.util, "find_spec",
             lambda name: (object() if peer else None) if name == "deepspeed" else find_spec(name),
         )  # fmt: skip
-        check = gpu_check.begin(tmp_path / "record.json", tmp_path)
-        run_all(check, parts)
-        record = json.loads((tmp_path / "record.json").read_text())
-        return check, record, capsys.readouterr().out
+        check = gpu_check.begin(tmp_path / "record.json", tmp_path, continued, "abc", limit_s)
+        check.clock = clock
+        check.deadline = limit_s
+        run_all(check, CALLS[call] if isinstance(call, str) else call)
+        assert clock.now <= limit_s
+        return check, json.loads(check.out.read_text()), capsys.readouterr().out
 
     return run_with
 
 
-@pytest.mark.slow
-def test_all_parts_end_in_one_record_that_names_the_hardware(run: Any) -> None:
+def statuses(record: dict[str, Any]) -> dict[str, str]:
+    return {part["name"]: part["status"] for part in record["details"]["parts"]}
+
+
+EIGHT_B = [
+    f"step:8 B, {where}{clipping}{passes}"
+    for clipping in ("", ", unclipped")
+    for passes, own in (("", ""), (", 8 passes", ", a tenth of records on the device"))
+    for where in (f"host{own}", "auto", "auto on 80 GB")
+]
+ORDER = {
+    "a": ["probe", "step:0.15 B, host", *EIGHT_B, "step:8 B, host, every step clips"],
+    "b": ["probe", "tests", "kernels", "copies", "inference"],
+    "c": [
+        "probe", "step:8 B, 64 k tokens", "step:8 B, auto on 24 GiB", "step:13 B, three tiers",
+        *(f"step:1.6 B, host, chunks of {size} M" for size in (2, 16, 64)), "beside",
+        "step:3.6 B, host", "step:3.6 B, DeepSpeed ZeRO-3, all on cpu", "step:8 B, 128 k tokens",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.sample("a-one H200-estimated", "a-one H100-quick", "b-one H100-slow")
+@pytest.mark.parametrize("seconds", [None, 1e9, 1.0], ids=["estimated", "slow", "quick"])
+@pytest.mark.parametrize("gpu", ["one H100", "one H200"])
+@pytest.mark.parametrize("call", ORDER)
+def test_a_call_has_its_parts_in_order_ends_in_time_and_names_what_it_leaves_out(
+    run: Any, call: str, gpu: str, seconds: float | None
+) -> None:
+    check, record, printed = run(call, machine=MACHINES[gpu], seconds=seconds, peer=True)
+    ended = statuses(record)
+    assert list(ended) == ORDER[call]
+    assert check.limit_s == LIMIT_S <= 540
+    for name, status in ended.items():
+        assert f"{name}: {status}" in printed
+    if seconds == 1.0:
+        fitting = {name for name in ended if gpu == "one H200" or "80 GB" not in name}
+        assert {name for name, status in ended.items() if status == "done"} == fitting
+    if seconds is None and call == "a":
+        assert ended["step:8 B, host"] == ended["step:8 B, auto"] == "done"
+        assert list(ended.values()).count("done") >= 5
+
+
+def test_a_record_says_what_was_trained_and_on_what(run: Any) -> None:
     check, record, printed = run()
-    assert [part["name"] for part in record["details"]["parts"]] == [
-        "probe", "tests", "kernels", "copies", "step:0.15 B", "step:3.6 B", "step:deepspeed",
-        "step:8 B", "step:spill", "step:13 B",
-    ]  # fmt: skip
     assert succeeded(check.outcomes.values())
     assert record["machine"]["gpu"] == "NVIDIA H200"
-    assert record["details"]["cases"]["step:8 B"]["shape"]["name"] == "8 B"
-    assert [row["name"] for row in record["rows"]] == [
-        "offload, 0.15 B", "offload, 3.6 B", "offload, 8 B",
-        "offload, half of the optimizer's states on nvme, 3.6 B",
-    ]  # fmt: skip
-    given = next(part for part in record["details"]["parts"] if part["name"] == "step:8 B")[
-        "result"
-    ]["given"]
-    assert (given["program"], given["steps"]) == ("benchmarks.gpu_step:QuickOffload", STEPS)
+    assert [each["commit"] for each in record["details"]["calls"]] == ["abc"]
+    assert record["rows"][:2][1]["name"] == "8 B, host"
+    case = record["details"]["cases"]["step:8 B, host"]
+    assert {link["name"] for link in case["links"]} >= {"host to device", "compute", "optimizer"}
+    part = next(p for p in record["details"]["parts"] if p["name"] == "step:8 B, host")
+    given = part["result"]["given"]
+    assert (given["program"], given["steps"]) == ("benchmarks.gpu_step:QuickOffload", 4)
     assert OffloadConfig.load(given["config"]).precision == "bf16"
-    assert "offload bench part: NVIDIA H200" in printed
-    assert "pip install 'offload[bench]'" in printed
+    assert "would take about " in printed
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.TIMED_OUT])
-@pytest.mark.parametrize("name", ["probe", "tests", "kernels", "copies", "step:8 B"])
-def test_one_part_that_fails_is_a_line_and_not_the_end(run: Any, name: str, status: Any) -> None:
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [("b", "probe"), ("a", "probe"), ("b", "tests"), ("b", "kernels"), ("a", "step:8 B, host")],
+)
+def test_one_part_that_fails_is_a_line_and_not_the_end(
+    run: Any, call: str, name: str, status: Any
+) -> None:
     broken = Outcome(name, status, 3.0, 60.0, "the end of its output: CUDA error 999")
-    check, record, printed = run(**{name.replace(":", "_"): broken})
+    check, record, printed = run(call, seconds=1.0, ends={name: broken})
     assert not succeeded(check.outcomes.values())
-    ended = {part["name"]: part["status"] for part in record["details"]["parts"]}
+    ended = statuses(record)
     assert ended.pop(name) == status
-    assert set(ended.values()) <= {"done", "left out"}
-    assert {"tests", "kernels", "copies"} <= {*ended, name}
+    others = "left out" if (call, name) == ("a", "probe") else "done"
+    assert set(ended.values()) == {others}
     assert "CUDA error 999" in printed
-    if name == "probe":
-        assert ended["step"] == "left out"
+
+
+def test_a_plan_that_fails_is_a_line_and_not_the_end(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(training: Any, machine: GpuMachine) -> Any:
+        raise ZeroDivisionError(training.name)
+
+    monkeypatch.setattr(gpu_check, "case_of", fails)
+    _, record, printed = run(["step:8 B, host", "copies"], seconds=1.0)
+    assert statuses(record) == {"probe": "done", "step:8 B, host": "failed", "copies": "done"}
+    assert "ZeroDivisionError: 8 B, host" in printed
 
 
 def test_failed_tests_fail_the_check(run: Any) -> None:
-    result = {"ok": False, "counts": "1 failed, 40 passed", "said": ["FAILED test_x: not equal"]}
-    check, _, printed = run(tests=Outcome("tests", Status.DONE, 9.0, 140.0, "", result))
+    result = {**TESTS, "ok": False, "counts": "1 failed, 40 passed", "failed": {"test_x": "no"}}
+    result["unreached"] = ["tests/test_y.py"]
+    check, _, printed = run(
+        "b", ends={"tests": Outcome("tests", Status.DONE, 9.0, 140.0, "", result)}
+    )
     assert check.outcomes["tests"].status is Status.FAILED
     assert not succeeded(check.outcomes.values())
-    assert "1 failed, 40 passed\nFAILED test_x: not equal" in printed
+    assert "1 failed, 40 passed\ntest_x" in printed
+    assert "tests that were not reached: tests/test_y.py" in printed
+
+
+# ---------------------------------------------------------------- records that go on
+def test_a_check_that_goes_on_keeps_the_probe_and_what_was_done(run: Any, tmp_path: Path) -> None:
+    broken = Outcome("kernels", Status.FAILED, 3.0, 60.0, "CUDA error 999")
+    first, _, _ = run("b", ends={"kernels": broken}, seconds=1.0)
+    second, record, printed = run("b", continued=first.out, seconds=1.0)
+    assert second.ran == ["tests", "kernels"]
+    assert "copies: the record has it" in printed
+    third, record, _ = run("a", continued=second.out)
+    assert third.ran == ORDER["a"][1:]
+    assert first.out == second.out == third.out
+    assert set(statuses(record)) == {*ORDER["a"], *ORDER["b"]}
+    calls = {part["name"]: part["call"] for part in record["details"]["parts"]}
+    assert [calls[name] for name in ("probe", "copies", "kernels", "step:8 B, host")] == [
+        1,
+        1,
+        2,
+        3,
+    ]
+    before = [row["name"] for row in record["rows"]]
+    _, record, _ = run("a", continued=third.out)
+    assert len(record["rows"]) > len(before)  # what there was no time for
+    assert len({row["name"] for row in record["rows"]}) == len(record["rows"])
+
+
+def test_a_record_never_overwrites_another(tmp_path: Path) -> None:
+    paths = [gpu_check.begin(tmp_path, tmp_path).out for _ in range(3)]
+    assert len(set(paths)) == len(list(tmp_path.iterdir())) == 3  # and nothing else comes back
+    named = tmp_path / "mine.json"
+    assert gpu_check.begin(named, tmp_path).out == named
+    assert gpu_check.begin(named, tmp_path).out == tmp_path / "mine-2.json"
+    assert gpu_check.begin(None, tmp_path, named).out == named
+    assert len(json.loads(named.read_text())["details"]["calls"]) == 2
+
+
+def test_a_record_of_another_gpu_or_version_is_refused(tmp_path: Path) -> None:
+    other = gpu_check.begin(tmp_path, tmp_path).out
+    values = json.loads(other.read_text())
+    for change, fragment in (
+        (lambda: values["machine"].update(gpu="NVIDIA A10"), "is of NVIDIA A10"),
+        (lambda: values["details"]["parts"].append({"name": "probe"}), "no record of this version"),
+    ):
+        change()
+        other.write_text(json.dumps(values))
+        with pytest.raises(PathError, match=fragment):
+            gpu_check.begin(None, tmp_path, other)
+    h100 = REPOSITORY / "benchmarks" / "records" / "gpu-nvidia-h100-80gb-hbm3-2026-11-23.json"
+    with pytest.raises(PathError, match="no record of this version"):
+        gpu_check.begin(None, tmp_path, h100)
+
+
+# ---------------------------------------------------------------- a peer
+PEERS = ["step:3.6 B, host", "step:3.6 B, DeepSpeed ZeRO-3, all on cpu"]
 
 
 def test_a_peer_trains_the_case_that_offload_trains(run: Any) -> None:
-    check, record, _ = run(peer=True)
-    assert record["details"]["cases"]["step:deepspeed"]["shape"]["name"] == "3.6 B"
+    check, record, _ = run(PEERS, peer=True, seconds=1.0)
     (ratio,) = record["ratios"]
     assert (ratio["measure"], ratio["median"]) == ("tokens_per_s", 1.0)
-    assert (ratio["of"], ratio["to"]) == ("offload, 3.6 B", "DeepSpeed ZeRO-3, all on cpu, 3.6 B")
+    assert (ratio["of"], ratio["to"]) == ("3.6 B, host", "3.6 B, DeepSpeed ZeRO-3, all on cpu")
     assert succeeded(check.outcomes.values())
 
 
 def test_a_peer_that_fails_does_not_fail_the_check(run: Any) -> None:
-    broken = Outcome("step:deepspeed", Status.FAILED, 3.0, 60.0, "out of memory")
-    check, record, printed = run(peer=True, step_deepspeed=broken)
+    broken = Outcome(PEERS[1], Status.FAILED, 3.0, 60.0, "out of memory")
+    check, record, printed = run(PEERS, peer=True, seconds=1.0, ends={PEERS[1]: broken})
     assert succeeded(check.outcomes.values())
     assert record["ratios"] == []
     assert "out of memory" in printed
-
-
-def test_a_step_that_would_take_longer_than_there_is_time_is_left_out(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "TOTAL_S", 60.0)
-    check, record, printed = run(parts=("step",))
-    parts = {part["name"]: part["status"] for part in record["details"]["parts"]}
-    assert parts.keys() == {"probe", *gpu_check.TRAININGS}
-    assert parts["step:8 B"] == "left out"
-    assert "step:8 B: left out, 0 s: would take about " in printed
-    assert succeeded(check.outcomes.values())

@@ -44,6 +44,7 @@ def test_a_part_that_fails_is_a_line(program: str, fragment: str, ended: Any) ->
     outcome = ended(program)
     assert outcome.status is Status.FAILED
     assert fragment in outcome.note.splitlines()[0]
+    assert "nothing to say" in outcome.log or "nothing" not in program
 
 
 def hung(ended: Callable[..., Outcome], program: str, sign: Path) -> Outcome:
@@ -70,7 +71,7 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(ended: Any, tmp_pat
     outcome = hung(ended, program, pid)
     assert outcome.status is Status.TIMED_OUT
     assert f"did not end in {outcome.limit_s:.0f} s" in outcome.note
-    assert "waiting for a device" in outcome.note
+    assert "waiting for a device" in outcome.log
     assert _is_gone(int(pid.read_text()))
 
 
@@ -122,13 +123,52 @@ def test_skipped(): pass
 def test_every_test_is_counted_once_and_a_failure_is_named(processes: int, tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(GPU_TESTS)
-    tests = run_files(tmp_path, [file], processes, 60, tmp_path)
-    assert tests["counts"].startswith("1 failed, 3 passed, 1 skipped")
-    failed, skipped = tests["said"]
-    assert "test_bad" in failed
-    assert "one is not two" in failed
-    assert "not today" in skipped
+    tests = run_files(tmp_path, [file], processes, 60, tmp_path, {})
+    assert sorted(tests["counts"].split(", ")) == ["1 failed", "1 skipped", "3 passed"]
+    ((failed, why),) = tests["failed"].items()
+    assert failed == "test_some.py::test_bad"
+    assert "one is not two" in why
+    assert tests["skipped"] == {"Skipped: not today": 1}
+    assert not tests["unreached"]
     assert not tests["ok"]
+
+
+ORDERED = """
+import pathlib, time, pytest
+pytestmark = pytest.mark.gpu
+@pytest.mark.parametrize("number", range(4))
+def test_noted(number):
+    with pathlib.Path("order").open("a") as file: print(number, file=file)
+    if number == 2 and pathlib.Path("hang").exists(): time.sleep(600)
+    assert number != 3 or pathlib.Path("good").exists()
+"""
+
+
+@pytest.mark.slow
+def test_what_failed_or_was_not_reached_is_first_the_next_time(tmp_path: Path) -> None:
+    file, other = tmp_path / "test_some.py", tmp_path / "test_other.py"
+    file.write_text(ORDERED)
+    other.write_text(ORDERED.replace("test_noted", "test_too"))
+    (tmp_path / "hang").touch()
+    folders = [tmp_path / name for name in ("first", "second", "third")]
+    for folder in folders:
+        folder.mkdir()
+    before = {"failed": {"test_some.py::test_noted[3]": "no"}, "unreached": ["test_some.py"]}
+    found = run_files(tmp_path, [file, other], 1, 20, folders[0], before)
+    assert (tmp_path / "order").read_text().split() == ["3", "0", "1", "2"]
+    assert found["not_ended"] == ["test_some.py::test_noted[2]"]
+    assert found["unreached"] == ["test_other.py"]
+    assert list(found["failed"]) == ["test_some.py::test_noted[3]"]
+    for gone in ("hang", "order"):
+        (tmp_path / gone).unlink()
+    (tmp_path / "good").touch()
+    now = run_files(tmp_path, [file, other], 1, 60, folders[1], found, goes_on=True)
+    assert (tmp_path / "order").read_text().split() == [*"32", *"0123", *"01"]
+    assert (now["ok"], now["unreached"], now["failed"]) == (True, [], {})
+    other.write_text("import a_library_that_nobody_has\n")
+    now = run_files(tmp_path, [file, other], 1, 60, folders[2], found, goes_on=True)
+    assert list(now["failed"]) == ["test_other.py"]  # the others ran all the same
+    assert now["counts"].endswith("4 passed")
 
 
 @pytest.mark.slow
@@ -136,7 +176,7 @@ def test_every_test_is_counted_once_and_a_failure_is_named(processes: int, tmp_p
     ("text", "limit_s", "fragment"),
     [
         ("import a_library_that_nobody_has\n", 60.0, "a_library_that_nobody_has"),
-        ("import time\ntime.sleep(600)\n", 1.0, "not done in 1 s"),
+        ("import os\nos._exit(7)\n", 60.0, "pytest ended with status 7"),
     ],
 )
 def test_tests_that_do_not_get_to_their_end_are_named(
@@ -144,6 +184,6 @@ def test_tests_that_do_not_get_to_their_end_are_named(
 ) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(text)
-    tests = run_files(tmp_path, [file], 1, limit_s, tmp_path)
+    tests = run_files(tmp_path, [file], 1, limit_s, tmp_path, {})
     assert not tests["ok"]
     assert fragment in json.dumps(tests)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_sizes import GIB, SHAPES, case_of, deepspeed_short
+from benchmarks.gpu_sizes import DEEPSPEED, GIB, TRAININGS, case_of
 from benchmarks.gpu_step import bounds, row_of
 from offload.bench.record import Kind
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.choice.planner import make_plan
 from offload.planning.plan.plan import Hardware
+from offload.tiers.tier import Tier
 from offload.zero.groups.parameter_grouping import group_parameters
 from tests.benchmarks.gpu_check_cases import H200, MACHINES, planned, solved_once
 
@@ -23,41 +24,53 @@ __all__ = ["solved_once"]
 # ---------------------------------------------------------------- sizes
 def test_what_a_machine_cannot_hold_is_left_out_with_the_planners_reason() -> None:
     small = dataclasses.replace(H200, disk_nbytes=1 * GIB)
-    old = dataclasses.replace(MACHINES["a laptop"], device_nbytes=5 * GIB)
-    for machine, shape, spilled, fragment in (
-        (MACHINES["less RAM"], "8 B", 0, "budget.host: "),
-        (small, "3.6 B", 50, "budget.nvme: "),
-        (old, "3.6 B", 0, "budget.device: "),
+    old = dataclasses.replace(MACHINES["a laptop"], device_nbytes=1 * GIB)
+    for machine, name, fragment in (
+        (MACHINES["less RAM"], "8 B, host", "budget.host: "),
+        (small, "13 B, three tiers", "budget.nvme: "),
+        (old, "3.6 B, host", "budget.device: "),
+        (MACHINES["one H100"], "8 B, auto on 80 GB", "hardly more than 74.5 GiB"),
+        (dataclasses.replace(H200, host_nbytes=70 * GIB), DEEPSPEED.name, "DeepSpeed needs 5."),
     ):
-        said = case_of(SHAPES[shape], machine, spilled)
+        said = case_of(TRAININGS[f"step:{name}"], machine)
         assert isinstance(said, str)
         assert fragment in said
-    assert deepspeed_short(planned(H200, "3.6 B"), H200) == ""
-    short = deepspeed_short(planned(H200, "8 B"), H200)
-    assert short.startswith("DeepSpeed needs 44.")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "spilled"), [("3.6 B", 0), ("3.6 B", 50), ("8 B", 0)])
-def test_the_planner_accepts_what_is_chosen(shape: str, spilled: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", ["one H100", "one H200"])
+def test_the_planner_accepts_what_is_chosen(gpu: str, tmp_path: Path) -> None:
     """The very plan that the engine would make of it, from the model's own groups."""
-    case = planned(H200, shape, spilled)
-    config = OffloadConfig.load({**case.config, "nvme": {"paths": [str(tmp_path)]}})
-    hardware = Hardware(H200.device_nbytes, H200.host_nbytes, H200.host_nbytes, H200.disk_nbytes)
-    plan = make_plan(config, group_parameters(build_meta_model(config), ()).shape(), hardware)
-    assert plan.uses_nvme == (case.record_nbytes_on_nvme > 0) == (spilled > 0)
+    machine, chosen = MACHINES[gpu], 0
+    for training in TRAININGS.values():
+        case = case_of(training, machine)
+        if isinstance(case, str):
+            continue
+        chosen += 1
+        device = machine.device_nbytes if training.card_nbytes is None else training.card_nbytes
+        config = OffloadConfig.load({**case.config, "nvme": {"paths": [str(tmp_path)]}})
+        hardware = Hardware(device, machine.host_nbytes, machine.host_nbytes, machine.disk_nbytes)
+        plan = make_plan(config, group_parameters(build_meta_model(config), ()).shape(), hardware)
+        assert plan.uses_nvme == (training.label == "three tiers")
+        if case.limit_nbytes is not None:
+            assert plan.budgets[Tier.DEVICE] < case.limit_nbytes < device
+    assert chosen >= len(TRAININGS) - 4
 
 
 # ---------------------------------------------------------------- bounds
 STEP = {
     "seconds": [9.0, 10.0, 30.0], "peak_rss_nbytes": 1, "peak_device_nbytes": 1, "moved_nbytes": [],
+    "counted": [
+        {"forward_s": 1.0, "backward_s": 2.0, "waits": {"update": 2.0 * n}, "trials": {"kept": n}}
+        for n in range(4)
+    ],
 }  # fmt: skip
 
 
 def test_a_step_is_judged_by_the_least_bytes_and_the_operations() -> None:
-    case = planned(H200, "8 B")
+    case = planned(H200, "8 B, host")
     weights = 2 * case.numel
-    assert weights < case.device_budget_nbytes  # so each goes to the device once
+    assert weights < case.config["budget"]["device"]  # so each goes to the device once
     seconds = bounds(case, H200)
     assert seconds["link"] == pytest.approx(weights / 40e9)
     assert seconds["bus"] == pytest.approx(26 * case.numel / 150e9)
@@ -68,4 +81,15 @@ def test_a_step_is_judged_by_the_least_bytes_and_the_operations() -> None:
     longest = max(seconds["link"], seconds["compute"])
     assert facts["share_of_roofline"] == pytest.approx(longest / 10)
     assert facts["share_of_all_bounds"] == pytest.approx(max(seconds.values()) / 10)
-    assert facts["host to device, moved per least"] == pytest.approx(3)
+    assert facts["host to device, moved per planned"] == pytest.approx(3)
+    assert (facts["waited for update, s"], facts["updates on trial, kept"]) == (2.0, 3.0)
+
+
+@pytest.mark.slow
+def test_passes_and_what_is_updated_on_the_device_count() -> None:
+    one, eight = (planned(H200, name) for name in ("8 B, auto on 80 GB", "8 B, auto, 8 passes"))
+    assert eight.tokens == 8 * one.tokens
+    assert eight.flops == 8 * one.flops
+    assert 0 < one.adam_nbytes < planned(H200, "8 B, host").adam_nbytes
+    assert bounds(eight, H200)["bus"] == 0.0  # all of it is on the device
+    assert "disk" in bounds(planned(H200, "13 B, three tiers"), H200)

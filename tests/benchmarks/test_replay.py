@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
@@ -16,9 +14,9 @@ from torch.nn import functional as F  # noqa: N812
 import offload.gpt
 from benchmarks import gpu_sizes
 from benchmarks.gpu_machine import GpuMachine
-from benchmarks.gpu_sizes import SHAPES
+from benchmarks.gpu_sizes import Training
+from offload.bench.contenders import all_on
 from offload.planning.machine.speeds import Speeds
-from offload.planning.plan.estimate import Workload
 from offload.zero.step.records import RecordFormat
 
 NAME = "benchmarks/records/gpu-nvidia-h100-80gb-hbm3-2026-11-23.json"
@@ -27,11 +25,6 @@ SECONDS = {row["name"]: row["medians"]["seconds"] for row in RECORD["rows"]}
 _CHUNK = 1 << 24  # of 16 cores then
 _TIMED_NUMEL, _TIMED_NBYTES = 1 << 23, 28 << 23  # one call of AdamW in fp32
 _BUS_NBYTES = 26 << 26  # one pass of the bus: bf16 with a split master
-
-
-def change_settings(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
-    real = gpu_sizes._settings
-    monkeypatch.setattr(gpu_sizes, "_settings", lambda *question: real(*question) | keys)
 
 
 @pytest.fixture
@@ -43,11 +36,10 @@ def as_then(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return F.cross_entropy(F.linear(x, weight).flatten(0, 1).float(), targets.flatten())
 
     monkeypatch.setattr(offload.gpt, "linear_cross_entropy", whole)
-    change_settings(monkeypatch, optimizer={"type": "adamw", "chunk": _CHUNK})
     monkeypatch.setattr(RecordFormat, "can_undo", lambda *_: False)
-    gpu_sizes._facts_of.cache_clear()
+    gpu_sizes._facts.cache_clear()
     yield
-    gpu_sizes._facts_of.cache_clear()
+    gpu_sizes._facts.cache_clear()
 
 
 def recorded() -> GpuMachine:
@@ -80,7 +72,8 @@ def recorded() -> GpuMachine:
     ("shape", "name"), [("8 B", "ours, 8 B"), ("3.6 B", "ours, as large as DeepSpeed, 3.6 B")]
 )
 def test_the_steps_of_a_record_are_predicted_within_5_per_cent(shape: str, name: str) -> None:
-    step = gpu_sizes._solved(SHAPES[shape], recorded(), {}, 0).step
+    keys = (*all_on("host"), f"optimizer.chunk={_CHUNK}")
+    step = gpu_sizes._solved(Training(shape, "then", keys), recorded()).step
     assert step is not None
     assert step.seconds == pytest.approx(SECONDS[name], rel=0.05)
 
@@ -89,9 +82,7 @@ def test_the_steps_of_a_record_are_predicted_within_5_per_cent(shape: str, name:
 def test_8_b_takes_no_longer_on_that_machine_today(
     monkeypatch: pytest.MonkeyPatch, passes: int, max_s: float
 ) -> None:
-    change_settings(monkeypatch, gradient_accumulation_steps=passes)
-    monkeypatch.setattr(gpu_sizes, "Workload", partial(Workload, passes=passes))
     monkeypatch.setattr(gpu_sizes, "cpu_count", lambda: 16)
-    step = gpu_sizes._solved(SHAPES["8 B"], recorded(), {}, 0).step
+    step = gpu_sizes._solved(Training("8 B", "now", passes=passes), recorded()).step
     assert step is not None
     assert step.seconds < max_s
