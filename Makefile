@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 BENCH_DIR ?= runs/bench
+WHEELS ?= build/wheels
+# of the machine that the wheels are for
+WHEELS_PYTHON ?= 3.12
+WHEELS_PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 # PYTHON=... given by the caller: gpu-check uses that interpreter as it is, and makes no .venv
 # a file's tests share what they set up: each file goes to one process as a whole, and they are begun
 # in the order of tests/conftest.py
@@ -19,7 +23,7 @@ GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long torture docs lint typecheck bench null-gpu gpu-check clean
+.PHONY: help venv demo test test-long torture docs lint typecheck bench null-gpu gpu-check gpu-wheels clean
 
 help:
 	@echo "make demo       train a small language model over device, host and nvme, and in plain PyTorch"
@@ -30,6 +34,7 @@ help:
 	@echo "make bench      offload beside limits and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
 	@echo "make null-gpu   the engine's calls of CUDA, without a GPU; NULL_GPU_PYTHON=... has torch for CUDA"
 	@echo "make gpu-check  tests, kernels, copies and steps on a GPU; PYTHON=... is used as it is"
+	@echo "make gpu-wheels what a machine with PyTorch alone lacks for gpu-check, in $(WHEELS)"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
 	@echo "make venv       only prepare $(VENV)"
@@ -102,8 +107,18 @@ bench: $(STAMP)
 null-gpu: $(if $(filter $(BIN)/python,$(NULL_GPU_PYTHON)),$(STAMP))
 	$(NULL_GPU_PYTHON) -m pytest tests/null_gpu $(PYTEST_ARGS)
 
+# CALL: a, b or c; CONTINUE: a record; OUT: a folder or a file
+gpu-check: export COLUMNS := 240
 gpu-check: $(if $(filter file,$(origin PYTHON)),$(STAMP))
-	$(GPU_PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(GPU_CHECK_ARGS)
+	$(GPU_PYTHON) -m benchmarks.gpu_check $(CALL) $(if $(CONTINUE),--continue $(CONTINUE)) \
+		$(if $(OUT),--out $(OUT)) $(GPU_CHECK_ARGS)
+
+gpu-wheels: $(STAMP)
+	$(BIN)/python -m pip download --no-deps --only-binary=:all: -c constraints.txt -d $(WHEELS) \
+		--python-version $(WHEELS_PYTHON) --implementation cp $(addprefix --platform ,$(WHEELS_PLATFORMS)) \
+		pydantic pydantic_core annotated-types typing-inspection expecttest hjson
+	$(BIN)/python -m pip wheel --no-deps -c constraints.txt -w $(WHEELS) libaio \
+		$(shell sed -n 's/^bench = \["\([^"]*\)".*/\1/p' pyproject.toml)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -3,7 +3,7 @@
     python -m tests.null_gpu.launch [--devices 1] [--nbytes 8589934592] [--late] [--zeros-back]
                                     MODULE [ARGUMENTS]
 
-`--zeros-back benchmarks.gpu_check --parts step`, for example, takes the steps of the GPU check.
+`--zeros-back benchmarks.gpu_check step`, for example, takes the steps of the GPU check.
 """
 
 from __future__ import annotations
