@@ -300,18 +300,12 @@ def _read(path: Path, gpu: str) -> tuple[Record, dict[str, Outcome]]:
 
 
 def _new(path: Path) -> Path:
-    """Claim a path that no file has, with a number after its name if need be."""
+    """A path that no file has: `path`, with a number after its name if need be."""
     number, free = 1, path
-    while True:
-        try:
-            free.touch(exist_ok=False)
-        except FileExistsError:
-            number += 1
-            free = path.with_stem(f"{path.stem}-{number}")
-        except OSError as error:
-            raise PathError(f"--out: {path} cannot be written: {error.strerror}") from error
-        else:
-            return free
+    while free.exists():
+        number += 1
+        free = path.with_stem(f"{path.stem}-{number}")
+    return free
 
 
 def _commit() -> str:

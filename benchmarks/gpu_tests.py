@@ -52,11 +52,12 @@ def gpu_test_files(root: Path) -> list[Path]:
 
 def last_tests(folder: Path) -> dict[str, Any]:
     """What the newest record of a GPU check in `folder` has of tests; empty if there is none."""
-    found = []
+    found: list[tuple[str, dict[str, Any]]] = []
     for path in folder.glob("gpu-*.json"):
-        details = json.loads(path.read_text())["details"]
-        results = [part["result"] for part in details["parts"] if part["name"] == "tests"]
-        found += [(details["date"], each) for each in results if "unreached" in each]
+        with suppress(ValueError, KeyError):  # it is cut off, or of an earlier version
+            details = json.loads(path.read_text())["details"]
+            results = [part["result"] for part in details["parts"] if part["name"] == "tests"]
+            found += [(details["date"], each) for each in results if "unreached" in each]
     return max(found, key=lambda each: each[0], default=("", {}))[1]
 
 
