@@ -173,8 +173,7 @@ class SharedPlan:
     """The bytes of one rank, in whole pages."""
 
     gather_nbytes: int  # parameters of the unit that runs and of the group behind it, whole
-    bucket_nbytes: int  # a group's gradients, before they are reduced
-    received_nbytes: int  # what all ranks send to this one of a group's gradients
+    received_nbytes: int  # a group's gradients: in a bucket, and as all ranks send them to this one
     summed_nbytes: int  # their sum, fp32
 
     @property
@@ -183,7 +182,7 @@ class SharedPlan:
 
     @property
     def total_nbytes(self) -> int:
-        return self.gather_nbytes + BUCKETS * self.bucket_nbytes + self.workspace_nbytes
+        return self.gather_nbytes + BUCKETS * self.received_nbytes + self.workspace_nbytes
 
 
 def plan_shared(
@@ -201,7 +200,6 @@ def plan_shared(
         layout.numel_trainable * sent_nbytes(config, summed=shape.ep_size > 1)
         for shape, layout in shared
     )
-    contribution = pages(max(sent, default=0))
     # one group that is whole is brought up to date beside those that are used
     whole = (
         group.parameters for shape, group in pairs
@@ -210,8 +208,7 @@ def plan_shared(
     gathered = gather_room(model, itemsize) if sharding.parameters else 0
     return SharedPlan(
         gather_nbytes=gathered + max(whole, default=0),
-        bucket_nbytes=contribution,
-        received_nbytes=contribution,
+        received_nbytes=pages(max(sent, default=0)),
         summed_nbytes=pages(max((4 * each.shard_trainable for _, each in shared), default=0)),
     )
 

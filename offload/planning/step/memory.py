@@ -108,7 +108,14 @@ class PlannedMemory:
         self._model = model
         self._facts = facts
         self._baseline = baseline
-        self._window = plan.activations.window_nbytes if plan.activations is not None else 0
+        saved, disk = plan.activations, 0
+        self._window = 0  # that activations leave through, or for
+        if saved is not None:
+            self._window, disk = saved.window_nbytes, saved.disk_nbytes
+        # the bytes that forward saves and another tier takes
+        self._parked = min(facts.saved_nbytes, self._window + disk)
+        # those of them that may be on disk; what fits in half of the window is not written
+        self._on_disk = min(disk, self._parked) if self._parked > self._window // 2 else 0
         self._copies = find_copies(plan, config, model, workload.passes)
 
     def estimate(self, capacities: Mapping[Tier, int] | None = None) -> MemoryEstimate:
@@ -203,26 +210,10 @@ class PlannedMemory:
         stayed = self._facts.saved_nbytes - self._parked
         return min(self._facts.peak_nbytes, self._facts.peak_elsewhere_nbytes + stayed)
 
-    @property
-    def _parked(self) -> int:
-        """The bytes that forward saves and another tier takes."""
-        activations = self._plan.activations
-        room = self._window + activations.disk_nbytes if activations is not None else 0
-        return min(self._facts.saved_nbytes, room)
-
     def _waiting(self, tier: Tier) -> int:
         """The bytes of the window that activations fill; 0 if it is not in `tier`."""
         there = self._plan.activations is not None and self._plan.activations.window_tier is tier
         return min(self._window, self._parked) if there else 0
-
-    @property
-    def _activations_on_disk(self) -> int:
-        """The bytes of activations that may be on disk; 0 if they fit in half of the window, which
-        is not written."""
-        activations = self._plan.activations
-        if activations is None or self._parked <= self._window // 2:
-            return 0
-        return min(activations.disk_nbytes, self._parked)
 
     def _ram(self) -> ByClass:
         plan, facts, copies = self._plan, self._facts, self._copies
@@ -286,7 +277,7 @@ class PlannedMemory:
             kept = sum(old.files for old in speculative_groups(plan, self._config).values())
         moving = min(versions * replaced, self._movable_nbytes + kept, left)
         by_class[MemoryClass.STAGING] += moving
-        by_class[MemoryClass.ACTIVATIONS] = min(self._activations_on_disk, left - moving)
+        by_class[MemoryClass.ACTIVATIONS] = min(self._on_disk, left - moving)
         if self._copies_are_exact and plan.sharding.world_size == 1:
             by_class[MemoryClass.GRADIENTS] = self._copies.written_nbytes
         return by_class

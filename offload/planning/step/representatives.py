@@ -42,26 +42,10 @@ def touched(experts: int, chosen: int | None, tokens: int) -> float:
     return experts * -math.expm1(tokens * math.log1p(-chosen / experts))
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A module of experts."""
-
-    indices: tuple[int, ...]  # the groups of those on this rank
-    ep_size: int  # over how many ranks they are spread
-
-    @property
-    def experts(self) -> int:
-        """The number of experts on all ranks that share them."""
-        return len(self.indices) * self.ep_size
-
-    def touched(self, chosen: int | None, tokens: int) -> int:
-        """The touched experts of this rank, rounded up. `tokens`: of all ranks that share."""
-        here = touched(self.experts, chosen, tokens) / self.ep_size
-        return min(len(self.indices), math.ceil(here - 1e-9))
-
-
-def tables_of(model: ModelShape) -> list[Table]:
-    return [Table(t, model.groups[t[0]].ep_size) for t in model.tables.values()]
+def _touched_here(here: int, ep_size: int, chosen: int | None, tokens: int) -> int:
+    """The touched ones of this rank's experts of a table, rounded up: it has `here` of those that
+    are spread over `ep_size` ranks. `tokens`: of all these ranks."""
+    return min(here, math.ceil(touched(here * ep_size, chosen, tokens) / ep_size - 1e-9))
 
 
 @dataclass(frozen=True)
@@ -86,19 +70,19 @@ def representatives(
         chosen, work = None, Workload(1, 1)
     step_tokens = work.tokens * plan.sharding.world_size
     is_large = len(model.groups) > max_groups
-    for table in tables_of(model):
-        here, few = len(table.indices), table.touched(chosen, step_tokens)
+    for table in model.tables.values():
+        here, ep_size = len(table), model.groups[table[0]].ep_size
+        few = _touched_here(here, ep_size, chosen, step_tokens)
         bundles = (max_groups - len(alone)) // len(model.tables) if is_large else here
         if few < here and not model.numel_trainable:
             # every pass chooses others: a copy is of use if it is of one of those
             bundles = min(few, bundles)
-        together = dict(_bundles(plan, table.indices, max(1, bundles)))
+        together = dict(_bundles(plan, table, max(1, bundles)))
         in_step = _spread(together, few, here)
-        touched = sum(in_step.values())
         alike.update(together)
         updated.update(in_step)
-        sent_here = work.batch * work.sequence * table.ep_size
-        used.update(_spread(in_step, table.touched(chosen, sent_here), touched))
+        in_pass = _touched_here(here, ep_size, chosen, work.batch * work.sequence * ep_size)
+        used.update(_spread(in_step, in_pass, sum(in_step.values())))
     units = (
         replace(unit, groups=tuple(index for index in unit.groups if updated.get(index)))
         for unit in model.units

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from offload.config import OffloadConfig
 from offload.planning.plan.estimate import MemoryEstimate, Shortfall, StepEstimate, Workload
 from offload.planning.plan.plan import Plan
-from offload.planning.step.representatives import tables_of
 from offload.tools.memest.generation import Generation
 from offload.zero.groups.model_shape import ModelShape
 
@@ -95,8 +94,10 @@ def active_numel(model: ModelShape) -> int:
     """The parameters that compute one token: of the experts, on all ranks, only the chosen ones."""
     chosen = model.experts_per_token
     idle = 0
-    for table in tables_of(model):
-        if chosen is not None and chosen < table.experts:
-            numel = table.ep_size * sum(model.groups[index].numel for index in table.indices)
-            idle += numel * (table.experts - chosen) // table.experts
+    for table in model.tables.values():
+        ep_size = model.groups[table[0]].ep_size  # over how many ranks its experts are spread
+        experts = len(table) * ep_size
+        if chosen is not None and chosen < experts:
+            numel = ep_size * sum(model.groups[index].numel for index in table)
+            idle += numel * (experts - chosen) // experts
     return model.numel_of_all_ranks - idle
