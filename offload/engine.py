@@ -39,7 +39,7 @@ from offload.process.interrupts import noted_interrupts
 from offload.report import Report
 from offload.swap.threads.lanes import waits_s
 from offload.swap.threads.worker import ParallelRunner
-from offload.tiered_model import DTYPES, TieredModel, refuse_shared
+from offload.tiered_model import DTYPES, Closed, TieredModel, refuse_shared
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
@@ -51,7 +51,7 @@ from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.loading import load_group
 from offload.zero.groups.model_shape import GroupShape
 from offload.zero.groups.parameter_grouping import ParameterGrouping, managed
-from offload.zero.groups.store import ENGINE, WeightStore
+from offload.zero.groups.store import WeightStore
 from offload.zero.groups.values import ParameterValues
 from offload.zero.ranks.ranks import Ranks, data_ranks
 from offload.zero.step.optimizer_state import OptimizerState
@@ -134,7 +134,10 @@ class Engine(TieredModel):
     """
 
     values: ParameterValues
-    _CLOSED = ENGINE
+    _CLOSED = Closed(
+        "the engine is closed", "make a new one with offload.initialize",
+        "engine.save_checkpoint, or engine.close(keep='host'),",
+    )  # fmt: skip
 
     def __init__(
         self, model: nn.Module, config: OffloadConfig, lazy: LazyWeights, *,
@@ -189,6 +192,7 @@ class Engine(TieredModel):
         self._open_tiers(config, dtype)
         runtime = self._runtime = self._make_runtime(grouping, dtype, self._run)
         self._store, self.loss_scale = runtime.store, runtime.loss_scale
+        self._store.closed = self._CLOSED.text
         self.steps: Steps = runtime.stepper
         self.optimizer_states: Sequence[OptimizerState] = runtime.optimizer_states
         self._load(first)

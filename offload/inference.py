@@ -26,7 +26,7 @@ from offload.planning.plan.plan import kv_room_nbytes
 from offload.process import machine
 from offload.report import TierTraffic
 from offload.swap.threads.lanes import waits_s
-from offload.tiered_model import DTYPES, TieredModel, refuse_shared
+from offload.tiered_model import DTYPES, Closed, TieredModel, refuse_shared
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.units import format_bytes
 from offload.weights.lazy_tensors import LazyWeights
@@ -35,7 +35,7 @@ from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.parameter_grouping import ParameterGrouping, managed, refuse_uninitialised
-from offload.zero.groups.store import Closed, WeightStore
+from offload.zero.groups.store import WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.hooks.unit_hooks import UnitHooks
 
@@ -146,7 +146,7 @@ class Dispatched(TieredModel):
             grouping, self._tier_manager, dtype, self.device,
             prefetch=int(self.config.prefetch), multiply_quantized=True,
         )  # fmt: skip
-        self._store.closed = self._CLOSED
+        self._store.closed = self._CLOSED.text
         self._tier_manager.let_wait(lambda: False)  # no update will give back copies
         self._load(first)
         if self._tensor_parallel is not None:  # they have agreed on first values, and share no more

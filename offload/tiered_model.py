@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
@@ -61,7 +62,7 @@ from offload.zero.groups.parameter_grouping import (
     refuse_uninitialised,
 )
 from offload.zero.groups.shared_views import refuse_shared_views
-from offload.zero.groups.store import Closed, WeightStore
+from offload.zero.groups.store import WeightStore
 from offload.zero.groups.weight_values import WeightValues
 from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.ranks.ranks import Ranks
@@ -72,6 +73,27 @@ from offload.zero.tensors.released import why_closed
 
 _log = logging.getLogger("offload")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The error texts of a model whose tiers are closed."""
+
+    what: str
+    again: str  # how to go on
+    keep: str  # what would have kept the parameters
+
+    @property
+    def text(self) -> str:
+        """The error of a use after closing."""
+        return f"{self.what}; {self.again}"
+
+    def without_values(self, why: str) -> str:
+        """The error of a use of parameters that were dropped."""
+        return (
+            f"{self.what}, and the model's parameters are gone ({why}); build the model anew "
+            f"({self.keep} would have kept them)"
+        )
 
 
 class TieredModel(abc.ABC):
@@ -368,8 +390,9 @@ class TieredModel(abc.ABC):
 
     @property
     def _why_without(self) -> str | None:
-        """The reason why the model has no values from now on; None if it gets them back."""
-        return self._why_dropped if self._back is None else None
+        """The error of a use of parameters without values from now on; None if they get them
+        back."""
+        return None if self._back is not None else self._CLOSED.without_values(self._why_dropped)
 
     def _close(self) -> None:
         self._closed = True

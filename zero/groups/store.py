@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -39,33 +38,6 @@ from offload.zero.ranks.sharding import Part, Sharding
 from offload.zero.tensors.released import ReleasedParameters, Values
 
 NextUse = Callable[[], float]
-
-
-@dataclass(frozen=True)
-class Closed:
-    """The error texts of a model whose tiers are closed."""
-
-    what: str
-    again: str  # how to go on
-    keep: str  # what would have kept the parameters
-
-    @property
-    def text(self) -> str:
-        """The error of a use after closing."""
-        return f"{self.what}; {self.again}"
-
-    def without_values(self, why: str) -> str:
-        """The error of a use of parameters that were dropped."""
-        return (
-            f"{self.what}, and the model's parameters are gone ({why}); build the model anew "
-            f"({self.keep} would have kept them)"
-        )
-
-
-ENGINE = Closed(
-    "the engine is closed", "make a new one with offload.initialize",
-    "engine.save_checkpoint, or engine.close(keep='host'),",
-)  # fmt: skip
 
 
 class WeightHomes(Protocol):
@@ -105,7 +77,7 @@ class WeightStore:
         self.one_thread = OneThread()
         self.unusable: str | None = None  # why nothing may be read or computed (a torn load)
         self.on_close: list[Callable[[], None]] = []
-        self.closed = ENGINE  # the error texts of a use after `close`
+        self.closed = "the tiers of this model are closed"  # the error of a use after `close`
         self.groups: list[ParamGroup] = []
         self._shardings: list[Sharding] = []  # of each group
         self._homes = homes
@@ -349,11 +321,11 @@ class WeightStore:
 
     def refuse_use(self) -> None:
         """Refuse every use from here on: the engine is being closed."""
-        self.unusable = self.closed.text
+        self.unusable = self.closed
 
     def close(self, why: str | None = None) -> None:
         """Remove the hooks and release all parameters; the homes free their memory. `why` the model
-        has no values then is told at a use of them; None if its values were given back."""
+        has no values then is the error of a use of them; None if its values were given back."""
         self.refuse_use()
         try:
             self.ranks.finish()
@@ -362,7 +334,7 @@ class WeightStore:
         if self._hooks is not None:
             self._hooks.remove()
         if why is not None:
-            self._released.close(self.closed.without_values(why))
+            self._released.close(why)
         for each in self.on_close:
             each()
         for group in self.groups:
