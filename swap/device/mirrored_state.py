@@ -10,14 +10,14 @@ from offload.swap.device.device_slot import DeviceSlot
 from offload.swap.device.streams import StreamEvent
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot import SlotUser
-from offload.swap.states.state import HostPiece, Snapshot, State, Undoable
+from offload.swap.states.state import HostPiece, Snapshot, State, StateOverHome, Undoable
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.ledger import OldBytes
 from offload.tiers.tier import Residency
 
 
-class MirroredState(State, SlotUser):
+class MirroredState(StateOverHome, SlotUser):
     """A home in host memory or a file, mirrored in a slot of device memory while computed with.
 
     The mirror is valid piece by piece: an update on the device changes both, one on the CPU the
@@ -26,12 +26,9 @@ class MirroredState(State, SlotUser):
 
     def __init__(self, home: State, slot: DeviceSlot) -> None:
         """`slot` is as long as `home`, and lent to no other state."""
-        super().__init__(
-            home.name, home.nbytes, home.piece_nbytes, home.trainable_nbytes, home.stride_nbytes
-        )
+        super().__init__(home, home.nbytes)
         self.slot = slot
         slot.user = self
-        self._home = home
         self._lock = slot.lock
         self._lacking: set[int] = set(range(self.pieces))  # pieces that the slot has not got
         self._updated: set[int] = set()  # changed in the slot, on their way home
@@ -53,11 +50,11 @@ class MirroredState(State, SlotUser):
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         if self._is_whole():  # without the lock: no less true than just after it
             return True
-        if not self._home.prefetch(next_use=next_use, priority=priority):
+        if not self.home.prefetch(next_use=next_use, priority=priority):
             return False
         if not self._take_slot(next_use):
             return False
-        if next_use is None or self._home.residency() is not Residency.ARRIVING:
+        if next_use is None or self.home.residency() is not Residency.ARRIVING:
             self._fill()  # else when it is asked for again, or by `tensor`
         return True
 
@@ -74,7 +71,7 @@ class MirroredState(State, SlotUser):
 
     def _fill(self) -> None:
         """Start copying what the slot lacks."""
-        source = self._home.tensor()
+        source = self.home.tensor()
         with self._lock:
             if self.slot.lease is not None and self._lacking:
                 # The home must keep the bytes in host memory, as they are, until they have left.
@@ -112,10 +109,10 @@ class MirroredState(State, SlotUser):
             changed = slice(self.trainable_nbytes if keeps_rest else self.nbytes)
             source = self.slot.view()[changed]
         if keeps_rest:
-            self._home.settle()  # nothing of it may be on its way while it changes
-        home = self._home.tensor() if keeps_rest else self._home.blank()
+            self.home.settle()  # nothing of it may be on its way while it changes
+        home = self.home.tensor() if keeps_rest else self.home.blank()
         self.slot.links.to_host.copy(home[changed], source).wait()
-        self._home.mark_dirty(trainable_only=trainable_only)
+        self.home.mark_dirty(trainable_only=trainable_only)
 
     def residency(self) -> Residency:
         with self._lock:
@@ -129,34 +126,28 @@ class MirroredState(State, SlotUser):
     # ---------------------------------------------------------------- host side
     def host_tensor(self) -> torch.Tensor:
         self._home_read.wait()
-        return self._home.tensor()
+        return self.home.tensor()
 
     def host_blank(self) -> torch.Tensor:
         self._home_read.wait()
-        return self._home.blank()
+        return self.home.blank()
 
     def mark_host_dirty(self) -> None:
-        self._home.mark_dirty()
+        self.home.mark_dirty()
         with self._lock:
             self.evicted()
 
-    def prefetch_host(self, *, next_use: float) -> bool:
-        return self._home.prefetch_host(next_use=next_use)
-
     def host_piece(self, piece: int) -> HostPiece | None:
-        at_home = self._home.host_piece(piece)
+        at_home = self.home.host_piece(piece)
         return at_home and HostPiece(at_home.view, (*at_home.transfers, self._home_read))
 
     def mark_piece_dirty(self, piece: int) -> None:
-        self._home.mark_piece_dirty(piece)
+        self.home.mark_piece_dirty(piece)
         self._home_changed(piece)
-
-    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
-        return self._home.read_piece(piece, destination)
 
     def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
         self._home_changed(piece)
-        return self._home.write_piece(piece, source)
+        return self.home.write_piece(piece, source)
 
     def _home_changed(self, piece: int) -> None:
         """The home has new bytes of a piece: so has the slot only if they were made there."""
@@ -168,19 +159,19 @@ class MirroredState(State, SlotUser):
 
     @property
     def can_snapshot(self) -> bool:  # type: ignore[override]
-        return self._home.can_snapshot
+        return self.home.can_snapshot
 
     def snapshot(self) -> Snapshot:
         self._home_read.wait()
-        return self._home.snapshot()
+        return self.home.snapshot()
 
     # ---------------------------------------------------------------- a speculative update
     def undoable(self) -> MirroredState | None:
-        return None if self._home.undoable() is None else self
+        return None if self.home.undoable() is None else self
 
     @property
     def _undoable_home(self) -> Undoable:
-        home = self._home.undoable()
+        home = self.home.undoable()
         assert home is not None, "asked before"
         return home
 
@@ -222,12 +213,12 @@ class MirroredState(State, SlotUser):
     # ---------------------------------------------------------------- both
     def settle(self) -> None:
         self.slot.arrival.wait()
-        self._home.settle()
+        self.home.settle()
 
     def discard(self) -> None:
         self.slot.give_back()
-        self._home.discard()
+        self.home.discard()
 
     def close(self) -> None:
         self.discard()
-        self._home.close()
+        self.home.close()

@@ -279,6 +279,58 @@ class State(abc.ABC):
         """Forget the content and give back all memory, the home too."""
 
 
+class StateOverHome(State):
+    """A state whose pieces are those of `home`, another state. What a subclass does not do itself,
+    `home` does."""
+
+    def __init__(self, home: State, nbytes: int, first_piece: int = 0) -> None:
+        """The first piece is `first_piece` of `home`."""
+        cut = home.piece_nbytes, home.trainable_nbytes, home.stride_nbytes
+        super().__init__(home.name, nbytes, *cut)
+        self.home = home
+        self.pieces = home.pieces
+        self._first = first_piece
+
+    def span(self, piece: int) -> slice:
+        return self.home.span(piece + self._first)
+
+    def note_use(self) -> None:
+        self.home.note_use()
+
+    def residency(self) -> Residency:
+        return self.home.residency()
+
+    def host_tensor(self) -> torch.Tensor:
+        return self.home.host_tensor()
+
+    def host_blank(self) -> torch.Tensor:
+        return self.home.host_blank()
+
+    def prefetch_host(self, *, next_use: float) -> bool:
+        return self.home.prefetch_host(next_use=next_use)
+
+    def host_piece(self, piece: int) -> HostPiece | None:
+        return self.home.host_piece(piece + self._first)
+
+    def mark_piece_dirty(self, piece: int) -> None:
+        self.home.mark_piece_dirty(piece + self._first)
+
+    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+        return self.home.read_piece(piece + self._first, destination)
+
+    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
+        return self.home.write_piece(piece + self._first, source)
+
+    def undoable(self) -> Undoable | None:
+        return self.home.undoable()
+
+    def device_piece(self, piece: int) -> torch.Tensor | None:
+        return self.home.device_piece(piece + self._first)
+
+    def used_device_piece(self, piece: int, until: StreamEvent) -> None:
+        self.home.used_device_piece(piece + self._first, until)
+
+
 class HostCopy:
     """Pageable host memory for a copy of one state at a time, outside of any budget: there states
     are loaded and read out that are at home or computed with on a device."""

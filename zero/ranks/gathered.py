@@ -19,7 +19,7 @@ from offload.swap.device.streams import StreamEvent, mark_here
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.states.state import HostPiece, State, Undoable
+from offload.swap.states.state import State, StateOverHome
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
@@ -31,7 +31,7 @@ from offload.zero.ranks.collectives import Collectives
 from offload.zero.ranks.sharding import Part
 
 
-class SharedState(State, RankCopies):
+class SharedState(StateOverHome, RankCopies):
     """The base of both: the update side works on this rank's own part in `home`, piece by piece."""
 
     def __init__(
@@ -40,10 +40,7 @@ class SharedState(State, RankCopies):
     ) -> None:  # fmt: skip
         """`part` is this rank's, whose pieces begin with `first_piece` in `home`; readers wait for
         `update`."""
-        super().__init__(home.name, part.layout.numel * itemsize, home.piece_nbytes)
-        self.home = home
-        self._first = first_piece
-        self.pieces = home.pieces
+        super().__init__(home, part.layout.numel * itemsize, first_piece)
         # bytes of the whole buffer: this rank's parts of both, and where frozen elements begin
         self._trained, self._frozen = (
             slice(each.start * itemsize, each.stop * itemsize)
@@ -82,45 +79,6 @@ class SharedState(State, RankCopies):
     def _end_gathering(self) -> None:
         """Let no gather be in progress: `home` is about to lose its bytes."""
         self._await_arrival()
-
-    def span(self, piece: int) -> slice:
-        return self.home.span(piece + self._first)
-
-    # ---------------------------------------------------------------- host side
-    def host_tensor(self) -> torch.Tensor:
-        return self.home.host_tensor()
-
-    def host_blank(self) -> torch.Tensor:
-        return self.home.host_blank()
-
-    # ---------------------------------------------------------------- update side
-    def prefetch_host(self, *, next_use: float) -> bool:
-        return self.home.prefetch_host(next_use=next_use)
-
-    def host_piece(self, piece: int) -> HostPiece | None:
-        return self.home.host_piece(piece + self._first)
-
-    def mark_piece_dirty(self, piece: int) -> None:
-        self.home.mark_piece_dirty(piece + self._first)
-
-    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
-        return self.home.read_piece(piece + self._first, destination)
-
-    def write_piece(self, piece: int, source: torch.Tensor) -> Transfer[None]:
-        return self.home.write_piece(piece + self._first, source)
-
-    def device_piece(self, piece: int) -> torch.Tensor | None:
-        return self.home.device_piece(piece + self._first)
-
-    def used_device_piece(self, piece: int, until: StreamEvent) -> None:
-        self.home.used_device_piece(piece + self._first, until)
-
-    def undoable(self) -> Undoable | None:
-        return self.home.undoable()
-
-    # ---------------------------------------------------------------- both
-    def note_use(self) -> None:
-        self.home.note_use()
 
     def discard(self) -> None:
         self._end_gathering()
@@ -367,9 +325,6 @@ class ReplicatedState(SharedState):
     def host_tensor(self) -> torch.Tensor:
         self._await_arrival()
         return super().host_tensor()
-
-    def residency(self) -> Residency:
-        return self.home.residency()
 
     def mark_host_dirty(self) -> None:
         """Note that the host wrote this rank's part alone."""
