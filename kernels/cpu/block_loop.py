@@ -35,9 +35,9 @@ class Blocks:
         self.weight_last = RULES[variant.rule].weight_last
         # Per state: the new values of a block (in the order of lanes), and their largest magnitude.
         room = ir.ArrayType(F32, BLOCK)
-        self.fresh = [self._alloca(room) for _ in at.states]
+        self.fresh = [cgutils.alloca_once(builder, room) for _ in at.states]
         self.largest = {
-            width: [self._alloca(ir.VectorType(I32, width)) for _ in at.states]
+            width: [cgutils.alloca_once(builder, ir.VectorType(I32, width)) for _ in at.states]
             for width in (WIDTH, 1)
         }
 
@@ -126,6 +126,3 @@ class Blocks:
     def _scale(self, place: int, number: Value) -> Value:
         scales = self.builder.bitcast(self.at.scales[place], I32.as_pointer())
         return self.builder.gep(scales, [number])
-
-    def _alloca(self, kind: ir.Type) -> Value:
-        return cgutils.alloca_once(self.builder, kind)

@@ -141,15 +141,11 @@ def step_arguments(
         len(states), flag=scalars.flag,
     )  # fmt: skip
     arrays = (weight if grad is None else grad, weight, extra, *states)
-    return code, _arguments(arrays, scales, noise, numel)
-
-
-def _arguments(arrays: Sequence[Array], scales: Sequence[Array], noise: Noise, numel: int) -> Array:
     values = [0] * ARGUMENTS
     values[: len(arrays)] = [_address(array) for array in arrays]
     values[SCALES : SCALES + len(scales)] = [_address(array) for array in scales]
     values[KEY:] = *_noise(noise), numel
-    return np.array(values, dtype=np.int64)
+    return code, np.array(values, dtype=np.int64)
 
 
 def _noise(noise: Noise) -> tuple[int, int, int]:

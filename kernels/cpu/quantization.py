@@ -376,7 +376,7 @@ def _quantize_group(
     finite = builder.and_(
         *(builder.icmp_unsigned("<", each, I32(_INF_BITS)) for each in (up, down))
     )
-    scale_bits, zero = _scale(builder, weights.quant_type, up, down)
+    scale_bits, zero = _scale(vector, weights.quant_type, up, down)
     word = builder.select(finite, builder.or_(scale_bits, zero), I32(NAN_BITS))
     builder.store(word, builder.gep(at.words, [number]), align=4)
     zero = vector.splat(builder.select(finite, zero, I32(0)))
@@ -424,24 +424,25 @@ def _extremes(vector: CodeLanes, loaded: Sequence[Value]) -> tuple[Value, Value]
     return extremes[0], extremes[1]
 
 
-def _scale(builder: ir.IRBuilder, quant: QuantType, up: Value, down: Value) -> tuple[Value, Value]:
+def _scale(vector: CodeLanes, quant: QuantType, up: Value, down: Value) -> tuple[Value, Value]:
     """Bits of a group's scale, and z of INT4 (else 0); scalars, of use where all is finite."""
-    largest = _max(builder, up, down)
+    builder = vector.builder
+    largest = vector.signed_max(up, down)
     if quant is QuantType.NF4:
-        return _max(builder, largest, I32(MIN_SCALE_BITS)), I32(0)
+        return vector.signed_max(largest, I32(MIN_SCALE_BITS)), I32(0)
     if quant is QuantType.INT8:
         step = builder.fdiv(builder.bitcast(largest, F32), F32(127.0))
         bits = builder.and_(builder.bitcast(step, I32), I32(INT8_SCALE_MASK - (1 << 32)))
-        return _max(builder, bits, I32(MIN_SCALE_BITS)), I32(0)
+        return vector.signed_max(bits, I32(MIN_SCALE_BITS)), I32(0)
     above, below = builder.bitcast(up, F32), builder.bitcast(down, F32)
     sixteenths = [builder.fmul(each, F32(0.0625)) for each in (above, below)]
     step = builder.fmul(builder.fadd(*sixteenths), F32(SIXTEEN_FIFTEENTHS))
     half = I32(GRID_STEP_BITS // 2)
     bits = builder.and_(builder.add(builder.bitcast(step, I32), half), I32(-GRID_STEP_BITS))
-    bits = _max(builder, bits, I32(MIN_SCALE_BITS))
+    bits = vector.signed_max(bits, I32(MIN_SCALE_BITS))
     steps = [_rounded_steps(builder, each, bits) for each in (above, below)]
     short = builder.icmp_signed("<", builder.add(*steps), I32(15))
-    lower = _max(builder, builder.sub(bits, I32(GRID_STEP_BITS)), I32(MIN_SCALE_BITS))
+    lower = vector.signed_max(builder.sub(bits, I32(GRID_STEP_BITS)), I32(MIN_SCALE_BITS))
     bits = builder.select(short, lower, bits)
     zero = _rounded_steps(builder, below, bits)
     return bits, builder.select(builder.icmp_signed("<", zero, I32(15)), zero, I32(15))
@@ -450,7 +451,3 @@ def _scale(builder: ir.IRBuilder, quant: QuantType, up: Value, down: Value) -> t
 def _rounded_steps(builder: ir.IRBuilder, distance: Value, scale_bits: Value) -> Value:
     moved = builder.fadd(builder.fdiv(distance, builder.bitcast(scale_bits, F32)), F32(_MAGIC))
     return builder.sub(builder.bitcast(moved, I32), I32(_MAGIC_BITS))
-
-
-def _max(builder: ir.IRBuilder, a: Value, b: Value) -> Value:
-    return builder.select(builder.icmp_signed(">", a, b), a, b)

@@ -80,10 +80,6 @@ def lion_moments(
     return (_average(vector, one_minus_beta2, m, g),), (ahead,)
 
 
-def lion_direction(vector: Lanes, way: Values) -> Value:
-    return vector.sign(way[0])
-
-
 def adagrad_moments(
     vector: Lanes, variant: Variant, c: Values, g: Value, p: Value, states: Values
 ) -> tuple[Values, Values]:
@@ -108,10 +104,6 @@ def sgd_moments(
     return (buffer,), (vector.fma(momentum, buffer, g) if variant.flag else buffer,)
 
 
-def sgd_direction(vector: Lanes, way: Values) -> Value:
-    return way[0]
-
-
 def _quotient(vector: Lanes, way: Values) -> Value:
     return vector.div(*way)
 
@@ -120,9 +112,9 @@ RULES = {
     Rule.ADAM: RuleLanes(
         8, adam_moments, _quotient, adam_root, decay=6, decays_by_flag=True, weight_last=True
     ),
-    Rule.LION: RuleLanes(5, lion_moments, lion_direction, decay=3),
+    Rule.LION: RuleLanes(5, lion_moments, lambda vector, way: vector.sign(way[0]), decay=3),
     Rule.ADAGRAD: RuleLanes(4, adagrad_moments, _quotient, adagrad_root),
-    Rule.SGD: RuleLanes(5, sgd_moments, sgd_direction),
+    Rule.SGD: RuleLanes(5, sgd_moments, lambda _, way: way[0]),
 }
 
 

@@ -47,12 +47,10 @@ class CachedLayer:
         dims = (self.key_dim, self.value_dim)
         return self.heads * sum(vector_nbytes(dim, itemsize, int8=int8) for dim in dims)
 
-    def kept_tokens(self, tokens: int) -> int:
-        """Return the tokens kept between two passes, when `tokens` have been seen."""
-        return tokens if self.window is None else min(tokens, self.window - 1)
-
     def kept_numel(self, tokens: int) -> int:
-        return self.token_numel * self.kept_tokens(tokens) + self.fixed_numel
+        """Return the elements kept between two passes, when `tokens` have been seen."""
+        kept = tokens if self.window is None else min(tokens, self.window - 1)
+        return self.token_numel * kept + self.fixed_numel
 
     def read_numel(self, tokens: int) -> int:
         """Return the elements that a pass of one token reads behind `tokens` others."""

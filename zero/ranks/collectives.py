@@ -12,6 +12,7 @@ all-reduce, at twice the bytes.)
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from zlib import crc32
@@ -25,15 +26,6 @@ from offload.swap.threads.lanes import profiled
 from offload.zero.ranks.rank_watch import RankWatch
 
 Group = dist.ProcessGroup
-
-
-@dataclass(slots=True)
-class Traffic:
-    """Bytes of the buffers that ranks have gathered and reduced together, whole buffers each."""
-
-    gathered_nbytes: int = 0
-    reduced_nbytes: int = 0
-    all_reduced_nbytes: int = 0  # exchanged among replicas, and gathered again
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +56,14 @@ class Collectives:
     reduce_group: Group  # the same ranks
     replica_group: Group  # those that own the same shard
     watch: RankWatch
-    traffic: Traffic = field(default_factory=Traffic)
+    # bytes of the buffers that ranks have gathered and reduced together, whole buffers each
+    moved_nbytes: Counter[str] = field(default_factory=Counter)
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
         """Fill `whole` (1D uint8), of the group `name`, with the shards of all ranks, in order.
         `own` may be a view of this rank's place in it. Blocks; on a GPU only until the work is
         queued on the current stream. Raises RankError if a rank does not take part."""
-        self.traffic.gathered_nbytes += whole.numel()
+        self.moved_nbytes["all-gather"] += whole.numel()
         what, group = f"the all-gather of {_named(name)}", self.gather_group
         with self.watch.during(what, group, on_device=True) as limit:
             _all_gather(whole, own, group, what, limit)
@@ -94,10 +87,10 @@ class Collectives:
         if ranks == 1:
             own = contribution
         else:
-            self.traffic.reduced_nbytes += contribution.nbytes
+            self.moved_nbytes["reduce-scatter"] += contribution.nbytes
             _exchange_and_sum(contribution, work.received, summed, self.reduce_group)
         if replicas > 1:
-            self.traffic.all_reduced_nbytes += own.nbytes + summed.nbytes
+            self.moved_nbytes["all-reduce"] += own.nbytes + summed.nbytes  # and gathered again
             rank, piece = self.replica_group.rank(), numel // replicas
             mine = summed[rank * piece : (rank + 1) * piece]
             # this rank's own elements, which the sum is written over, have been sent by then

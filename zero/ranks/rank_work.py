@@ -170,13 +170,9 @@ class SharedWork(RankWork):
 
     # ---------------------------------------------------------------- the whole
     def moved_nbytes(self) -> dict[str, int]:
-        traffic, theirs = self.collectives.traffic, self._experts.moved_nbytes()
-        own = {
-            "all-gather": traffic.gathered_nbytes,
-            "reduce-scatter": traffic.reduced_nbytes,
-            "all-reduce": traffic.all_reduced_nbytes,
-        }
-        return {name: nbytes + theirs.get(name, 0) for name, nbytes in own.items()}
+        own, theirs = self.collectives.moved_nbytes, self._experts.moved_nbytes()
+        names = ("all-gather", "reduce-scatter", "all-reduce")
+        return {name: own[name] + theirs.get(name, 0) for name in names}
 
     def lanes(self) -> list[Lane]:
         return [*(order.lane for order in self.orders()), self.ranks.watch.lane]

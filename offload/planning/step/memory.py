@@ -117,6 +117,13 @@ class PlannedMemory:
         # those of them that may be on disk; what fits in half of the window is not written
         self._on_disk = min(disk, self._parked) if self._parked > self._window // 2 else 0
         self._copies = find_copies(plan, config, model, workload.passes)
+        # gradients whose update within backward is late come on top
+        late = plan.expected[Tier.NVME].get(StateClass.GRADIENTS, 0)
+        self._late_nbytes = late if config.optimizer.in_backward is True else 0
+        self._copies_are_exact = not (self._copies.lacked_room or self._late_nbytes)
+        # the bytes on a GPU of copies of parameters that live elsewhere
+        left = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
+        self._mirrors = min(left, mirrors_nbytes(plan)) if plan.gpu else 0
 
     def estimate(self, capacities: Mapping[Tier, int] | None = None) -> MemoryEstimate:
         """The peaks, against the bytes that there are of each place (by default the budgets)."""
@@ -149,17 +156,6 @@ class PlannedMemory:
             bounds=frozenset(tier for tier, bound in is_bound.items() if bound),
         )
 
-    @property
-    def _late_nbytes(self) -> int:
-        """Most bytes of gradients whose update within backward is late, which come on top."""
-        if self._config.optimizer.in_backward is not True:
-            return 0
-        return self._plan.expected[Tier.NVME].get(StateClass.GRADIENTS, 0)
-
-    @property
-    def _copies_are_exact(self) -> bool:
-        return not (self._copies.lacked_room or self._late_nbytes)
-
     def _expected(self, tier: Tier) -> ByClass:
         """Return the bytes that the plan expects in a tier, without the window of activations."""
         by_class = dict.fromkeys(MemoryClass, 0)
@@ -182,13 +178,6 @@ class PlannedMemory:
         return PlaceEstimate(capacity_nbytes, {name: n for name, n in by_class.items() if n > 0})
 
     # ---------------------------------------------------------------- device
-    @property
-    def _mirrors(self) -> int:
-        """The bytes on a GPU of copies of parameters that live elsewhere."""
-        plan = self._plan
-        left = plan.budgets[Tier.DEVICE] - plan.total(Tier.DEVICE)
-        return min(left, mirrors_nbytes(plan)) if plan.gpu else 0
-
     def _gpu(self) -> ByClass:
         """GPU memory: the tier, one block, beside activations and the context."""
         budget, cache = self._plan.budgets[Tier.DEVICE], self._facts.cache_nbytes
@@ -270,27 +259,22 @@ class PlannedMemory:
         plan, by_class = self._plan, self._expected(Tier.NVME)
         left = max(0, plan.budgets[Tier.NVME] - sum(by_class.values()))
         replaced = by_class[MemoryClass.PARAMETERS] + by_class[MemoryClass.OPTIMIZER]
-        versions = int(plan.trains) * (2 if self._saves_beside else 1)
         if self._saves_beside:  # old versions of saves and of speculative updates share the room
-            kept = spare_nbytes(plan).files
+            versions, kept = 2, spare_nbytes(plan).files
         else:
+            versions = 1
             kept = sum(old.files for old in speculative_groups(plan, self._config).values())
-        moving = min(versions * replaced, self._movable_nbytes + kept, left)
+        # from the host memory beside what stays there, and on a CPU what it computes in
+        homes = plan.expected[Tier.HOST]
+        held = sum(homes.get(each, 0) for each in (*CLASSES, StateClass.ACTIVATIONS))
+        held += plan.shared.workspace_nbytes if plan.shared and not plan.gpu else 0
+        movable = max(0, plan.budgets[Tier.HOST] - held) + kept
+        moving = min(versions * replaced, movable, left) if plan.trains else 0
         by_class[MemoryClass.STAGING] += moving
         by_class[MemoryClass.ACTIVATIONS] = min(self._on_disk, left - moving)
         if self._copies_are_exact and plan.sharding.world_size == 1:
             by_class[MemoryClass.GRADIENTS] = self._copies.written_nbytes
         return by_class
-
-    @property
-    def _movable_nbytes(self) -> int:
-        """Bytes of host memory from which something on nvme can be written."""
-        plan = self._plan
-        homes = plan.expected[Tier.HOST]
-        held = sum(homes.get(each, 0) for each in (*CLASSES, StateClass.ACTIVATIONS))
-        if not plan.gpu:  # it computes there
-            held += plan.shared.workspace_nbytes if plan.shared else 0
-        return max(0, plan.budgets[Tier.HOST] - held)
 
     @property
     def _saves_beside(self) -> bool:
