@@ -490,7 +490,8 @@ def _check_model(model: nn.Module) -> None:
 def refuse_shared(model: nn.Module) -> None:
     """Raise StateError if a parameter of this model is in other tiers, also in closed ones."""
     for prefix, module in model.named_modules():
-        taken, owner = UnitHooks.has_an_engine(module), UnitHooks.owner_of(module)
+        owner = UnitHooks.owner_of(module)
+        taken = owner is not None
         for name, param in module.named_parameters(prefix=prefix, recurse=taken):
             if why_closed(param) is not None:
                 raise StateError(

@@ -33,7 +33,7 @@ def backend_alone(device_type: str, folder: str) -> dict[str, list[Tensor]]:
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     ranks = Ranks.meet(3, None, device, timeout_s=20)
     assert ranks.exchange([3, 4]).tolist() == [[3, 4]]
-    assert ranks.min(1 << 40) == 1 << 40
+    assert ranks.exchange([1 << 40]) == 1 << 40
     collectives = ranks.collectives()
     queues = OrderedWork("gathers", device), OrderedWork("reduces", device)
     given = [torch.arange(NUMEL, device=device, dtype=torch.float32) + n for n in range(ROUNDS)]

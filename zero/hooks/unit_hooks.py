@@ -85,14 +85,10 @@ class UnitHooks:
             self._install(inner, needed, is_expert=bool(unit.table), is_inner=True)
 
     @staticmethod
-    def has_an_engine(module: nn.Module) -> bool:
-        """Return whether an engine that is open calls for a module's parameters."""
-        return any(_hooks_of(module))
-
-    @staticmethod
     def owner_of(module: nn.Module) -> object | None:
-        """The owner of the hooks on a module, if there are any."""
-        return next((hook.owner for hook in _hooks_of(module)), None)
+        """The owner of the hooks of this library on a module; None if there are none."""
+        hooks = module._forward_pre_hooks.values()
+        return next((hook.owner for hook in hooks if isinstance(hook, _Hook)), None)
 
     def _install(
         self, module: nn.Module, groups: list[ParamGroup], *, is_expert: bool = False,
@@ -276,11 +272,6 @@ def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
             if id(inner) not in seen and next(inner.parameters(), None) is not None:
                 seen.add(id(inner))
                 yield unit, inner
-
-
-def _hooks_of(module: nn.Module) -> Iterator[_Hook]:
-    """Return the hooks of this library that are called before a module."""
-    return (each for each in module._forward_pre_hooks.values() if isinstance(each, _Hook))
 
 
 class _Hook:

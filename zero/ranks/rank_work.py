@@ -72,7 +72,7 @@ class SharedWork(RankWork):
         self.sharding = ranks.sharding
         self.collectives = ranks.collectives()
         self._itemsize = dtype.itemsize
-        room = ranks.min(memory.gather_nbytes)
+        room = int(ranks.exchange([memory.gather_nbytes], "the room to gather in").min())
         self._gatherer = Gatherer(self.collectives, memory.pool, room, ranks.device, memory.fences)
         same = ranks.same_experts(ep_size) if ep_size > 1 else None
         self._experts = RankWork()

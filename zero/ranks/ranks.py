@@ -20,7 +20,7 @@ from offload.tiers import accelerator
 from offload.tiers.errors import ConfigError, RankError
 from offload.zero.ranks.collectives import Collectives, Group, all_gather_flat
 from offload.zero.ranks.rank_watch import RankWatch
-from offload.zero.ranks.sharding import Sharding
+from offload.zero.ranks.sharding import ALONE, Sharding
 
 _MAX_TEXT_NBYTES = 500  # of an error's text sent to other ranks
 _FEW = 6  # numbers that go with the question
@@ -73,12 +73,26 @@ class Ranks:
         try:
             with watch.during("the meeting in offload.initialize") as limit:
                 control = _group_of(ranks, limit, "gloo")
-                _check_alike(alike or {}, control, device)
+            met = cls(ALONE, device, control, watch, owns_world)
+            if alike:
+                met._check_alike(alike)
             sharding = Sharding.of(stage, shard_group, len(ranks), ranks.index(mine))
         except BaseException:
             watch.close()
             raise
-        return cls(sharding, device, control, watch, owns_world)
+        return replace(met, sharding=sharding)
+
+    def _check_alike(self, alike: Mapping[str, str]) -> None:
+        """Raise ConfigError, on every rank, for the first key whose value differs somewhere."""
+        table = self.exchange([crc32(value.encode()) for value in alike.values()], "the settings")
+        for (key, value), column in zip(alike.items(), table.T, strict=True):
+            others = np.flatnonzero(column != column[0])
+            if len(others):
+                here = f"; here, on rank {self.rank}, it is {value}" if len(value) < 80 else ""
+                raise ConfigError(
+                    f"{key} has to be the same on all ranks, and rank {others[0]} has another one "
+                    f"than rank 0{here}"
+                )
 
     @property
     def rank(self) -> int:
@@ -118,10 +132,6 @@ class Ranks:
         return Collectives(gather, reduce, across, self.watch)
 
     # ---------------------------------------------------------------- small things
-    @property
-    def _control_device(self) -> torch.device:
-        return control_device(self.device, self.control)
-
     def note(self, what: str) -> None:
         """Note an action that all ranks have to take without exchanging anything: the next exchange
         compares the notes."""
@@ -142,15 +152,10 @@ class Ranks:
         bits = np.array(mine, dtype=np.float64).view(np.int64)
         return self.exchange(bits.tolist(), "gradient norms").view(np.float64)
 
-    def min(self, number: int) -> int:
-        """Return the minimum of all ranks' numbers."""
-        return int(self.exchange([number], "the least number").min())
-
     def _gather(self, numbers: torch.Tensor) -> np.ndarray:
-        mine = numbers.to(self._control_device)
-        rows = mine.new_empty(self.world_size * mine.numel())
-        all_gather_flat(rows, mine, self.control)
-        return rows.cpu().numpy().reshape(self.world_size, -1)
+        rows = numbers.new_empty(self.world_size * numbers.numel())
+        all_gather_flat(rows, numbers, self.control)
+        return rows.numpy().reshape(self.world_size, -1)
 
     @contextmanager
     def _together(
@@ -192,7 +197,7 @@ class Ranks:
     def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
         """Return the whole of the tensor `name`, of which each rank of this shard group has its
         part, and zeros for the rest. Bit for bit, in place."""
-        moved = parts.to(self._control_device)
+        moved = parts.cpu()
         bits = moved.view(torch.int32 if parts.element_size() == 4 else torch.int16)
         if bits.dtype is torch.int16:
             bits = bits.to(torch.int32)
@@ -206,7 +211,7 @@ class Ranks:
 
     def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the first rank's values of a tensor; all ranks have one of this shape."""
-        moved = tensor.detach().to(self._control_device, copy=True).contiguous()
+        moved = tensor.detach().to("cpu", copy=True).contiguous()
         with self._together("the broadcast of initial values"):
             dist.broadcast(moved.view(-1).view(torch.uint8), group=self.control, group_src=0)
         return moved.to(tensor.device)
@@ -223,7 +228,7 @@ class Ranks:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor (1D) to another rank, which must `receive` it."""
-        moved = tensor.to(self._control_device).contiguous()
+        moved = tensor.cpu().contiguous()
         with self._between(self.rank, to) as limit:
             work = dist.isend(moved, group=self.control, group_dst=to)
             assert work is not None, "of this group"
@@ -231,12 +236,12 @@ class Ranks:
 
     def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
         """Return a tensor that another rank sends, in host memory."""
-        received = torch.empty(numel, dtype=dtype, device=self._control_device)
+        received = torch.empty(numel, dtype=dtype)
         with self._between(source, self.rank) as limit:
             work = dist.irecv(received, group=self.control, group_src=source)
             assert work is not None, "of this group"
             work.wait(limit)
-        return received.cpu()
+        return received
 
     def all_succeeded(self, error: BaseException | None) -> str | None:
         """Return the first failing rank's error; None if all ranks succeeded."""
@@ -305,24 +310,6 @@ def data_ranks(members: DeviceMesh | None) -> list[int]:
     return ranks
 
 
-def _check_alike(alike: Mapping[str, str], control: Group, device: torch.device) -> None:
-    """Raise ConfigError, on every rank, for the first key with another value on another rank."""
-    digests = [crc32(value.encode()) for value in alike.values()]
-    mine = torch.tensor(digests, dtype=torch.int64, device=control_device(device, control))
-    rows = mine.new_empty(control.size() * len(digests))
-    if digests:
-        all_gather_flat(rows, mine, control)
-    table = rows.cpu().view(control.size(), len(digests))
-    for column, (key, value) in enumerate(alike.items()):
-        others = [rank for rank, crc in enumerate(table[:, column]) if crc != table[0, column]]
-        if others:
-            here = f"; here, on rank {control.rank()}, it is {value}" if len(value) < 80 else ""
-            raise ConfigError(
-                f"{key} has to be the same on all ranks, and rank {others[0]} has another one than "
-                f"rank 0{here}"
-            )
-
-
 def _group_of(ranks: Sequence[int], limit: timedelta, backend: str | None = None) -> Group:
     """Return a process group made by its own ranks alone, this one among them."""
     group: Group | None = dist.new_group(
@@ -338,7 +325,7 @@ def end_world() -> None:
         dist.destroy_process_group()
 
 
-def control_device(device: torch.device, group: Group | None = None) -> torch.device:
-    """Return the device where a group of ranks that compute on `device` can exchange numbers."""
-    gloo = "gloo" in str(dist.get_backend_config(group))
+def control_device(device: torch.device) -> torch.device:
+    """Return the device where all ranks, which compute on `device`, can exchange numbers."""
+    gloo = "gloo" in str(dist.get_backend_config())
     return torch.device("cpu") if gloo else device
