@@ -155,7 +155,9 @@ class Dispatched(TieredModel):
         self._give_out_values()
         self._attach_experts()
         self._store.start(self.module, self.values, self, self._begin_forward)  # the model keeps it
-        self._store.expect_model_order()
+        store = self._store  # the first pass fetches ahead, too, as if it came in the model's order
+        uses = [store.groups[index] for unit in store.units for index in unit.groups]
+        store.trace.assume([group.index for group in uses if store.table_of(group) is None])
         self._refuse_gradients()
         refuse_foreign_wrappers(self._store)
         self._keep_caches()

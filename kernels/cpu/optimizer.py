@@ -57,8 +57,6 @@ from offload.kernels.floats import (
 from offload.kernels.rules import Scalars, StateFormat
 from offload.kernels.variants import Master, master_of, names_of_states, variant_code
 
-__all__ = ["Master", "Missed", "optimizer_step", "scale_blocks"]
-
 _FP32 = np.dtype(np.float32)
 _INT16 = np.dtype(np.int16)
 _STATE_DTYPES = (_FP32, np.dtype(np.uint16), np.dtype(np.uint8))

@@ -67,6 +67,12 @@ class Generation:
         return self.prompt + self.new_tokens - 1
 
 
+def _kept_numel(layer: CachedLayer, tokens: int) -> int:
+    """The elements of a layer kept between two passes, when `tokens` have been seen."""
+    kept = tokens if layer.window is None else min(tokens, layer.window - 1)
+    return layer.token_numel * kept + layer.fixed_numel
+
+
 @dataclass(frozen=True)
 class CacheShape:
     """The caches of the layers in order; layers without a cache are left out.
@@ -79,11 +85,11 @@ class CacheShape:
 
     def kept_numel(self, tokens: int) -> int:
         """The elements that are kept of one sequence of `tokens`."""
-        return sum(layer.kept_numel(tokens) for layer in self.layers)
+        return sum(_kept_numel(layer, tokens) for layer in self.layers)
 
     def read_numel(self, tokens: int) -> int:
         """The elements that a pass of one token reads."""
-        return sum(layer.read_numel(tokens) for layer in self.layers)
+        return self.kept_numel(tokens) + self.token_numel
 
     @property
     def token_numel(self) -> int:
@@ -123,7 +129,8 @@ def generation_facts(
     )  # fmt: skip
     before, after = (element * cache.kept_numel(tokens) for tokens in (first, last))
     # the layer at work has its cache twice, before and behind the new token
-    copied = element * max((layer.read_numel(last) for layer in cache.layers), default=0)
+    reads = (_kept_numel(layer, last) + layer.token_numel for layer in cache.layers)
+    copied = element * max(reads, default=0)
     if in_tiers:
         before = after = copied = 0
     prefill_nbytes, decode_nbytes = prefill.peak_nbytes + before, decode.peak_nbytes + copied

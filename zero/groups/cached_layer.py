@@ -46,12 +46,3 @@ class CachedLayer:
         """Return the bytes of one token, as it is stored."""
         dims = (self.key_dim, self.value_dim)
         return self.heads * sum(vector_nbytes(dim, itemsize, int8=int8) for dim in dims)
-
-    def kept_numel(self, tokens: int) -> int:
-        """Return the elements kept between two passes, when `tokens` have been seen."""
-        kept = tokens if self.window is None else min(tokens, self.window - 1)
-        return self.token_numel * kept + self.fixed_numel
-
-    def read_numel(self, tokens: int) -> int:
-        """Return the elements that a pass of one token reads behind `tokens` others."""
-        return self.kept_numel(tokens) + self.token_numel

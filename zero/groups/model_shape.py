@@ -84,15 +84,6 @@ class ModelShape:
                 indices_of.setdefault(group.table, []).append(index)
         return {name: tuple(indices) for name, indices in indices_of.items()}
 
-    @property
-    def frozen(self) -> ModelShape:
-        """Return the same model when none of it is trained."""
-        groups = (
-            replace(group, params=tuple(replace(p, trainable=False) for p in group.params))
-            for group in self.groups
-        )
-        return replace(self, groups=tuple(groups))
-
     def stored(self, storage: Storage | None) -> ModelShape:
         """Return the same model with frozen weights as `storage` has them, apart from those that
         are trained, with None as it is. It must be the last of these changes.

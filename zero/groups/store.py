@@ -195,11 +195,6 @@ class WeightStore:
         assert self._hooks is not None, "installed by `start`"
         return self._hooks
 
-    def expect_model_order(self) -> None:
-        """Let the first pass fetch ahead, too, as if it called the modules in the model's order."""
-        uses = [index for unit in self.units for index in unit.groups]
-        self.trace.assume([index for index in uses if index not in self._tables])
-
     # ---------------------------------------------------------------- fetching
     def begin_forward(self) -> None:
         """Note that the whole model is called."""

@@ -36,7 +36,11 @@ class Case:
         frozen weights are as they are stored."""
         shape = self.source.shape
         if self.generation is not None:
-            shape = shape.frozen
+            groups = (
+                replace(group, params=tuple(replace(p, trainable=False) for p in group.params))
+                for group in shape.groups
+            )
+            shape = replace(shape, groups=tuple(groups))
         if not self.config.splits_experts(self.profile.ranks):
             shape = _joined(shape)
         shape = shape.stored(self.config.stored)
