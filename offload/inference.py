@@ -173,7 +173,8 @@ class Dispatched(TieredModel):
         self._kv = KVStore(
             KVHomes(self._tier_manager, self.plan, kv), weakref.proxy(store.fetcher), self.device,
             room_nbytes=kv_room_nbytes(self.plan, kv.computing), page_nbytes=kv.page_nbytes,
-            tokens=kv.planned_tokens, int8=self.config.kv.dtype == "int8", layers=kv.layers,
+            tokens=kv.tokens if kv.page_nbytes else 0, layers=kv.layers,
+            int8=self.config.kv.dtype == "int8",
             session=store.one_thread, check_usable=partial(_check_usable, weakref.ref(store)),
             trim=machine.trim_memory if self.device.type == "cpu" else None,
         )  # fmt: skip

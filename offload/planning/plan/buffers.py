@@ -85,9 +85,7 @@ class DevicePlan:
 
     ring_buffers: int
     ring_nbytes: int  # of one buffer
-    landing_buffers: (
-        int  # of as many bytes each, in host memory: for gradients that are added there
-    )
+    landing_buffers: int  # as long, in host memory: for gradients that are added there
     staging_buffers: int
     staging_nbytes: int  # of one buffer
     partials_numel: int  # fp64 sums of squares

@@ -30,10 +30,9 @@ class KVPlan:
 
     placement: Placement  # of full pages
     tokens: int  # of all sequences together
-    planned_tokens: int  # ... that the configuration names; 0: it names none
     layers: int
     token_nbytes: int  # of a token in all layers, as it is stored
-    page_nbytes: int | None  # of a page, about; None: as there is room
+    page_nbytes: int | None  # of a page, about; None: as there is room, for tokens are not planned
     computing: Tier
     expected: Mapping[Tier, int]  # bytes
 
@@ -56,10 +55,8 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
         expected[Tier.HOST] += 2 * page
     for tier, share in placement.shares:
         expected[tier] += sum(_whole(int(tokens * each * share)) + page for each in stored)
-    known, planned = (page, tokens) if config.kv.tokens else (None, 0)
-    return KVPlan(
-        placement, tokens, planned, len(stored), sum(stored), known, computing, expected
-    )  # fmt: skip
+    known = page if config.kv.tokens else None
+    return KVPlan(placement, tokens, len(stored), sum(stored), known, computing, expected)
 
 
 def _whole(nbytes: int) -> int:

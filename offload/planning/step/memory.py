@@ -114,6 +114,9 @@ class PlannedMemory:
             self._window, disk = saved.window_nbytes, saved.disk_nbytes
         # the bytes that forward saves and another tier takes
         self._parked = min(facts.saved_nbytes, self._window + disk)
+        # ... and the peak of tensors where the model computes, with those that neither has room for
+        stayed = facts.peak_elsewhere_nbytes + facts.saved_nbytes - self._parked
+        self._tensors = facts.peak_nbytes if saved is None else min(facts.peak_nbytes, stayed)
         # those of them that may be on disk; what fits in half of the window is not written
         self._on_disk = min(disk, self._parked) if self._parked > self._window // 2 else 0
         self._copies = find_copies(plan, config, model, workload.passes)
@@ -190,15 +193,6 @@ class PlannedMemory:
         return by_class
 
     # ---------------------------------------------------------------- RAM
-    @property
-    def _tensors(self) -> int:
-        """The bytes of tensors where the model computes, at the peak of a forward and backward
-        pass; includes saved tensors for which the window and the disk have no room."""
-        if self._plan.activations is None:
-            return self._facts.peak_nbytes
-        stayed = self._facts.saved_nbytes - self._parked
-        return min(self._facts.peak_nbytes, self._facts.peak_elsewhere_nbytes + stayed)
-
     def _waiting(self, tier: Tier) -> int:
         """The bytes of the window that activations fill; 0 if it is not in `tier`."""
         there = self._plan.activations is not None and self._plan.activations.window_tier is tier
