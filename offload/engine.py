@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ from offload.zero.groups.model_shape import GroupShape
 from offload.zero.groups.parameter_grouping import ParameterGrouping, managed
 from offload.zero.groups.store import WeightStore
 from offload.zero.groups.values import ParameterValues
-from offload.zero.ranks.ranks import Ranks, data_ranks
+from offload.zero.ranks.ranks import Ranks, data_ranks, end_world
 from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.runtime import Runtime, RuntimeOptions
 from offload.zero.step.stepper import StepRules
@@ -520,8 +521,8 @@ class Engine(TieredModel):
         self._closed = True
         meshed = None if self._tensor_parallel is None else self._tensor_parallel.ranks
         for ranks in (self.ranks, meshed):
-            if ranks is not None:
-                ranks.watch.leave_after_error()  # before anything waits for the others
+            if ranks is not None and sys.exception() is not None:
+                ranks.watch.leave()  # before anything waits for the others
         if self._activations is not None:
             self._activations.remove()
         super()._close()
@@ -534,7 +535,8 @@ class Engine(TieredModel):
         finally:
             if self.ranks is not None:
                 self.ranks.watch.close()
-                self.ranks.leave()
+                if self.ranks.owns_world:
+                    end_world()
 
 
 def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:

@@ -30,7 +30,7 @@ from offload.checkpoint.format.manifest import (
     RunRecord,
 )
 from offload.checkpoint.format.safetensors_file import optimizer_sections
-from offload.checkpoint.format.user_state import STATE, packed, tensor_records
+from offload.checkpoint.format.user_state import DTYPE_NAMES, STATE, packed, tensor_records
 from offload.checkpoint.format.writer import CheckpointWriter, fields_of, group_record
 from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
@@ -48,7 +48,6 @@ from offload.tiers.errors import (
     OffloadError,
     UnsupportedError,
 )
-from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.step.records import RecordFormat
 
 _log = logging.getLogger("offload")

@@ -13,8 +13,8 @@ import torch
 from offload.checkpoint.format.disk import OpenFile
 from offload.checkpoint.format.manifest import MANIFEST, PARAMETERS, is_data_file
 from offload.checkpoint.format.safetensors_file import StoredTensor, parse_header
+from offload.checkpoint.format.user_state import DTYPES
 from offload.tiers.errors import CheckpointError
-from offload.zero.groups.bits import DTYPES
 
 _PIECE_NUMEL = 1 << 22
 

@@ -288,11 +288,6 @@ class RankWatch:
         self._wake.set()
         self._told_all.wait(1.5)
 
-    def leave_after_error(self) -> None:
-        """Call `leave`, if an exception is being handled."""
-        if sys.exception() is not None:
-            self.leave()
-
     @property
     def is_leaving(self) -> bool:
         """Whether this rank takes part in nothing any more: it has left, or a collective failed."""

@@ -257,11 +257,6 @@ class Ranks:
         what = f"the sending of tensors from rank {source} to rank {to}"
         return self.watch.during(what, members=(source, to))
 
-    def leave(self) -> None:
-        """End the process group, if it was made here."""
-        if self.owns_world:
-            end_world()
-
 
 def _digest(tensor: torch.Tensor) -> int:
     """Return a digest of a tensor's format and values, of 63 bits."""

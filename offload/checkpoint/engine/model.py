@@ -22,13 +22,13 @@ from offload.checkpoint.format.manifest import (
     ParameterRecord,
     ParamGroupRecord,
 )
+from offload.checkpoint.format.user_state import DTYPE_NAMES
 from offload.checkpoint.format.writer import fields_of
 from offload.kernels.floats import Array
 from offload.kernels.rules import BLOCK, StateFormat
 from offload.kernels.variants import Master
 from offload.swap.states.state import State
 from offload.tiers.errors import StateError, UnsupportedError
-from offload.zero.groups.bits import DTYPE_NAMES
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.step.records import RecordFormat

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from offload.checkpoint.format.user_state import DTYPE_NAMES
 from offload.tiers.errors import CheckpointError, UnsupportedError
-from offload.zero.groups.bits import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained

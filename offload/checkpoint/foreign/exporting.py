@@ -40,12 +40,12 @@ from offload.checkpoint.format.disk import (
 from offload.checkpoint.format.manifest import ModelRecord, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, StoredTensor, TensorInfo
+from offload.checkpoint.format.user_state import DTYPE_NAMES
+from offload.checkpoint.format.user_state import DTYPES as TORCH_DTYPES
 from offload.kernels.cpu.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
 from offload.tiers.errors import PathError
 from offload.tiers.units import parse_bytes
-from offload.zero.groups.bits import DTYPE_NAMES
-from offload.zero.groups.bits import DTYPES as TORCH_DTYPES
 
 SHARD = "5GB"
 Write = Callable[[str, torch.Tensor], None]  # a tensor's name, and its next bytes (1D uint8)

@@ -22,7 +22,15 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import StoredTensor
 from offload.display.plain_text import plain
 from offload.tiers.errors import CheckpointError, UnsupportedError
-from offload.zero.groups.bits import DTYPE_NAMES, DTYPES
+
+# By their names in safetensors files.
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 STATE = "state"  # the name of the user's own state in a run's file
 _CODES = "?" + np.typecodes["AllInteger"] + "efdFDSU"
