@@ -82,10 +82,7 @@ class GradientAccumulator:
     def has_any(self) -> bool:
         return bool(self.passes.any())
 
-    @property
-    def holds_any(self) -> bool:
-        """Whether there are gradients to clear."""
-        return self.has_any
+    holds_any = has_any  # gradients to clear
 
     def add(self, index: int, gradient: torch.Tensor) -> bool:
         """Take in a gradient of parameter `index`. Returns False if the update must not count on it

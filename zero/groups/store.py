@@ -329,7 +329,7 @@ class WeightStore:
         if self._hooks is not None:
             self._hooks.remove()
         if why is not None:
-            self._released.close(why)
+            self._released.closed = why
         for each in self.on_close:
             each()
         for group in self.groups:

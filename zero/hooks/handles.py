@@ -110,12 +110,8 @@ class SavedTensor:
 
     def tensor(self) -> torch.Tensor:
         if self._detached._version != self._version:
-            _refuse(self._detached, self._version, _described(self._shape))
+            _refuse(self._detached, self._version, f"a tensor of shape {tuple(self._shape)}")
         return self._detached if self._parked is None else self._parked.tensor()
-
-
-def _described(shape: torch.Size) -> str:
-    return f"a tensor of shape {tuple(shape)}"
 
 
 def _refuse(counter: torch.Tensor, saved: int, what: str) -> NoReturn:
@@ -215,7 +211,7 @@ class HandleTable:
             kept: _Kept = packed
             tensor, version = kept
             if tensor._version != version:
-                _refuse(tensor, version, _described(tensor.shape))
+                _refuse(tensor, version, f"a tensor of shape {tuple(tensor.shape)}")
             return tensor
         if kind is Handle:
             return self._view(packed)

@@ -110,7 +110,7 @@ class ReleasedParameters:
         self._classes: dict[type, Classes] = {}
         self._released: dict[type, type] = {}  # class of released ones -> their own
         self._sources: weakref.WeakSet[ParameterSource] = weakref.WeakSet()
-        self._closed: str | None = None  # what is said of them then
+        self.closed: str | None = None  # the StateError of a use, once the values are gone
         # set by `connect`; before that nothing is released
         self._handles: HandleTable
         self._join_call: Callable[[Sequence[ParamGroup]], bool]
@@ -123,10 +123,6 @@ class ReleasedParameters:
         """`join_call` lets the module call under way gather groups until it ends; False if there is
         none."""
         self._handles, self._join_call, self._values = handles, join_call, values
-
-    def close(self, text: str) -> None:
-        """The values are gone: uses raise a StateError with that text."""
-        self._closed = text
 
     def classes_of(self, kind: type) -> Classes:
         """Return the classes of parameters that are a `kind` by themselves."""
@@ -160,7 +156,7 @@ class ReleasedParameters:
         body = {
             "__torch_function__": classmethod(torch_function), "__deepcopy__": deepcopy,
             "set_": set_, "use_below_python": staticmethod(self._use_below),
-            "why_closed": staticmethod(lambda: self._closed),
+            "why_closed": staticmethod(lambda: self.closed),
         }  # fmt: skip
         return _subclass(kind, body)
 
@@ -252,8 +248,8 @@ class ReleasedParameters:
         return place[0].layout.params[place[1]].name
 
     def _check(self, params: Sequence[nn.Parameter]) -> None:
-        if self._closed is not None:
-            raise StateError(f"{self._name_of(params[0])}: {self._closed}")
+        if self.closed is not None:
+            raise StateError(f"{self._name_of(params[0])}: {self.closed}")
         for param in params:
             if self._packed_of(param) is None and self._find(param) is None:
                 raise UnsupportedError(
