@@ -70,7 +70,8 @@ def linear_cross_entropy(
 
     Parts take at most as many bytes as the fp32 logits of `chunk` tokens (by default 1,024, or as
     many as take 64 MiB), in backward with the fp32 sum for hidden (unless that leaves less than a
-    quarter), and beside them there are the gradients alone. Results depend on `chunk` by rounding.
+    quarter, or an eighth of that sum), and beside them there are the gradients alone. Results
+    depend on `chunk` by rounding.
     Under autocast, hidden and head are cast as `F.linear` casts them. The head may be a parameter
     in tiers: its values stay for all parts.
 
@@ -138,7 +139,8 @@ class Options:
             each += hidden.itemsize
             if columns:
                 other += hidden.shape[1]  # the head's rows in fp32, and the sum for hidden
-                room = max(room // 4, room - 4 * hidden.numel())
+                of_hidden = 4 * hidden.numel()
+                room = max(room // 4, room - of_hidden, of_hidden // 8)  # few columns are slow
         size = max(1, room // (each * max(1, other)))
         if columns and size > _ALIGNED:
             size -= size % _ALIGNED

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from offload.swap.activations import DEVICE_NBYTES
 from offload.swap.activations.activation_backlog import Backlog
 from offload.swap.activations.activation_record import DeviceCopy, SavedPiece, SavedStorage
 from offload.swap.device.device_slot import Links
@@ -19,7 +20,6 @@ from offload.tiers.accelerator import Stream
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
-DEVICE_NBYTES = 256 << 20  # device memory that copies in flight may hold, in each direction
 _NOT_THERE = (Residency.ABSENT, Residency.ARRIVING)
 
 
@@ -35,9 +35,9 @@ class CopiesInFlight:
         """The copy's memory, `nbytes` of which it moves, must not be given out again before it is
         done.
 
-        Where too much is held, the stream of the oldest memory waits for its copy: what is made on
-        that stream from here on may then take its place, without this thread waiting, which may be
-        any thread.
+        Where too much is held, by more than one copy, the stream of the oldest memory waits for its
+        copy: what is made on that stream from here on may then take its place, without this thread
+        waiting, which may be any thread.
         """
         with self._lock:
             if not copy.mark.done():
@@ -46,7 +46,7 @@ class CopiesInFlight:
             while self._copies:
                 oldest, held = self._copies[0]
                 if not oldest.mark.done():
-                    if self._nbytes <= DEVICE_NBYTES:
+                    if self._nbytes <= DEVICE_NBYTES or len(self._copies) == 1:
                         return
                     oldest.mark.before(oldest.stream)
                 self._copies.popleft()

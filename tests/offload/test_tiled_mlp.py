@@ -21,8 +21,15 @@ from offload.gpt import GatedMlp, LanguageModel, build_meta_model
 from offload.losses.tiled_mlp import tile_mlps
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
+from offload.planning.choice.planner import plan_run
+from offload.planning.choice.solver import RunFacts
+from offload.planning.machine.baseline import known_baseline
+from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import Workload
+from offload.planning.plan.plan import Hardware
 from offload.process.child import child_environment
+from offload.tiers.tier import Tier
+from offload.zero.groups.parameter_grouping import group_parameters
 from tests.offload.engine_cases import DEVICE, HOST, NVME, config, seeded
 from tests.planning.real_pass import real_facts
 
@@ -269,25 +276,48 @@ def test_configurations_that_are_refused() -> None:
 
 
 # ---------------------------------------------------------------- memory
-def facts(model: dict[str, Any], length: int, device: str, **activations: Any) -> ActivationFacts:
-    """One pass in bf16 with recomputation."""
+def loaded(model: dict[str, Any], length: int, **activations: Any) -> OffloadConfig:
+    """A configuration in bf16 with states on host and recomputation."""
     shape = {**model, "max_sequence": length}
-    settings = {"checkpoint": True, **activations}
-    of = {"precision": "bf16", "train": {"model": shape}, "placement": {"activations": settings}}
-    loaded = OffloadConfig.load(of)
-    return trace_activations(build_meta_model(loaded), loaded, Workload(1, length), device=device)
+    placement = {**HOST, "activations": {"checkpoint": True, **activations}}
+    keys = {"precision": "bf16", "train": {"model": shape}, "placement": placement}
+    return OffloadConfig.load(keys)
+
+
+def facts(model: dict[str, Any], length: int, device: str, **activations: Any) -> ActivationFacts:
+    """One pass."""
+    config = loaded(model, length, **activations)
+    return trace_activations(build_meta_model(config), config, Workload(1, length), device=device)
+
+
+def test_128k_tokens_of_one_sequence_are_planned_for_8b_on_80_gb() -> None:
+    """Block inputs wait on the host; without that, and without tiles, a pass takes 64 GB."""
+    shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336}
+    shape |= {"vocab": 128256, "tied": False}
+    config = loaded(shape, 131072, tier="host", tiled_mlp=16384)
+    model = build_meta_model(config)
+    traced = trace_activations(model, config, Workload(1, 131072), device="cuda")
+    assert traced.peak_elsewhere_nbytes < 15e9
+    assert 2 * 131072 * 4096 * 32 < traced.saved_nbytes < 37e9
+    gib = 1 << 30
+    grouped = group_parameters(model, config.groups.blocks).shape()
+    run = RunFacts(
+        Workload(1, 131072), NOMINAL, lambda config: traced, known_baseline("bf16", gpu=True)
+    )
+    hardware = Hardware(80 * 10**9, 256 * gib, 254 * gib, gib)
+    plan = plan_run(config, grouped, hardware, run)
+    assert plan.fits
+    gpu, ram = (plan.memory.places[tier] for tier in (Tier.DEVICE, Tier.HOST))
+    assert gpu.peak_nbytes < 40e9
+    assert ram.peak_nbytes < 160e9  # 112 of states, 37 of block inputs, libraries, pinning
 
 
 def test_traces_count_what_a_pass_takes_and_computes() -> None:
     """Of the second computation the last product is not needed, but made."""
     shape: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "mlp": 1024, "vocab": 256}
     whole, tiled = (facts(shape, 640, "cpu", tiled_mlp=tile) for tile in (None, 64))
-    loaded = OffloadConfig.load({
-        "device": "cpu", "precision": "bf16",
-        "placement": {"activations": {"checkpoint": True, "tiled_mlp": 64}},
-    })  # fmt: skip
     model = seeded(lambda: LanguageModel(ModelConfig(**shape, max_sequence=640)))
-    assert real_facts(model, loaded, Workload(1, 640)) == tiled
+    assert real_facts(model, loaded(shape, 640, tiled_mlp=64), Workload(1, 640)) == tiled
     assert tiled.forward.flops == whole.forward.flops
     assert tiled.backward.flops - whole.backward.flops == 3 * 2 * 640 * 64 * 1024
     assert whole.peak_nbytes - tiled.peak_nbytes > 4 * 2 * (640 - 64) * 1024
@@ -327,3 +357,12 @@ def test_a_long_sequence_in_a_process_of_its_own_takes_one_tile() -> None:
     whole, tiled = taken(0), taken(512)
     assert whole > 6 * wide
     assert tiled < whole / 3  # the rest are holes in freed memory: 87 MB by the trace
+
+
+def test_copies_on_their_way_are_counted_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"layers": 3, "hidden": 256, "heads": 4, "mlp": 256, "vocab": 256}
+    peaks = []
+    for nbytes in (0, 1 << 30):  # one copy at a time, or all
+        monkeypatch.setattr("offload.planning.activations.trace.DEVICE_NBYTES", nbytes)
+        peaks.append(facts(shape, 2048, "cuda").peak_elsewhere_nbytes)
+    assert peaks[1] - peaks[0] >= 2 * 2048 * 256  # the first block's input

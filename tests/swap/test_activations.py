@@ -16,6 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offload.swap.activations import DEVICE_NBYTES
+from offload.swap.activations.activation_record import DeviceCopy
+from offload.swap.activations.activation_returns import CopiesInFlight
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier, Parked
 from offload.swap.device.device_slot import Links
@@ -168,6 +171,30 @@ def test_without_a_store_the_window_is_their_home(make: Make) -> None:
 
 
 # ------------------------------------------------------------------------------ budgets
+def test_one_copy_of_any_size_may_be_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's input of a long sequence leaves while the block computes; a second one waits."""
+
+    class Mark:
+        ended = False
+
+        def done(self) -> bool:
+            return self.ended
+
+        def before(self, stream: Any) -> None:
+            waits.append(self)
+
+    waits: list[Mark] = []
+    marks = [Mark() for _ in range(4)]
+    copies = CopiesInFlight(threading.RLock())
+    nbytes = DEVICE_NBYTES + 1
+    for index, mark in enumerate(marks[:3]):
+        copies.hold(DeviceCopy(torch.empty(0), mark, None), nbytes)  # type: ignore[arg-type]
+        assert waits == marks[:index]
+    marks[2].ended = True
+    copies.hold(DeviceCopy(torch.empty(0), marks[3], None), nbytes)  # type: ignore[arg-type]
+    assert waits == marks[:2]
+
+
 def test_a_full_disk_leaves_the_rest_where_it_is_and_says_so_once(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

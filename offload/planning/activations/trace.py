@@ -46,7 +46,7 @@ from offload.planning.activations.traced_blocks import (
 from offload.planning.activations.valueless import WithoutValues, valueless
 from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import MIN_WINDOW_NBYTES
-from offload.swap.activations import MIN_NBYTES, WHOLE
+from offload.swap.activations import DEVICE_NBYTES, MIN_NBYTES, WHOLE
 from offload.swap.activations.activations import span_of
 from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, UnsupportedError
@@ -254,15 +254,19 @@ def _leaving(model: nn.Module, away: SavedElsewhere) -> AbstractContextManager[N
 # Simulated without moving, by the rules of `swap/activations`: storages of 128 KiB and more move
 # whole, each once, unless only a small part of one is saved; inputs, parameters and buffers stay.
 # What comes back is a new storage. On a CPU it counts only if it may be larger than a slot of the
-# window; a smaller one is used in place in the window.
+# window; a smaller one is used in place in the window. On a GPU storages stay while they are copied
+# and come ahead of use, as many as copies in flight may hold.
 class _LeftStorage:
     """The bytes of a moved storage; it stays on the device while other tensors refer to it."""
 
     def __init__(self, storage: torch.UntypedStorage, version: int, span: tuple[int, int]) -> None:
         self.version = version
         self.start_bytes, self.stop_bytes = span
+        self.nbytes = span[1] - span[0]
         self.there = weakref.ref(storage)
         self.there_start_bytes = 0  # where the storage that is there begins, of the first one
+        self.number = 0
+        self.copied: torch.UntypedStorage | None = None  # while a copy in flight needs it
 
     def covers(self, storage: torch.UntypedStorage, version: int, span: tuple[int, int]) -> bool:
         inside = self.start_bytes <= span[0] and span[1] <= self.stop_bytes
@@ -300,6 +304,7 @@ class SavedElsewhere:
         self._live = live
         self._in_place = in_place
         self._left: weakref.WeakValueDictionary[int, _LeftStorage] = weakref.WeakValueDictionary()
+        self._order: list[weakref.ref[_LeftStorage]] = []
 
     def keep(self, tensor: Tensor) -> _LeftTensor | None:
         """Move the tensor away; return None if it stays."""
@@ -320,17 +325,41 @@ class SavedElsewhere:
             if storage.nbytes() <= WHOLE * (span[1] - span[0]):
                 span = 0, storage.nbytes()
             record = self._left[storage._cdata] = _LeftStorage(storage, version, span)
+            if not self._in_place:
+                record.number, record.copied = len(self._order), storage
+                self._order.append(weakref.ref(record))
+                self._copy(len(self._order), arriving=False)
         return record
+
+    def _copy(self, number: int, *, arriving: bool) -> None:
+        """Let copies of records before `number`, the latest first, hold what they may at most:
+        of those that leave, or of those that are `arriving` ahead of use."""
+        living = [record for record in (ref() for ref in self._order) if record is not None]
+        nbytes = sum(r.nbytes for r in living if r.number >= number and r.copied is not None)
+        for record in reversed([each for each in living if each.number < number]):
+            if record.copied is None and (not arriving or record.there() is not None):
+                continue
+            nbytes += record.nbytes
+            if nbytes > max(DEVICE_NBYTES, record.nbytes):
+                record.copied = None
+                if arriving:
+                    return
+            elif record.copied is None:
+                record.copied = self._made(record)
 
     def restore(self, record: _LeftStorage) -> torch.UntypedStorage:
         """Return the record's bytes where the model computes."""
-        storage = record.there()
-        if storage is None:
-            nbytes = record.stop_bytes - record.start_bytes
-            in_window = self._in_place and nbytes <= _MIN_SLOT_NBYTES
-            with self._live.counting(not in_window):
-                # zeros, where there are values at all: indices have to be some
-                storage = torch.zeros(nbytes, dtype=torch.uint8).untyped_storage()
-            record.there = weakref.ref(storage)
-            record.there_start_bytes = record.start_bytes
+        storage = record.there() or self._made(record)
+        record.copied = None
+        if not self._in_place:
+            self._copy(record.number, arriving=True)
+        return storage
+
+    def _made(self, record: _LeftStorage) -> torch.UntypedStorage:
+        in_window = self._in_place and record.nbytes <= _MIN_SLOT_NBYTES
+        with self._live.counting(not in_window):
+            # zeros, where there are values at all: indices have to be some
+            storage = torch.zeros(record.nbytes, dtype=torch.uint8).untyped_storage()
+        record.there = weakref.ref(storage)
+        record.there_start_bytes = record.start_bytes
         return storage

@@ -97,9 +97,10 @@ class Estimator:
     ) -> ActivationFacts:
         """One pass, found once per kind of pass and workload."""
         source, device = case.source, "cuda" if case.profile.gpu_nbytes else "cpu"
-        checkpoint = config.placement.activations.checkpoint if trains else None
+        given = config.placement.activations
+        settings = (given.checkpoint, given.tiled_mlp) if trains else None
         work = workload.batch, workload.sequence
-        key = source.fingerprint, config.precision, checkpoint, work, device
+        key = source.fingerprint, config.precision, settings, work, device
         if key not in self._passes:
             self._passes[key] = source.activations(config, workload, device, trains=trains)
         return self._passes[key]

@@ -132,6 +132,7 @@ def _pass_parts(config: OffloadConfig, workload: Workload, device: str) -> dict[
         "blocks": config.groups.blocks,
         "recompute": config.placement.activations.checkpoint,
         "chunked loss": config.loss.chunked,
+        "tiled MLP": config.placement.activations.tiled_mlp,
         "batch": workload.batch,
         "sequence": workload.sequence,
     }
