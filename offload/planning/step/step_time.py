@@ -48,7 +48,7 @@ READ, WRITE = "nvme read", "nvme write"
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 
 _STEPS = 4  # of which the last one counts
-_MAX_GAPS = 64  # of a link that are remembered, the last ones
+_MAX_GAPS = 16  # of a link that are remembered, the last ones
 # What one request takes of the interpreter, which the model's thread has to share: measured where
 # chunks are chosen (`chunk_and_prefetch.py`), on two cores of an AMD EPYC.
 _REQUEST_CALL_S = 150e-6
@@ -112,7 +112,7 @@ class _Link(_Clock):
     gaps: list[tuple[float, float]] = field(default_factory=list)
 
     def take(self, ready_s: float, seconds: float) -> float:
-        for index, (start_s, stop_s) in enumerate(self.gaps):
+        for index, (start_s, stop_s) in enumerate(self.gaps if ready_s < self.free_s else ()):
             end_s = max(start_s, ready_s) + seconds
             if end_s <= stop_s:
                 self.gaps[index : index + 1] = [(start_s, end_s - seconds), (end_s, stop_s)]
