@@ -4,8 +4,8 @@
     filled    everything in the slowest tier, then raised class by class: whole, or the largest
               share that the faster tier holds; in every order of the classes, and once more
               without nvme, which costs buffers and windows in memory as soon as anything is there
-    in parts  on a GPU also with less of the first class: fewer weights leave room to the others,
-              less of the others leaves room to copies of weights
+    near      others than a known one, with less of one class on the device, and more of another:
+              what is free there holds copies of weights
 
 Shares are whole per cents. The search is deterministic, in the order of classes and tiers.
 """
@@ -19,8 +19,6 @@ from offload.planning.plan.sizes import CLASSES, Placements
 from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import TIERS, Tier
-
-_PARTS = (1.0, 7 / 8, 3 / 4, 1 / 2)  # of what a device can hold of the first class
 
 # Of classes that the configuration does not name, fastest first.
 OpenTiers = Mapping[StateClass, tuple[Tier, ...]]
@@ -47,23 +45,37 @@ def corners(named: Placements, open_tiers: OpenTiers) -> Iterator[Placements]:
 
 
 def filled(
-    named: Placements, open_tiers: OpenTiers, lacking: Lacking, min_percent: int, *,
-    in_parts: bool,
-) -> Iterator[Placements]:  # fmt: skip
+    named: Placements, open_tiers: OpenTiers, lacking: Lacking, min_percent: int
+) -> Iterator[Placements]:
     """Placements filled tier by tier, possibly repeated. `min_percent`: what is worth a split."""
     without = {c: without_files(tiers) for c, tiers in open_tiers.items()}
-    choices = (open_tiers, without) if without != open_tiers else (open_tiers,)
-    for tiers_of, part in itertools.product(choices, _PARTS if in_parts else _PARTS[:1]):
+    for tiers_of in (open_tiers, without) if without != open_tiers else (open_tiers,):
         for order in _orders(tiers_of):
             lowest = _whole({c: tiers[-1] for c, tiers in tiers_of.items()})
             placements: Placements = {**named, **lowest}
-            alone = part < 1 and order[:1] != (StateClass.PARAMETERS,)
             for tier, placed in itertools.product(TIERS, order):
-                in_part = tier.on_device and placed is order[0]
-                if tier in open_tiers[placed][:-1] and (in_part or not (tier.on_device and alone)):
-                    some = part if in_part else 1.0
-                    placements = _raised(placements, placed, tier, lacking, min_percent, some)
+                if tier in open_tiers[placed][:-1]:
+                    placements = _raised(placements, placed, tier, lacking, min_percent)
             yield placements
+
+
+def near(
+    placements: Placements, open_tiers: OpenTiers, lacking: Lacking, percent: int
+) -> Iterator[Placements]:
+    """Placements with up to `percent` more of one class on the device; or that much less, and as
+    much as then fits of another one, or of none."""
+    there = [c for c, tiers in open_tiers.items() if tiers[0].on_device and len(tiers) > 1]
+    for placed in there:
+        here, (device, *below) = placements[placed], open_tiers[placed]
+        yield _raised(placements, placed, device, lacking, 1, percent)
+        move = min(percent / 100, share_of(here, device))
+        if move:
+            to = next((each for each in reversed(below) if share_of(here, each)), below[0])
+            lowered = {**placements, placed: shifted(here, to, device, move)}
+            yield lowered
+            for more in there:
+                if more is not placed:
+                    yield _raised(lowered, more, device, lacking, 1)
 
 
 def _whole(homes: Mapping[StateClass, Tier]) -> dict[StateClass, Placement]:
@@ -72,9 +84,9 @@ def _whole(homes: Mapping[StateClass, Tier]) -> dict[StateClass, Placement]:
 
 def _raised(
     placements: Placements, placed: StateClass, tier: Tier, lacking: Lacking, min_percent: int,
-    part: float,
+    most_percent: int = 100,
 ) -> Placements:  # fmt: skip
-    """Raise a `part` of what fits into `tier` of the class, from the slowest tier with some."""
+    """Raise as much of the class as fits into `tier`, from the slowest tier with some of it."""
     here = placements[placed]
     source = next((each for each in reversed(tier.slower) if share_of(here, each)), None)
     if source is None:
@@ -95,8 +107,8 @@ def _raised(
         own = lacking(raised, tier)
         return max(own, more) if more else own
 
-    max_percent = round(100 * share_of(here, source))
-    percent = int(part * _largest(max_percent, lacks))
+    max_percent = min(round(100 * share_of(here, source)), most_percent)
+    percent = _largest(max_percent, lacks)
     return moved(percent) if percent >= min(min_percent, max_percent) else placements
 
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import NOTHING, ActivationFacts, fragmentation_nbytes
-from offload.planning.choice.placement_search import corners, filled, without_files
+from offload.planning.choice.placement_search import corners, filled, near, without_files
 from offload.planning.machine.baseline import Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.builder import PlanBuilder, reserve_nbytes
@@ -51,6 +51,7 @@ _CHECKPOINTS = (False, "selective", True)
 _CANDIDATES = 12
 _FEW_GROUPS = 1_000
 _CANDIDATES_LARGE = 3  # of a model with more: each takes seconds
+_NEAR_PERCENTS = (25, 10)  # of a class, between the device and the tier below it
 _FAR = 2.0  # times the best one's time of the slowest link: not worth timing
 _BESIDE = 0.01  # of links beside the slowest: of plans that are as fast the one that moves less
 _WORTH = 5  # per cent of a class: less is no reason for a split
@@ -215,17 +216,29 @@ class _Search:
         ranked = self._ranked(corners(named, self._open_tiers))
         for min_percent in (_WORTH, 1):
             if min_percent == _WORTH or ranked[0].rank[0]:
-                more = filled(
-                    named, self._open_tiers, self._lacking, min_percent,
-                    in_parts=few and self._builder.gpu,
-                )  # fmt: skip
+                more = filled(named, self._open_tiers, self._lacking, min_percent)
                 ranked = self._ranked(itertools.chain((c.plan.placements for c in ranked), more))
         far_s = _FAR * ranked[0].links_s
-        near = ranked[:2] + [each for each in ranked[2:] if each.links_s <= far_s]
-        if self._run is None:
-            return near[:2]
+        best = ranked[:2] + [each for each in ranked[2:] if each.links_s <= far_s]
         count = _CANDIDATES if few else _CANDIDATES_LARGE
-        return [self._timed(each, self._run) for each in near[:count]]
+        candidates = [self._timed(each) for each in best[: count if self._run is not None else 2]]
+        return self._with_nearer(candidates) if few and self._builder.gpu else candidates
+
+    def _with_nearer(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Add placements near the fastest one that fits, as long as that finds faster ones."""
+        tried = {_key(each.plan.placements) for each in candidates}
+        for percent in _NEAR_PERCENTS:
+            before_s = math.inf
+            while fitting := [each for each in candidates if each.fits]:
+                fastest = min(fitting, key=lambda each: each.seconds)
+                if fastest.seconds > (1 - _AS_FAST) * before_s:
+                    break
+                before_s = fastest.seconds
+                around = near(fastest.plan.placements, self._open_tiers, self._lacking, percent)
+                others = {_key(each): each for each in around if _key(each) not in tried}
+                tried |= others.keys()
+                candidates += [self._timed(self._candidate(each)) for each in others.values()]
+        return candidates
 
     def _ranked(self, placements: Iterable[Placements]) -> list[Candidate]:
         different = {_key(each): each for each in placements}
@@ -252,7 +265,10 @@ class _Search:
             self._plans[key] = self._builder.build(placements)
         return self._plans[key]
 
-    def _timed(self, candidate: Candidate, run: RunFacts) -> Candidate:
+    def _timed(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with the time of its step, if it is known how."""
+        if (run := self._run) is None:
+            return candidate
         step = estimate_step(
             candidate.plan, self._config, self._model, self._facts, run.workload, run.speeds
         )
@@ -319,9 +335,13 @@ def _beside_gpu_s(plan: Plan, passes: int, speeds: Speeds) -> list[float]:
     """Seconds of the links to and from the GPU, and of the memory bus for updates on the CPU."""
     below = [_used(plan, tier) for tier in TIERS if not tier.on_device]
     weights, gradients, records = map(sum, zip(*below, strict=True))
-    down = 2 * passes * max(0, weights - _spare(plan, Tier.DEVICE))
+    spare = _spare(plan, Tier.DEVICE)
+    down = 2 * passes * max(0, weights - spare)
+    down_s = down / (speeds.host_to_device_bytes_per_s or NOMINAL.host_to_device_bytes_per_s)
+    # with no room for the groups ahead, work waits for copies
+    waits = spare < plan.prefetch * max(group.parameters for group in plan.groups)
     return [
-        down / (speeds.host_to_device_bytes_per_s or NOMINAL.host_to_device_bytes_per_s),
+        down_s * (1 + waits),
         passes * gradients
         / (speeds.device_to_host_bytes_per_s or NOMINAL.device_to_host_bytes_per_s),
         2 * records / speeds.host_bytes_per_s,

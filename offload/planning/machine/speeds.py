@@ -55,5 +55,5 @@ NOMINAL = Speeds(
     name="nominal", gpu=False, matmul_flops_per_s={"fp32": 1e11, "bf16": 1e11, "fp16": 1e11},
     compute_bytes_per_s=2e10, operation_s=0.0, host_bytes_per_s=2e10,
     nvme_read_bytes_per_s=2e9, nvme_write_bytes_per_s=2e9,
-    host_to_device_bytes_per_s=2e10, device_to_host_bytes_per_s=2e10,
+    host_to_device_bytes_per_s=1e10, device_to_host_bytes_per_s=1e10,
 )  # fmt: skip
