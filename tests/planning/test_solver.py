@@ -217,7 +217,7 @@ def test_no_shares_of_a_gpu_tried_by_hand_are_predicted_to_be_faster(gpu: int):
             {"placement": dict(zip(CLASSES, chosen, strict=True))}, about, gpu=gpu * MIB
         ).best
         if by_hand.fits:
-            assert best.seconds <= by_hand.seconds * 1.05, chosen
+            assert best.seconds <= by_hand.seconds * 1.02, chosen
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)

@@ -339,7 +339,7 @@ def _beside_gpu_s(plan: Plan, passes: int, speeds: Speeds) -> list[float]:
     down = 2 * passes * max(0, weights - spare)
     down_s = down / (speeds.host_to_device_bytes_per_s or NOMINAL.host_to_device_bytes_per_s)
     # with no room for the groups ahead, work waits for copies
-    waits = spare < plan.prefetch * max(group.parameters for group in plan.groups)
+    waits = spare < plan.prefetch * max((group.parameters for group in plan.groups), default=0)
     return [
         down_s * (1 + waits),
         passes * gradients
