@@ -231,8 +231,8 @@ class _Search:
             before_s = math.inf
             while fitting := [each for each in candidates if each.fits]:
                 fastest = min(fitting, key=lambda each: each.seconds)
-                if fastest.seconds > (1 - _AS_FAST) * before_s:
-                    break
+                if fastest.seconds >= (1 - _AS_FAST) * before_s or not fastest.links_s:
+                    break  # not faster, or nothing has to move
                 before_s = fastest.seconds
                 around = near(fastest.plan.placements, self._open_tiers, self._lacking, percent)
                 others = {_key(each): each for each in around if _key(each) not in tried}
