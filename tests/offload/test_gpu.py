@@ -228,7 +228,8 @@ def test_a_checkpoint_of_drawn_shares_trains_on_with_others_and_bytes_are_as_pla
     tmp_path, device, seed
 ):
     chance = random.Random(seed)
-    keys: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": 0.5, "device": device}
+    clip = chance.choice([0.5, 1e3])  # where no step clips, updates on the host are speculative
+    keys: dict[str, Any] = {"precision": "bf16", "clip_grad_norm": clip, "device": device}
     data = [tokens.to(device) for tokens in batches(4)]
 
     def trained(placement: dict[str, Any], load: bool) -> tuple[list[float], dict[str, Tensor]]:
