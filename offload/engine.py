@@ -249,7 +249,9 @@ class Engine(TieredModel):
         )
         trace = runtime.trace
         runtime.on_forward = self._forward_begins
-        self._tier_manager.let_wait(_while_there(runtime.await_progress), lambda: trace.uses_left)
+        self._tier_manager.let_wait(
+            _while_there(runtime.await_progress), lambda: trace.cursor.uses_left
+        )
         return runtime
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:

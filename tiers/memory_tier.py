@@ -134,7 +134,7 @@ class MemoryTier:
 
 
 class Lease:
-    """The right to a range of a memory tier. A context manager; frees once.
+    """The right to a range of a memory tier. Frees once.
 
     The code that starts a transfer keeps the lease until the transfer is done: a lease outlives
     every move into or out of it.
@@ -159,10 +159,6 @@ class Lease:
             else tier._memory.tensor(extent.offset_bytes, extent.nbytes)
         )  # fmt: skip
 
-    @property
-    def tier(self) -> Tier:
-        return self.extent.tier
-
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Bytes `[start, stop)`, with a storage of their own, which is not counted as a use."""
         return self._tier._memory.tensor(self.extent.offset_bytes + start, stop - start)
@@ -184,9 +180,3 @@ class Lease:
         self.freed = True
         self.tensor = _NOTHING
         self._tier._free(self)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.free()

@@ -12,8 +12,8 @@ import torch
 from offload.kernels.gpu import triton_launch
 from offload.planning.plan.plan import Plan
 from offload.swap.device.device_home import DeviceHomeState
-from offload.swap.device.device_slot import DeviceSlot, Links
-from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.device_slot import DeviceSlot, Links, OpenReads
+from offload.swap.device.fences import Fences
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.swap.states.slot_pool import SlotPool

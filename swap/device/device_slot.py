@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.swap.device.fences import Fences, OpenReads
-from offload.swap.device.streams import CopyStream, StreamEvent, keeping
+from offload.swap.device.fences import Fences
+from offload.swap.device.streams import CopyStream, StreamEvent, keeping, mark_here
 from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
 from offload.swap.states.state import HostCopy
@@ -42,8 +42,42 @@ class Links:
             self.to_host.close()
 
 
+class OpenReads:
+    """Slots that the model's stream is reading or was given to read, as far as is known.
+
+    A view's death says that nothing more will be queued that reads it, so a mark made right after
+    it has the last reader before it and nothing that comes later. Looking at each use of a group
+    finds it at most one group late. Under the pool's lock, on threads of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._readers: dict[int, DeviceSlot] = {}
+
+    def note(self, reader: DeviceSlot) -> None:
+        """A view of the reader's slot was given out."""
+        self._readers[id(reader)] = reader
+
+    def mark(self) -> None:
+        """One mark for all slots that cannot be read any more."""
+        over = [reader for reader in self._readers.values() if not reader.in_use()]
+        if over:
+            mark = mark_here(self._device)
+        for reader in over:
+            del self._readers[id(reader)]
+            reader.read_until(mark)
+
+    def mark_now(self, reader: DeviceSlot) -> None:
+        """Mark the reader's slot, which is given up or written to: all its readers are queued."""
+        if id(reader) not in self._readers:
+            return
+        if not reader.in_use():
+            del self._readers[id(reader)]
+        reader.read_until(mark_here(self._device))
+
+
 class DeviceSlot(Slot):
-    """A slot whose memory the model's stream reads (`Reader`). Other work in it is remembered by
+    """A slot whose memory the model's stream reads. Other work in it is remembered by
     marks."""
 
     def __init__(
@@ -85,10 +119,8 @@ class DeviceSlot(Slot):
         with self.lock:
             self.reads.mark()
 
-    def still_read(self) -> bool:
-        return self.in_use()
-
     def read_until(self, mark: StreamEvent) -> None:
+        """Note that everything that reads the views given out so far is before `mark`."""
         self._before_write = mark.replacing(self._before_write)
 
     # ---------------------------------------------------------------- writing

@@ -16,11 +16,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
-
-from offload.swap.device.streams import StreamEvent, mark_here
+from offload.swap.device.streams import StreamEvent
 from offload.tiers.tier import Extent
 
 
@@ -57,49 +54,3 @@ class Fences:
 
     def _forget_done(self) -> None:
         self._fences = [fence for fence in self._fences if not fence.mark.done()]
-
-
-class Reader(Protocol):
-    """A slot's holder, of which the model's stream was given views."""
-
-    def still_read(self) -> bool:
-        """Whether any view of the slot is alive."""
-        ...
-
-    def read_until(self, mark: StreamEvent) -> None:
-        """Everything that reads the views given out so far is before `mark`."""
-        ...
-
-
-class OpenReads:
-    """Slots that the model's stream is reading or was given to read, as far as is known.
-
-    A view's death says that nothing more will be queued that reads it, so a mark made right after
-    it has the last reader before it and nothing that comes later. Looking at each use of a group
-    finds it at most one group late. Under the pool's lock, on threads of the model.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._readers: dict[int, Reader] = {}
-
-    def note(self, reader: Reader) -> None:
-        """A view of the reader's slot was given out."""
-        self._readers[id(reader)] = reader
-
-    def mark(self) -> None:
-        """One mark for all slots that cannot be read any more."""
-        over = [reader for reader in self._readers.values() if not reader.still_read()]
-        if over:
-            mark = mark_here(self._device)
-        for reader in over:
-            del self._readers[id(reader)]
-            reader.read_until(mark)
-
-    def mark_now(self, reader: Reader) -> None:
-        """Mark the reader's slot, which is given up or written to: all its readers are queued."""
-        if id(reader) not in self._readers:
-            return
-        if not reader.still_read():
-            del self._readers[id(reader)]
-        reader.read_until(mark_here(self._device))

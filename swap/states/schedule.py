@@ -97,7 +97,8 @@ class Cursor:
             yield uses[(start + distance) % len(uses)]
 
     def rest(self) -> Iterator[int]:
-        """Items like those of `upcoming`, but none after this pass of the model."""
+        """Items like those of `upcoming`, but none after this pass of the model: a step may have
+        changed the uses there."""
         schedule, start = self.schedule, self.position
         yield from schedule.uses[start : schedule.end_of_pass(start)]
 

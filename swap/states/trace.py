@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from offload.swap.states.choices import Table
@@ -106,8 +106,8 @@ class Trace:
     def __init__(self) -> None:
         self._steps = Schedule()  # the last complete cycle that ended with a step
         # in that, or in the last forward without a backward pass: another schedule is expected with
-        # a new cursor, since other threads read it
-        self._cursor = Cursor(self._steps)
+        # a new cursor, since other threads read it. For callers to read, not to move
+        self.cursor = Cursor(self._steps)
         self._cycle = _Cycle()
         self._pass = _Pass()
         self._tables: dict[str, Table] = {}
@@ -121,13 +121,13 @@ class Trace:
     def assume(self, uses: Sequence[int]) -> None:
         """Expect the first pass to use these groups in this order. A different order is handled
         like any later change of order."""
-        self._cursor = Cursor(Schedule(group for group, _ in itertools.groupby(uses)))
+        self.cursor = Cursor(Schedule(group for group, _ in itertools.groupby(uses)))
 
     def announce(self, chosen: Iterable[int]) -> None:
         """Record that the model chose these items, and no others of their tables, for use now."""
         if not self._pass.in_backward:
             for table in {self._table_of[item] for item in chosen if item in self._table_of}:
-                table.settled_at = self._cursor.position
+                table.settled_at = self.cursor.position
 
     def use(self, group: int, *, backward: bool = False) -> bool:
         """Record that `group` is used now, in a backward pass or not. False for a repeat in a row,
@@ -146,7 +146,7 @@ class Trace:
         if len(self._cycle.uses) >= LONGEST_CYCLE:
             self.end_cycle()
         self._cycle.use(group)
-        self._cursor.follow(group)
+        self.cursor.follow(group)
         return True
 
     def repeats(self, group: int, *, backward: bool) -> bool:
@@ -175,7 +175,7 @@ class Trace:
         """Begin a forward pass of the whole model. If no backward pass followed the last one, none
         is expected now."""
         if len(self._cycle.uses) > self._pass.start and not self._pass.in_backward:
-            self._cursor = Cursor(self._cycle.take_out(self._pass))
+            self.cursor = Cursor(self._cycle.take_out(self._pass))
         self._cycle.forwards.append(len(self._cycle.uses))
         self._begin_pass()
 
@@ -187,8 +187,8 @@ class Trace:
     def _begin_backward(self) -> None:
         """Begin a backward pass: expect the rest of a cycle that ends with a step."""
         self._pass.begin_backward(self._cycle)
-        if self._cursor.schedule is not self._steps:
-            self._cursor = Cursor(self._steps, after=self._cycle.uses)
+        if self.cursor.schedule is not self._steps:
+            self.cursor = Cursor(self._steps, after=self._cycle.uses)
 
     def end_cycle(self) -> None:
         """End the cycle with a step: what was recorded is expected in the next cycle."""
@@ -197,27 +197,13 @@ class Trace:
         self._steps = self._cycle.end(self._steps)
         self._cycle = _Cycle()
         self._begin_pass()
-        self._cursor = Cursor(self._steps)
+        self.cursor = Cursor(self._steps)
 
     # ---------------------------------------------------------------- predictions
-    @property
-    def uses_left(self) -> float:
-        """Uses until the end of this cycle, as far as that is expected."""
-        return self._cursor.uses_left
-
-    def upcoming(self) -> Iterator[int]:
-        """Groups in the order of their expected use, at most one cycle long. None of a table."""
-        return self._cursor.upcoming()
-
-    def rest(self) -> Iterator[int]:
-        """Groups like those of `upcoming`, but none after this pass of the model: a step may have
-        changed the uses there."""
-        return self._cursor.rest()
-
     def ahead(self, count: int) -> list[tuple[int, float]]:
         """The `count` items that are needed next, each with its `next_use`: groups as in
         `upcoming`, and between them the items that the backward pass needs of the tables there."""
-        schedule, start = self._cursor.schedule, self._cursor.position
+        schedule, start = self.cursor.schedule, self.cursor.position
         uses = schedule.uses
         distances: dict[int, float] = {}
         for distance in range(min(count, len(uses))):
@@ -234,12 +220,12 @@ class Trace:
     def is_over(self, group: int) -> bool:
         """Whether this pass, which is in its backward, is expected not to use the group again: as
         the last step did, or as often as its forward did."""
-        table, is_known = self._table_of.get(group), self._cursor.is_on_schedule
+        table, is_known = self._table_of.get(group), self.cursor.is_on_schedule
         if table is not None:
             order = table.order_of(group)
             return order is None or (is_known and math.isinf(self._backward_use(table, order)))
         if is_known:
-            return self._cursor.is_over(group)
+            return self.cursor.is_over(group)
         return self._pass.is_as_often_in_backward(group, self._cycle.uses)
 
     def next_use(self, group: int) -> float:
@@ -247,9 +233,9 @@ class Trace:
         before the use that its table stands before."""
         table = self._table_of.get(group)
         if table is None:
-            return self._cursor.next_use(group)
+            return self.cursor.next_use(group)
         order = table.order_of(group)
-        until = self._cursor.until_forward(table, done=order is not None)
+        until = self.cursor.until_forward(table, done=order is not None)
         forward = (until + 0.5) / table.share_of(group)
         return forward if order is None else min(self._backward_use(table, order), forward)
 
@@ -258,14 +244,14 @@ class Trace:
         chosen counts as chosen in the next one, too: its update, at the latest, needs it there."""
         table = self._table_of.get(group)
         if table is None:
-            return self._cursor.next_cycle_use(group)
+            return self.cursor.next_cycle_use(group)
         share = 1.0 if group in self._cycle.choices else table.share_of(group)
-        return self._cursor.until_next_cycle(table) / share
+        return self.cursor.until_next_cycle(table) / share
 
     def _backward_use(self, table: Table, order: float) -> float:
         """Uses until the backward of this pass needs the item that the forward chose at `order`;
         infinity if it does not."""
-        until = self._cursor.until_backward(table, in_backward=self._pass.in_backward)
+        until = self.cursor.until_backward(table, in_backward=self._pass.in_backward)
         return until - (1 - order if self._recomputes else order)
 
     def first_uses(self) -> list[int]:

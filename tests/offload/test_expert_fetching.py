@@ -156,7 +156,7 @@ def test_no_routing_disturbs_the_trace_and_backward_finds_what_forward_used(tmp_
     with offload.initialize(seeded(RoutedLM), keys) as engine:
         data = batches(6)
         _plain(engine, data[:1])
-        expected = list(engine.store.trace.upcoming())
+        expected = list(engine.store.trace.cursor.upcoming())
         absent: list[str] = []
         store = engine.store
         fetcher, need = store.fetcher, store.fetcher.need
@@ -169,5 +169,5 @@ def test_no_routing_disturbs_the_trace_and_backward_finds_what_forward_used(tmp_
 
         fetcher.need = noting  # type: ignore[method-assign]
         _in_any_order(engine, data[1:])
-        assert list(engine.store.trace.upcoming()) == expected
+        assert list(engine.store.trace.cursor.upcoming()) == expected
         assert not absent

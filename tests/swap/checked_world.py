@@ -281,7 +281,7 @@ class CheckedWorld(World):
             self.order.access(self.order.of_thread(), start, stop, what, write=True)
 
     def _freed(self, lease: Lease) -> None:
-        if lease.tier is not Tier.DEVICE:
+        if lease.extent.tier is not Tier.DEVICE:
             self._given_back(lease.tensor)
             return
         marks = self.fences.claim(lease.extent)  # its next owner waits for those

@@ -17,8 +17,8 @@ import torch
 from offload.kernels.floats import Float, serial
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
-from offload.swap.device.device_slot import Links
-from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.device_slot import Links, OpenReads
+from offload.swap.device.fences import Fences
 from offload.swap.device.staging_ring import StagingRing, runs_of
 from offload.swap.device.streams import CopyStream, WorkStream, mark_here
 from offload.swap.io.block_store import BlockStore

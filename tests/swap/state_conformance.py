@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.swap.device.device_slot import DeviceSlot, Links
-from offload.swap.device.fences import OpenReads
+from offload.swap.device.device_slot import DeviceSlot, Links, OpenReads
 from offload.swap.device.streams import CopyStream
 from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile

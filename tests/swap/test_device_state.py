@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from offload.swap.device.device_home import DeviceHomeState
-from offload.swap.device.device_slot import DeviceSlot, Links
-from offload.swap.device.fences import Fences, OpenReads
+from offload.swap.device.device_slot import DeviceSlot, Links, OpenReads
+from offload.swap.device.fences import Fences
 from offload.swap.device.mirrored_state import MirroredState
 from offload.swap.device.streams import CopyStream
 from offload.swap.states.memory_state import MemoryState

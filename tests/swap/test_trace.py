@@ -26,7 +26,7 @@ def test_the_second_cycle_is_predicted_from_the_first():
     seen = []
     for use in (0, 1, 2, 1):
         trace.use(use)
-        seen.append(next(trace.upcoming()))
+        seen.append(next(trace.cursor.upcoming()))
     assert seen == [1, 2, 1, 0]
 
 
@@ -35,7 +35,7 @@ def forward(trace: Trace, *uses: int) -> list[int | None]:
     trace.begin_forward()
     expected = []
     for use in uses:
-        expected.append(next(trace.upcoming(), None))
+        expected.append(next(trace.cursor.upcoming(), None))
         trace.use(use)
     return expected
 
@@ -44,7 +44,7 @@ def backward(trace: Trace, *uses: int) -> list[int | None]:
     expected = []
     for use in uses:
         trace.use(use, backward=True)
-        expected.append(next(trace.upcoming(), None))
+        expected.append(next(trace.cursor.upcoming(), None))
     return expected
 
 
@@ -61,7 +61,7 @@ def test_inference_is_predicted_from_the_forward_before_and_wraps_into_the_next(
     forward(trace, 0, 1, 2)
     for _ in range(3):
         assert forward(trace, 0, 1, 2) == [0, 1, 2]
-        assert list(trace.upcoming()) == [0, 1, 2]
+        assert list(trace.cursor.upcoming()) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("evaluations", [1, 2, 5])
@@ -74,7 +74,7 @@ def test_a_training_step_after_evaluations_is_predicted_from_the_step_before_the
         assert backward(trace, 2, 1, 0) == [1, 0, 0]
         assert trace.first_uses() == [0, 1, 2]
         trace.end_cycle()
-        assert list(trace.upcoming()) == [0, 1, 2, 1, 0]
+        assert list(trace.cursor.upcoming()) == [0, 1, 2, 1, 0]
 
 
 def test_an_evaluation_between_passes_is_no_part_of_their_cycle():
@@ -85,7 +85,7 @@ def test_an_evaluation_between_passes_is_no_part_of_their_cycle():
             forward(trace, 0, 1, 2)
             backward(trace, 2, 1)
         trace.end_cycle()
-    assert list(trace.upcoming()) == [0, 1, 2, 1, 0, 1, 2, 1]
+    assert list(trace.cursor.upcoming()) == [0, 1, 2, 1, 0, 1, 2, 1]
 
 
 def test_a_cycle_without_end_is_ended(monkeypatch):
@@ -96,7 +96,7 @@ def test_a_cycle_without_end_is_ended(monkeypatch):
         trace.use(0)
         trace.use(1)
         assert len(trace._cycle.uses) <= 10
-    assert list(islice(trace.upcoming(), 3)) == [0, 1, 0]
+    assert list(islice(trace.cursor.upcoming(), 3)) == [0, 1, 0]
 
 
 def test_an_engine_tells_forwards_alone_from_those_of_a_step(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_an_engine_tells_forwards_alone_from_those_of_a_step(tmp_path: Path) -> 
                     engine.module.loss(tokens)
             assert len(trace._cycle.uses) == len(set(trace._cycle.uses)) + 1  # the head is tied
             losses_of(engine, batches(1))
-            step = list(trace.upcoming())
+            step = list(trace.cursor.upcoming())
         losses_of(engine, batches(1))
-        assert list(trace.upcoming()) == step
+        assert list(trace.cursor.upcoming()) == step
         assert step.count(1) == 2  # forward and backward of one step
 
 
@@ -138,7 +138,7 @@ def with_table() -> Trace:
 def test_what_the_forward_chose_is_needed_by_its_backward_before_the_use_behind_its_table() -> None:
     trace = with_table()
     chosen(trace, [12, 13])
-    assert list(trace.upcoming()) == [0, 0, 1]
+    assert list(trace.cursor.upcoming()) == [0, 0, 1]
     assert [item for item, _ in trace.ahead(3)] == [13, 12, 0]
     trace.use(13, backward=True)
     assert [item for item, _ in trace.ahead(3)] == [12, 0, 1]
@@ -155,4 +155,4 @@ def test_a_table_is_expected_where_the_last_cycle_had_it_and_items_by_how_often_
     assert trace.next_use(12) > 1000
     trace.announce([12])
     assert trace.next_use(10) > 3  # in the next cycle
-    assert trace.next_cycle_use(10) == trace.uses_left + 1
+    assert trace.next_cycle_use(10) == trace.cursor.uses_left + 1

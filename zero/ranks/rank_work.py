@@ -124,7 +124,7 @@ class SharedWork(RankWork):
             return
         if not group.state.is_gathered:
             self._gatherer.gather(group.state)
-        upcoming = self._trace.rest() if backward else self._trace.upcoming()
+        upcoming = self._trace.cursor.rest() if backward else self._trace.cursor.upcoming()
         groups = (self._groups[index] for index in upcoming if index < len(self._groups))
         following = next(groups, None)  # is needed next
         if following is not None and isinstance(following.state, GatheredState):

@@ -76,7 +76,7 @@ class PlannedRun(PendingUpdates):
         self._fetcher = Fetcher(plan.prefetch)
         self._fetcher.updates = self
         self._trace = self._fetcher.trace
-        self._host.uses_left = lambda: self._trace.uses_left
+        self._host.uses_left = lambda: self._trace.cursor.uses_left
         self._groups = self._all_groups(experts, max_chunks)
         self._numbered = list(self._groups)  # by the fetcher's numbers
         self._tables: dict[str, list[PlannedGroup]] = defaultdict(list)
@@ -312,7 +312,7 @@ class PlannedRun(PendingUpdates):
         if there is no memory for it."""
         if not nbytes:
             return True
-        left = self._trace.uses_left
+        left = self._trace.cursor.uses_left
         lease = self._host.offer(nbytes, "", StateClass.STAGING, next_use=left)
         if lease is not None:
             self._old.append(lease)
