@@ -341,7 +341,7 @@ class GradientHandles:
         device = sources[0].state.group.device
         if not there:
             return torch.zeros((), device=device)
-        return self._stepper.norms.of(there, self._loss_scale).to(device)
+        return self._stepper.norms.of(there, self._stepper.loss_scale_of_gradients).to(device)
 
     # ---------------------------------------------------------------- values
     def value(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -385,7 +385,7 @@ class GradientHandles:
             gradient = gradients.read(index)
         assert gradient is not None, "there is a handle of it"
         gradient = gradient.to(state.group.device)  # the accumulator may be in another memory
-        scale = self._loss_scale
+        scale = self._stepper.loss_scale_of_gradients
         return like(source.param, gradient if scale == 1.0 else gradient.float() / scale)
 
     def _whole(
@@ -403,17 +403,13 @@ class GradientHandles:
         combined = self._rank_work.of(state.group.ep_size).combine(whole, name)
         return combined.to(DTYPE_OF[gradients.format]).view(spec.shape)
 
-    @property
-    def _loss_scale(self) -> float:
-        return self._stepper.loss_scale_of_gradients
-
     def write(self, source: GradientSource, value: torch.Tensor) -> None:
         """Let `value`, of the parameter's shape, be the gradient."""
         self._check_writable(source)
         self._agree(source)
         state, index = source.state, source.index
         state.group.pending_update.wait()
-        local, scale = spread_as(source.param, value), self._loss_scale
+        local, scale = spread_as(source.param, value), self._stepper.loss_scale_of_gradients
         state.gradients.write(index, local if scale == 1.0 else local.float() * scale)
         source.zeroed = False
         self._note(source, "is written")
