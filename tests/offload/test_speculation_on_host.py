@@ -24,6 +24,7 @@ from offload.zero.groups.parameter_grouping import group_parameters
 from offload.zero.step import undo_codes
 from offload.zero.step.deferred_updates import SpeculationCounts
 from tests.offload.engine_cases import plan_for_a_gpu
+from tests.offload.test_background_saves import files_of, slow
 from tests.offload.test_speculative_updates import (
     ON_HOST,
     Program,
@@ -276,3 +277,31 @@ def test_the_report_says_that_no_update_is_speculative_where_every_step_clips(
     with trained_engine(tmp_path, steps=3, clip_grad_norm=1e9) as engine:
         assert "clipped or were" not in str(engine.report())
         assert engine.report().trials.kept
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_save_in_the_background_has_the_values_of_its_step(
+    tmp_path: Path, reads: bool, on_a_gpu: None
+) -> None:
+    """Updates of the next backward wait until the save has passed their group; they count, or are
+    taken back by a read while others still wait."""
+    waited, behind = tmp_path / "waited", tmp_path / "behind"
+    with trained_engine(tmp_path) as engine, slow(max_s=0.03):
+        for _ in range(4):
+            engine.save_checkpoint(waited)
+            engine.save_checkpoint(behind, wait=False)
+            engine._runtime.stepper.policy.on = True  # type: ignore[union-attr]
+            backward(engine)
+            policy = engine._runtime.stepper.policy
+            assert any(group.index in policy for group in engine.store.groups)
+            if reads:
+                states_of(engine)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            engine.checkpoint_saved()
+            assert files_of(behind) == files_of(waited)
+        assert engine.report().trials.kept or reads
+        assert engine.report().trials.taken_back or not reads
+        states = states_of(engine)
+    with trained_engine(tmp_path, steps=12) as engine:
+        torch.testing.assert_close(states_of(engine), states, rtol=0, atol=0)
