@@ -30,6 +30,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
+    plan_for_a_gpu,
     seeded,
     states_of,
 )
@@ -41,6 +42,7 @@ RETRIED = ("short", "ragged", "EINTR", "EAGAIN")  # these end as if nothing had 
 VERDICTS = ("keep", "clip", "skip", "lr", "read", "settle", "drop", "states", "more")
 DATA = batches(4)
 FAULTY = 2  # the step that meets the fault: the first does not speculate, the second decides that
+MIXED = {"parameters": "nvme", "gradients": "nvme", "optimizer": {"host": "60%", "nvme": "40%"}}
 
 
 class Faults:
@@ -93,21 +95,26 @@ class Case:
     host: str = "16MiB"
     precision: str = "bf16"
     chunk: int = 2048
+    coded: bool = False  # beside a GPU; then codes undo updates of the records in host memory
+
+    @property
+    def faulty(self) -> int:
+        return FAULTY + 6 * self.coded  # the first codes do not suffice
 
     @classmethod
-    def drawn(cls, seed: int) -> Case:
+    def drawn(cls, seed: int, *, coded: bool = False) -> Case:
         drawn = random.Random(seed)
         return cls(
             VERDICTS[seed % len(VERDICTS)], drawn.choice(ERRORS + RETRIED),
             drawn.choice([READ, WRITE]), drawn.randrange(24), drawn.random() < 0.4,
             drawn.choice(["1MiB", "16MiB"]), drawn.choice(["fp32", "bf16"]),
-            drawn.choice([2048, 16384]),
+            drawn.choice([2048, 16384]), coded,
         )  # fmt: skip
 
     @contextmanager
     def engine(self, folder: Path, placement: dict[str, Any]) -> Iterator[offload.Engine]:
         keys = config(
-            folder, placement, budget={"host": self.host, "nvme": "64MiB"},
+            folder, placement, budget={"device": "4MiB", "host": self.host, "nvme": "64MiB"},
             nvme={"paths": [str(folder)]}, precision=self.precision,
             clip_grad_norm=1e9, skip_nonfinite=True, optimizer={"lr": 1e-2, "chunk": self.chunk},
         )  # fmt: skip
@@ -146,7 +153,7 @@ def decide(engine: offload.Engine, verdict: str, tokens: Tensor) -> None:
 
 def train(engine: offload.Engine, steps: range, case: Case, faults: Faults | None = None) -> None:
     for number in steps:
-        tokens, last = DATA[number], number == FAULTY
+        tokens, last = DATA[number % len(DATA)], number == case.faulty
         factor = math.inf if last and case.verdict == "skip" else 1.0
         if last and faults is not None and not case.late:
             faults.arm(case.operation, case.kind, case.after)
@@ -160,14 +167,16 @@ def train(engine: offload.Engine, steps: range, case: Case, faults: Faults | Non
 def meet(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StorageError | None:
     """The error, if there was any; whatever happened, `case` has ended well."""
     saved, faults = folder / "saved", Faults()
-    whole, first, rest = range(len(DATA)), range(FAULTY), range(FAULTY, len(DATA))
+    first, rest = range(case.faulty), range(case.faulty, case.faulty + 2)
     with case.engine(folder, HOST) as engine:
-        train(engine, whole, case)
+        train(engine, range(rest.stop), case)
         expected = states_of(engine)
     with monkeypatch.context() as patched:
         patched.setattr(tier_manager, "open_backend", faults.backend)
         refuse_o_direct(patched)  # which would refuse to move half a piece
-        making = case.engine(folder, NVME)
+        if case.coded:
+            plan_for_a_gpu(patched)
+        making = case.engine(folder, MIXED if case.coded else NVME)
         engine = making.__enter__()
     caught: StorageError | None = None
     try:
@@ -203,7 +212,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_drawn_faults_leave_the_bits_or_an_error(
     tmp_path: Path, case_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case.drawn(case_seed)
+    case = Case.drawn(case_seed, coded=case_seed % 2 == 1)
     error = meet(case, tmp_path, monkeypatch)
     assert error is None or case.kind in ERRORS
 

@@ -93,7 +93,7 @@ def test_drawn_loops_have_the_bits_of_deferred_updates(
         keys["optimizer"]["master"] = drawn.choice(["split", "fp32"])
     elif keys["precision"] == "fp16":
         keys["skip_nonfinite"] = True
-    if program_seed % 2:
+    if program_seed % 2 == 0:
         overflow_of(monkeypatch, lambda: drawn.random() < 0.1)
     placement = PLACEMENTS[program_seed // 2 % len(PLACEMENTS)]
     compared(program_seed, tmp_path, placement, program, force=True, **keys)
