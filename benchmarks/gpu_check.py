@@ -24,6 +24,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -229,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if accelerator.default() is None:
         say(f"no GPU check: PyTorch {importlib.metadata.version('torch')} sees no GPU here")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a part that runs is ended, too
     ended = []
     try:
         if options.folder is not None and not options.folder.is_dir():

@@ -87,7 +87,7 @@ def clocks() -> dict[str, str]:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(_CLOCKS, shown.stdout.splitlines()[0].split(", "), strict=False))
+    return dict(zip(_CLOCKS, shown.stdout.partition("\n")[0].split(", "), strict=False))
 
 
 def _bus_speed() -> float:

@@ -19,7 +19,7 @@ from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import chosen_config
 from offload.planning.choice.solver import Candidate, RunFacts, solve
-from offload.planning.machine.baseline import known_baseline
+from offload.planning.machine.baseline import GPU_CONTEXT_NBYTES, known_baseline
 from offload.planning.plan.estimate import LinkTime, Workload
 from offload.planning.plan.plan import Hardware, needed_nbytes, speculative_groups
 from offload.planning.step.step_time import update_traffic
@@ -119,7 +119,9 @@ _C = [
     ),
 ]  # fmt: skip
 _C_LAST = [
-    OFFLOAD, DEEPSPEED, Training("8 B", "128 k tokens", (), batch=1, sequence=1 << 17, steps=2),
+    OFFLOAD, DEEPSPEED,
+    Training("8 B", "128 k tokens, MLPs in tiles", ("placement.activations.tiled_mlp=16384",),
+             batch=1, sequence=1 << 17, steps=2),
 ]  # fmt: skip
 TRAININGS = {f"step:{training.name}": training for training in (*_A, *_C, *_C_LAST)}
 _NAMES = list(TRAININGS)
@@ -168,7 +170,7 @@ def case_of(training: Training, machine: GpuMachine) -> Case | str:
         if machine.device_nbytes < _WORTH_A_LIMIT * card:
             return f"the GPU itself has hardly more than {format_bytes(card)}"
         machine = replace(machine, device_nbytes=card)
-        limit = card - known_baseline(_PRECISION, gpu=True).gpu_nbytes
+        limit = card - GPU_CONTEXT_NBYTES
     best = _solved(training, machine)
     if not best.fits:
         short = [each.message.split(";")[0] for each in best.shortfalls]
@@ -182,7 +184,7 @@ def case_of(training: Training, machine: GpuMachine) -> Case | str:
 
 def _solved(training: Training, machine: GpuMachine) -> Candidate:
     """The planner's best candidate, with all memory that the machine has."""
-    facts = _facts(training.shape, training.batch, training.sequence)
+    facts = _facts_of(training)
     work = Workload(training.batch, training.sequence, training.passes)
     base = known_baseline(_PRECISION, gpu=True)
     known = RunFacts(work, machine.speeds, lambda _: facts, base)
@@ -196,7 +198,7 @@ def _laid_out(training: Training, best: Candidate, limit: int | None) -> Case:
     hold what is needed, and a window or what undoes updates: with all of RAM, records on nvme would
     be read once."""
     plan, passes, step = best.plan, training.passes, best.step
-    facts = _facts(training.shape, training.batch, training.sequence)
+    facts = _facts_of(training)
     needed = {tier: needed_nbytes(plan, tier) for tier in TIERS}
     old = sum(each.memory for each in speculative_groups(plan, best.config).values())
     more = {Tier.HOST: max(old, _WINDOW_NBYTES), Tier.NVME: _WINDOW_NBYTES}
@@ -237,8 +239,14 @@ def _shape_of(shape: str) -> ModelShape:
     return group_parameters(build_meta_model(_config(Training(shape, ""))), ()).shape()
 
 
+def _facts_of(training: Training) -> ActivationFacts:
+    """The cost of a pass, which is the same wherever states are."""
+    keys = tuple(key for key in training.keys if key.startswith("placement.activations."))
+    return _facts(training.shape, training.batch, training.sequence, keys)
+
+
 @functools.cache
-def _facts(shape: str, batch: int, sequence: int) -> ActivationFacts:
-    config = _config(Training(shape, "", batch=batch, sequence=sequence))
+def _facts(shape: str, batch: int, sequence: int, keys: tuple[str, ...]) -> ActivationFacts:
+    config = _config(Training(shape, "", keys, batch=batch, sequence=sequence))
     workload = Workload(batch, sequence)
     return trace_activations(build_meta_model(config), config, workload, device="cuda")

@@ -162,7 +162,8 @@ ORDER = {
     "c": [
         "probe", "step:8 B, 64 k tokens", "step:8 B, auto on 24 GiB", "step:13 B, three tiers",
         *(f"step:1.6 B, host, chunks of {size} M" for size in (2, 16, 64)), "beside",
-        "step:3.6 B, host", "step:3.6 B, DeepSpeed ZeRO-3, all on cpu", "step:8 B, 128 k tokens",
+        "step:3.6 B, host", "step:3.6 B, DeepSpeed ZeRO-3, all on cpu",
+        "step:8 B, 128 k tokens, MLPs in tiles",
     ],
 }  # fmt: skip
 
