@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from offload.config import OffloadConfig
-from offload.display.byte_progress import progress
-from offload.memory.preflight import preflight
+from offload.display.byte_progress import progress, say
+from offload.memory.preflight import divided_gpu, preflight
 from offload.memory.tier_manager import (
     TierManager,
     compute_device,
@@ -37,6 +37,7 @@ from offload.models.foreign_wrappers import refuse_wrapped
 from offload.models.state import StateDictHooks
 from offload.moe import Experts
 from offload.planning.choice.planner import make_plan, resolved_config
+from offload.planning.plan.builder import within_gpu_budget
 from offload.planning.plan.plan import Plan
 from offload.process import machine
 from offload.report import tier_reports
@@ -160,6 +161,8 @@ class TieredModel(abc.ABC):
         freed = sum(local_of(p).nbytes for p in self.module.parameters() if p.device.type == "cpu")
         for warning in preflight(self.plan, nvme_paths(config.nvme), freed_nbytes=freed):
             _log.warning("%s", warning)
+        if self.plan.gpu_budget_nbytes is not None:
+            say(divided_gpu(self.plan, within_gpu_budget(config, hardware).device_nbytes))
         if self.device.type == "cpu" and config.precision in machine.slow_matmul_precisions():
             _log.warning(
                 "precision: %s is computed on this CPU without a fast kernel: matrix products can "

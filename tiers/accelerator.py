@@ -10,6 +10,7 @@ it is asked.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +53,9 @@ class Accelerator:
     def __init__(self, kind: str, title: str) -> None:
         self.kind = kind  # PyTorch's name of the device type, and the word in the configuration
         self.title = title
+        # by device: shares of its memory, the program's own first
+        self._limits: dict[int, list[tuple[float, Callable[[], None]]]] = {}
+        self._is_observed = False
 
     # ---------------------------------------------------------------- which devices are there
     @cached_property
@@ -100,7 +104,48 @@ class Accelerator:
         return DeviceFacts(info.name, int(info.total_memory), capability, processors)
 
     def free_nbytes(self, device: torch.device) -> int:
-        return int(self._module.mem_get_info(device)[0])
+        """The free bytes, and no more than the program lets PyTorch have; 1 at least."""
+        module = self._module
+        free, total = module.mem_get_info(device)
+        allowed = module.get_per_process_memory_fraction(device) * total
+        return max(1, int(min(free, allowed - self.held_nbytes(device))))
+
+    def held_nbytes(self, device: torch.device) -> int:
+        """The bytes that tensors take now."""
+        return int(self._module.memory_allocated(device))
+
+    def limit(
+        self, device: torch.device, nbytes: int, on_full: Callable[[], None] = lambda: None
+    ) -> Callable[[], None]:
+        """Let PyTorch hold at most `nbytes`, or a lower limit of the program or of another call,
+        until the returned function is called. `on_full` is called before more is its out-of-memory
+        error."""
+        import torch
+
+        module, limits = self._module, self._limits.setdefault(device.index, [])
+        limit = nbytes / module.mem_get_info(device)[1], on_full
+        own = module.get_per_process_memory_fraction(device), lambda: None
+        limits += [limit] if limits else [own, limit]
+
+        def hold() -> None:
+            module.set_per_process_memory_fraction(min(share for share, _ in limits), device)
+
+        def end() -> None:
+            limits.remove(limit)
+            hold()
+            if len(limits) == 1:  # the program's own, which it may change
+                limits.clear()
+
+        if not self._is_observed:  # for good: PyTorch has no call that ends it
+            bindings: Any = torch._C
+            bindings._cuda_attach_out_of_memory_observer(self._full)
+            self._is_observed = True
+        hold()
+        return end
+
+    def _full(self, index: int, *_: int) -> None:
+        for limit in tuple(self._limits.get(index, ())):
+            limit[1]()
 
     def peak_nbytes(self, device: torch.device) -> int:
         """The largest number of bytes that tensors took since the start."""
@@ -109,11 +154,6 @@ class Accelerator:
     def peak_reserved_nbytes(self, device: torch.device) -> int:
         """The largest number of bytes that PyTorch held, for tensors or free, since the start."""
         return int(self._module.max_memory_reserved(device))
-
-    def limit(self, device: torch.device, nbytes: int) -> None:
-        """Let PyTorch hold at most `nbytes` from here on; more is its out-of-memory error."""
-        whole = self.facts(device).memory_nbytes
-        self._module.set_per_process_memory_fraction(min(1.0, nbytes / whole), device)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The default generator of random numbers on the device."""

@@ -93,7 +93,7 @@ def register(tier: Tier, *, after: Tier | None = None) -> Tier:
     further tier that is not host memory of a known capacity: there is one device, and one tier of
     swap files.
     """
-    if not tier.name.isidentifier() or tier.name == "auto":
+    if not tier.name.isidentifier() or tier.name in ("auto", "gpu"):
         raise ValueError(f"{tier.name!r} cannot be a tier's name in a configuration")
     if any(each.name == tier.name for each in TIERS):
         raise ValueError(f"a tier named {tier.name} is registered already")

@@ -148,12 +148,14 @@ def _device(kind: accelerator.Accelerator, index: int) -> Check:
 
     try:
         facts = kind.facts(torch.device(kind.kind, index))
+        free = f"{format_bytes(kind.free_nbytes(torch.device(kind.kind, index)))} free"
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
         advice = "check the driver (nvidia-smi, rocm-smi), or train with device: cpu"
         return Check(f"gpu {index}", "fail", f"cannot be used: {said}", advice)
     capability = f"compute capability {facts.compute_capability}"
-    facts_shown = (facts.name, format_bytes(facts.memory_nbytes), capability, kind.built_for())
+    memory = f"{format_bytes(facts.memory_nbytes)} ({free})"
+    facts_shown = (facts.name, memory, capability, kind.built_for())
     return Check(f"gpu {index}", "ok", ", ".join(filter(None, facts_shown)))
 
 

@@ -16,7 +16,7 @@ from offload.config.sections import StorageConfig
 from offload.display.console import PlainConsole
 from offload.display.words import duration
 from offload.gpt import build_meta_model
-from offload.memory.preflight import preflight
+from offload.memory.preflight import gpu_line, preflight
 from offload.memory.tier_manager import compute_device, nvme_paths
 from offload.planning.choice.planner import check_plan
 from offload.planning.choice.solver import Solution
@@ -49,6 +49,7 @@ class Planned:
     timed: bool  # whether the predicted times are of this machine's measured speeds
     ranks_here: int = 1  # on each machine
     notes: tuple[str, ...] = ()  # sentences
+    gpu: str = ""  # the sum of its memory
 
     @property
     def plan(self) -> Plan:
@@ -87,14 +88,15 @@ def plan_of(config: OffloadConfig, ranks: int, nodes: int) -> Planned:
     prediction = forecast(config, build_meta_model(config), workload, sharding, ranks)
     assert prediction is not None, "the built-in model's passes can be traced"
     best = prediction.solution.best
-    check_plan(best.plan, prediction.planned.hardware)
+    check_plan(best)
+    gpu = prediction.planned.memory.places.get(Tier.DEVICE)
     paths = nvme_paths(config.nvme)
     notes = preflight(best.plan, paths, passing_nbytes=best.passing_nbytes)
     stated = "train" in config.model_fields_set
     whose = "of train.model" if stated else "at its default size, as the file names no model"
     return Planned(
         f"built-in model {whose}", config, workload, prediction.solution,
-        compute_device(config).type, prediction.timed, ranks, notes,
+        compute_device(config).type, prediction.timed, ranks, notes, gpu_line(gpu),
     )  # fmt: skip
 
 
@@ -103,6 +105,7 @@ def describe(planned: Planned) -> RenderableType:
     """Describe the placement with its reasons, bytes and time."""
     parts: list[RenderableType] = [_headline(planned), "", _why(planned), "", _bytes(planned), ""]
     best = planned.solution.best
+    parts += [planned.gpu, ""] if planned.gpu else []
     if best.step is not None and planned.timed:
         parts.append(_time(best.step))
     elif planned.plan.sharding.world_size > 1:

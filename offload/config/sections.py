@@ -54,21 +54,28 @@ _MASTERS_ALLOWED = {  # the first one is that of `auto`
 
 
 class BudgetConfig(Section):
-    """The maximum bytes that each tier may hold: these three, and any that was registered."""
+    """The maximum bytes that each tier may hold (these three, and any that was registered), and
+    that are taken of a GPU in all."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[FurtherTier, Budget]
 
     device: Budget = key(None, example="16GiB", unit="bytes")
     """GPU memory for states, their copies and buffers; the tensors of a pass come on top. A
-    percentage is of the free GPU memory. auto: what the plan can use, at most 80%. Without a GPU:
-    the part of RAM that the model computes with."""
+    percentage is of the free GPU memory, or of `gpu`. auto: what the plan can use, at most 80%.
+    Without a GPU: the part of RAM that the model computes with."""
     host: Budget = key(None, example="6GiB", unit="bytes")
     """RAM for states, their copies and buffers, of each rank; activations come on top without a
     GPU. A percentage is of all RAM, or of the cgroup's limit. auto: the free RAM less a twentieth
     (at least 1 GiB), and less activations: 30% of it where the batch is not known."""
     nvme: Budget = key(None, example="100GiB", unit="bytes")
     """Swap files. A percentage is of the free space in nvme.paths. auto: 90%."""
+    gpu: Budget = key(None, example="24GiB", unit="bytes", absent="what is free on it")
+    """GPU memory of the process in all: the device tier, a pass's tensors, the CUDA context,
+    workspaces, and tensors that are there before. The tier gets what the others leave, and no more
+    than `device`; where the batch is not known beforehand (`offload train` and memest know it), at
+    most 80% less the context, or `device`. A plan without room is refused, and PyTorch is held to
+    it. A percentage is of the free GPU memory."""
 
     def of(self, tier: Tier) -> int | Percent | None:
         """Return the budget of a tier; None if it is open."""

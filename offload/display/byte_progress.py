@@ -40,6 +40,12 @@ def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
     shown.end()
 
 
+def say(text: str) -> None:
+    """Show a line where progress is shown."""
+    if not rank_here() and _log.isEnabledFor(logging.WARNING):
+        echo(f"offload: {text}", err=True)
+
+
 class _Progress:
     def __init__(self, what: str, total: int) -> None:
         self._what = what
@@ -75,4 +81,4 @@ class _Progress:
         return about(seconds * (1 / share - 1))
 
     def _say(self, text: str) -> None:
-        echo(f"offload: {self._what}: {text}", err=True)
+        say(f"{self._what}: {text}")

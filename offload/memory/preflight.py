@@ -11,13 +11,42 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from offload.config.paths import StrPath
-from offload.planning.plan.plan import Plan, needed_nbytes, ram_nbytes
+from offload.planning.machine.baseline import GPU_NBYTES
+from offload.planning.plan.estimate import MemoryClass, PlaceEstimate
+from offload.planning.plan.plan import Plan, breakdown, needed_nbytes, ram_nbytes
 from offload.process import machine
 from offload.tiers.errors import BudgetError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes, in_one_unit
 
 _ROOT = Path("/")
+_ON_GPU = {
+    MemoryClass.ACTIVATIONS: "pass", MemoryClass.STAGING: "copies and buffers",
+    MemoryClass.FRAGMENTATION: "unused", MemoryClass.FRAMEWORK: "context and workspaces",
+}  # fmt: skip
+
+
+def gpu_line(gpu: PlaceEstimate | None) -> str:
+    """The sum of a GPU's memory in words, `GPU 21.3 of 24.0 GiB: parameters 4.0, pass 8.0`; empty
+    without a GPU."""
+    if gpu is None:
+        return ""
+    unit, name = (1 << 30, "GiB") if gpu.capacity_nbytes >= 1 << 30 else (1 << 20, "MiB")
+    sizes = {_ON_GPU.get(c, str(c)): f"{n / unit:,.1f}" for c, n in gpu.by_class.items()}
+    parts = ", ".join(f"{c} {size}" for c, size in sizes.items() if size != "0.0")
+    used, there = gpu.peak_nbytes / unit, gpu.capacity_nbytes / unit
+    return f"GPU {used:,.1f} of {there:,.1f} {name}: {parts}"
+
+
+def divided_gpu(plan: Plan, there_nbytes: int) -> str:
+    """How a plan divides memory of a GPU, where a pass is not known, in words."""
+    tier = plan.budgets[Tier.DEVICE]
+    left = there_nbytes - tier - GPU_NBYTES
+    there, held, context, for_pass = in_one_unit(there_nbytes, tier, GPU_NBYTES, left)
+    return (
+        f"GPU {there}: device tier {held} ({breakdown(plan, Tier.DEVICE)}, and copies), context "
+        f"and workspaces {context}, {for_pass} for the pass"
+    )
 
 
 def preflight(

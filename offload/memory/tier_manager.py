@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,10 @@ import torch
 from offload.kernels.gpu import triton_launch
 from offload.memory.device_homes import DeviceHomes
 from offload.memory.memory_guard import MemoryGuard, read_headroom
+from offload.memory.preflight import divided_gpu
+from offload.planning.machine.baseline import GPU_CONTEXT_NBYTES
 from offload.planning.plan.plan import Hardware, Plan, needed_nbytes, spare_nbytes
+from offload.planning.plan.shortfalls import SMALLER_PASS
 from offload.process import machine
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
@@ -83,8 +87,11 @@ class TierManager:
         self._update_buffers: list[Lease] = []
         # as many threads as PyTorch computes with; they start when there is much to dequantize
         self._run = ParallelRunner(torch.get_num_threads(), min_share=1)
+        self._end_limit: Callable[[], None] = lambda: None
         with ExitStack() as opened:
             opened.callback(self._close_memory)
+            if plan.gpu_budget_nbytes is not None and accelerator.is_accelerator(device):
+                self._limit(plan.gpu_budget_nbytes, device)
             for tier in TIERS:
                 if not tier.is_file:
                     budget = plan.budgets[tier]
@@ -101,6 +108,16 @@ class TierManager:
             self.guard = MemoryGuard(self.pool, read_headroom, sharing=ranks_here())
             self.guard.start()
             opened.pop_all()
+
+    def _limit(self, budget_nbytes: int, device: torch.device) -> None:
+        """Hold PyTorch to the part of budget.gpu that is not the context's."""
+        text = (
+            f"budget.gpu is full. {divided_gpu(self.plan, budget_nbytes)} and others; raise "
+            f"budget.gpu, lower budget.device, or {SMALLER_PASS}"
+        )
+        self._end_limit = accelerator.of(device).limit(
+            device, budget_nbytes - GPU_CONTEXT_NBYTES, partial(_log.error, "%s", text)
+        )
 
     def _open_store(self, nvme: NvmeConfig) -> BlockStore:
         paths = nvme_paths(nvme)
@@ -360,6 +377,7 @@ class TierManager:
             if self.store is not None:
                 last_first.callback(self.store.close)
             last_first.callback(self._run.close)
+            last_first.callback(self._end_limit)
 
 
 def nvme_paths(nvme: NvmeConfig) -> list[str]:
@@ -429,6 +447,7 @@ def this_machine(
         accelerator.free_nbytes(device), machine.memory_limit_nbytes() // here,
         machine.available_memory_nbytes() // here, free_nbytes, missing, sharding,
         max(1, machine.cpu_count() // here),
+        accelerator.of(device).held_nbytes(device) if computes else 0,
     )  # fmt: skip
 
 

@@ -23,8 +23,9 @@ from offload.display.console import PlainConsole
 from offload.display.training import Lines, Run
 from offload.gpt import LanguageModel, build_meta_model, evaluating, generate, parameter_count
 from offload.loggers import Logger, closing_all
-from offload.memory.preflight import activations_beyond
+from offload.memory.preflight import activations_beyond, gpu_line
 from offload.memory.tier_manager import compute_device
+from offload.planning.choice.planner import check_plan
 from offload.process.interrupts import Interrupts, noted_interrupts
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
 from offload.runs.folder import RunFolder, RunRecord, SavedRun, check_same_run, default_path
@@ -32,6 +33,7 @@ from offload.runs.forecast import Forecast, forecast, workload_of
 from offload.runs.watch import Watch
 from offload.runs.world import World
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError
+from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.train.summary import (
     MemoryUse,
@@ -120,7 +122,7 @@ def _run(
     torch.manual_seed(config.seed)
     model = build_meta_model(config)
     announce(console, config, model, batches, world)
-    config, prediction = choose(config, world)
+    config, prediction = choose(config, world, console)
     with noted_interrupts() as interrupts, initialize(model, config) as engine:
         folder.make()
         folder.write_config(engine.config)
@@ -149,7 +151,9 @@ def last_checkpoint(folder: RunFolder, config: OffloadConfig, console: Console) 
     return saved
 
 
-def choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast | None]:
+def choose(
+    config: OffloadConfig, world: World, console: Console
+) -> tuple[OffloadConfig, Forecast | None]:
     """Resolve open settings as the first rank does: every rank has to take the same steps."""
     prediction = None
     if world.is_first:
@@ -157,6 +161,10 @@ def choose(config: OffloadConfig, world: World) -> tuple[OffloadConfig, Forecast
         prediction = forecast(config, meta, workload_of(config), world.sharding)
     if prediction is not None:
         best = prediction.solution.best
+        check_plan(best)
+        gpu = prediction.planned.memory.places.get(Tier.DEVICE)
+        if gpu is not None:
+            console.print(gpu_line(gpu), soft_wrap=True)
         for warning in activations_beyond(best.plan, best.passing_nbytes):
             _log.warning("%s", warning)
     chosen = config.settled() if prediction is None else prediction.config

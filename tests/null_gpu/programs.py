@@ -22,6 +22,12 @@ import torch
 from torch import Tensor, nn
 
 import offload
+from offload.config import OffloadConfig
+from offload.gpt import build_meta_model
+from offload.planning.choice.planner import check_plan
+from offload.planning.machine.baseline import GPU_CONTEXT_NBYTES
+from offload.runs.forecast import forecast, workload_of
+from offload.tiers.tier import Tier
 from tests.null_gpu import calls
 
 WIDTH, BATCH = 64, 1024  # a batch is large enough to be moved away until backward
@@ -259,6 +265,64 @@ def _touch_states(engine: offload.Engine, checkpoint: Path) -> None:
     engine.module.load_state_dict(engine.module.state_dict())
     engine.save_checkpoint(checkpoint)
     engine.load_checkpoint(checkpoint)
+
+
+# ---------------------------------------------------------------- all of a GPU's memory
+def within_gpu_budget(total: str) -> dict[str, float]:
+    """Train a language model whose pass is known; MiB that were planned, and that were taken."""
+    config = OffloadConfig.load({
+        "device": "cuda", "precision": "bf16", "clip_grad_norm": 1.0,
+        "budget": {"gpu": total, "host": "1GiB", "nvme": 0},
+        "placement": {"activations": {"checkpoint": "auto"}},
+        "train": {"model": {"layers": 4, "hidden": 512, "heads": 8, "vocab": 16000}, "batch": 8,
+                  "sequence": 1024},
+    }).owning_the_loop()  # fmt: skip
+    model = build_meta_model(config)
+    run = forecast(config, model, workload_of(config))
+    assert run is not None
+    check_plan(run.planned.best)
+    tokens = torch.zeros(8, 1024, dtype=torch.long, device="cuda")
+    with offload.initialize(model, run.config) as engine:
+        for _ in range(3):
+            engine.backward(engine.module(tokens, tokens).loss)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        engine.settle()
+        tier = engine.report().tiers["device"]
+        assert tier.peak_nbytes <= tier.budget_nbytes
+    place = run.planned.memory.places[Tier.DEVICE]
+    sizes = {
+        "planned": place.peak_nbytes, "total": place.capacity_nbytes,
+        "tensors": torch.cuda.max_memory_allocated() + GPU_CONTEXT_NBYTES,
+        "taken": torch.cuda.max_memory_reserved() + GPU_CONTEXT_NBYTES,
+    }  # fmt: skip
+    return {name: nbytes / (1 << 20) for name, nbytes in sizes.items()}
+
+
+def beyond_gpu_budget() -> dict[str, Any]:
+    """A pass that was not planned runs into the limit, and training goes on after it."""
+    fractions, total = [], torch.cuda.mem_get_info()[1]
+
+    def note() -> None:
+        fractions.append(round(torch.cuda.get_per_process_memory_fraction() * total / (1 << 20)))
+
+    def engine(gpu: str) -> offload.Engine:
+        made = offload.initialize(Net([]), settings("host", ".", budget={"gpu": gpu, "nvme": 0}))
+        note()
+        return made
+
+    wide, tight = engine("3GiB"), engine("2GiB")
+    wide.close()
+    note()
+    said = _said(lambda: torch.empty(3 << 30, dtype=torch.uint8, device="cuda"))
+    _trainer(tight, torch.device("cuda"))()
+    steps = tight.report().steps
+    tight.close()
+    note()
+    torch.cuda.set_per_process_memory_fraction(0.25)  # by the program
+    below = _said(lambda: engine("3GiB").close())
+    note()
+    return {"mib": fractions, "said": said, "steps": steps, "below": below}
 
 
 # ---------------------------------------------------------------- the null GPU itself

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from offload.tiers.units import parse_bytes
 from tests.null_gpu.build import build, missing
 from tests.null_gpu.launch import FOLDER, NullGpu
 
@@ -163,6 +164,29 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(start: Any, on_the_cpu: R
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert json.loads(ended.stdout) == on_the_cpu()
     assert "could not be pinned (cudaHostRegister's error 2)" in ended.stderr
+
+
+# ---------------------------------------------------------------- all of a GPU's memory
+@pytest.mark.parametrize("gpu", ["1100MiB", "1500MiB", "2GiB"])
+def test_a_run_takes_no_more_than_budget_gpu_and_what_was_planned(gpu: str, ask: Ask) -> None:
+    """By PyTorch's own allocator, holes included, which is held to it."""
+    mib = ask(PLAIN, "within_gpu_budget", total=gpu)
+    assert mib["tensors"] <= 1.005 * mib["planned"]  # inputs and rounding are not counted
+    assert mib["tensors"] <= mib["taken"] <= mib["total"] == parse_bytes(gpu) / (1 << 20)
+
+
+def test_memory_beyond_budget_gpu_is_an_error_that_names_its_parts(start: Any) -> None:
+    ended = start(PLAIN, "tests.null_gpu.programs", "beyond_gpu_budget", "{}")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    answer, whole, context = json.loads(ended.stdout.splitlines()[-1]), 8192, 612
+    assert answer["said"].startswith("CUDA out of memory")
+    assert "offload: GPU 2.0 GiB: device tier " in ended.stderr  # as it is planned
+    assert "budget.gpu is full. GPU 2.0 GiB: device tier " in ended.stderr
+    # of two engines the lower limit holds until it ends; a limit of the program stays
+    wide, tight = 3072 - context, 2048 - context
+    assert answer["mib"] == [wide, tight, tight, whole, 2048, 2048]
+    assert answer["steps"] == 3
+    assert answer["below"] is None
 
 
 # ---------------------------------------------------------------- what users call

@@ -6,6 +6,7 @@ memory behind the device tier and the streams are the CPU's.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,26 @@ def run(tmp_path: Path, parameters: Any, **keys: Any) -> tuple[list[float], dict
 def reference(tmp_path: Path) -> tuple[list[float], dict[str, Any]]:
     losses, values, _ = run(tmp_path, "host")
     return losses, values
+
+
+@on_the_cpu_alone("there a GPU's size is not known beforehand")
+def test_within_a_gpu_s_budget_the_bits_are_the_same_and_the_sum_is_said(
+    tmp_path, mirrored, reference, capfd
+):
+    budget = {"gpu": "90%", "host": "16MiB", "nvme": "64MiB"}
+    losses, values, report = run(tmp_path, "host", budget=budget)
+    assert losses == reference[0]
+    assert_same_bits(values, reference[1])
+    tier = report.tiers["device"]
+    assert 0 < tier.peak_nbytes <= tier.budget_nbytes == 2 << 20
+    assert re.search(
+        r"offload: GPU 921.6 MiB: device tier 2.0 MiB \(parameters of the unit that runs .* KiB, "
+        r"and copies\), context and workspaces 676.0 MiB, 243.6 MiB for the pass",
+        capfd.readouterr().err,
+    )
+    settings = config(tmp_path, HOST, budget={**budget, "gpu": "600MiB"})
+    with pytest.raises(BudgetError, match=r"budget.gpu: 600.0 MiB is .* short"):
+        offload.initialize(seeded(TinyLM), settings)
 
 
 @pytest.mark.sample(4)

@@ -138,3 +138,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(PathError, match="not allowed to write there"):
         check_target(tmp_path / "a", "--out", replace=True)
+
+
+def test_a_gpu_s_budget_is_shown_written_and_proposed(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "a.yaml"
+    question = [*TINY, *WORK, "--gpu", "RTX 4090", "--ram", "16GiB", "--nvme", "0"]
+    assert run(*question, "-o", "budget.gpu=4GiB", "--write", str(file)) == 0
+    assert "· GPU 0.7 of 4.0 GiB: " in capsys.readouterr().out
+    config = OffloadConfig.load(file)
+    assert (config.budget.gpu, config.device) == (4 << 30, "cuda")
+    assert run(*question, "-o", "budget.gpu=600MiB", "--format", "json") == 1
+    value = json.loads(capsys.readouterr().out)
+    assert value["shortfalls"][0]["key"] == "budget.gpu"
+    settings = [change["settings"] for change in value["changes"]]
+    (proposed,) = (each["budget.gpu"] for each in settings if "budget.gpu" in each)
+    assert run(*question, "-o", f"budget.gpu={proposed}") == 0

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import NOTHING
 from offload.planning.choice.solver import Candidate, RunFacts, Solution, solve
+from offload.planning.plan.builder import within_gpu_budget
 from offload.planning.plan.estimate import MemoryEstimate
 from offload.planning.plan.plan import Hardware, Plan
-from offload.planning.plan.shortfalls import shortfalls
 from offload.planning.step.memory import PlannedMemory
 from offload.swap.threads.worker import available_cores
 from offload.tiers.errors import BudgetError
@@ -31,6 +31,8 @@ def chosen_config(config: OffloadConfig, plan: Plan) -> OffloadConfig:
     its budgets, since the free memory may change."""
     homes = {str(name): placement for name, placement in plan.placements.items()}
     budgets = {str(tier): nbytes for tier, nbytes in plan.budgets.items()}
+    if plan.gpu_budget_nbytes is not None:
+        budgets["gpu"] = plan.gpu_budget_nbytes
     update = {
         "budget": config.budget.model_copy(update=budgets),
         "placement": config.placement.model_copy(update=homes),
@@ -55,16 +57,15 @@ def update_threads(plan: Plan, ranks_here: int) -> int:
 
 def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
     """Make the plan of a model on some hardware. Raise BudgetError if a budget cannot work."""
-    plan = lay_out_plan(config, model, hardware)
-    check_plan(plan, hardware)
-    return plan
+    best = solve(config, model, hardware).best
+    check_plan(best)
+    return best.plan
 
 
-def check_plan(plan: Plan, hardware: Hardware) -> None:
+def check_plan(best: Candidate) -> None:
     """Raise BudgetError, naming the missing bytes and the key, if a tier cannot hold its part."""
-    missing = shortfalls(plan, hardware)
-    if missing:
-        raise BudgetError(missing[0].message)
+    if best.shortfalls:
+        raise BudgetError(best.shortfalls[0].message)
 
 
 def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
@@ -101,6 +102,7 @@ def plan_run(
 ) -> RunPlan:  # fmt: skip
     """Choose the plan of `config`, whether or not it fits. `traced`: `run` knows the cost of a
     pass; otherwise only states and libraries are counted."""
+    hardware = within_gpu_budget(config, hardware)
     solution = solve(config, model, hardware, run if traced else None)
     candidates = (solution.best, *solution.others)
     first = None

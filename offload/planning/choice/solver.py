@@ -20,11 +20,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from offload.planning.activations.facts import NOTHING, ActivationFacts, fragmentation_nbytes
+from offload.planning.activations.facts import (
+    NOTHING,
+    ActivationFacts,
+    fragmentation_nbytes,
+    holes_nbytes,
+)
 from offload.planning.choice.placement_search import corners, filled, near, without_files
-from offload.planning.machine.baseline import Baseline
+from offload.planning.machine.baseline import GPU_NBYTES, Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
-from offload.planning.plan.builder import PlanBuilder, reserve_nbytes
+from offload.planning.plan.builder import (
+    PlanBuilder,
+    reserve_nbytes,
+    resolve,
+    within_gpu_budget,
+)
 from offload.planning.plan.estimate import Shortfall, StepEstimate, Workload, short_weight
 from offload.planning.plan.plan import (
     Hardware,
@@ -55,7 +65,7 @@ _NEAR_PERCENTS = (25, 10)  # of a class, between the device and the tier below i
 _FAR = 2.0  # times the best one's time of the slowest link: not worth timing
 _BESIDE = 0.01  # of links beside the slowest: of plans that are as fast the one that moves less
 _WORTH = 5  # per cent of a class: less is no reason for a split
-_DEVICE_SHARE = 0.97  # of a GPU: allocators leave holes
+_ROOM = 0.2  # of a GPU, left by an open device tier to a pass that is not known
 NO_LIBRARIES = Baseline(0, compiler_nbytes=0)
 
 
@@ -142,6 +152,7 @@ def solve(
     Without `run`, an `auto` of activations.checkpoint is settled, and only parameters may be placed
     in device memory, which activations will need.
     """
+    hardware = within_gpu_budget(config, hardware)
     search, candidates = None, []
     for settled in _choices(config, run):
         search = _Search(settled, model, hardware, run, search)
@@ -188,9 +199,19 @@ class _Search:
         libraries = 0 if run is None else baseline.ram_of(config, model.tensors)
         # of the memory that a tier is in, what activations and libraries take
         self._beside = dict.fromkeys(TIERS, libraries + self._passing_nbytes)
+        self._beside_on_gpu: dict[str, int] = {}  # what is not the tier's, by name
         if gpu:
-            self._beside[Tier.DEVICE] = baseline.gpu_nbytes + peak
-        self._config = config if run is None else self._with_open_budgets(config, libraries)
+            there, limited = hardware.device_nbytes, hardware.gpu_budget_nbytes is not None
+            context = GPU_NBYTES if limited and run is None else baseline.gpu_nbytes
+            self._beside[Tier.DEVICE] = context + peak
+            beside = self._beside_on_gpu = {"pass": peak, "context and workspaces": context}
+            if run is not None:
+                beside["holes"] = holes_nbytes(there, peak)
+            elif resolve(config.budget.device, there, there) > there - context:
+                beside["room for the pass"] = int(_ROOM * there)
+        # what is left of a GPU is known where the batch is, or where a budget says it
+        self._knows_gpu = run is not None or config.budget.device is not None
+        self._config = self._with_open_budgets(config, libraries)
         self._builder = PlanBuilder(
             self._config, model, hardware, device_is_open=config.budget.device is None
         )
@@ -199,12 +220,15 @@ class _Search:
         self._plans: dict[tuple[Placement | None, ...], Plan] = {}
 
     def _with_open_budgets(self, config: OffloadConfig, libraries: int) -> OffloadConfig:
-        """Set open budgets: the device tier gets what activations and libraries leave of a GPU, the
-        host tier what they and the reserve leave of RAM."""
+        """Set open budgets: the device tier gets what activations and libraries leave of a GPU (if
+        budget.gpu is given, at most that), the host tier what they and the reserve leave of RAM."""
         hardware = self._hardware
-        if hardware.device_nbytes:
-            left = int(_DEVICE_SHARE * hardware.device_nbytes) - self._beside[Tier.DEVICE]
-            config = _within(config, Tier.DEVICE, left)
+        limited = hardware.gpu_budget_nbytes is not None
+        if hardware.device_nbytes and (limited or self._run is not None):
+            left = hardware.device_nbytes - sum(self._beside_on_gpu.values())
+            config = _within(config, Tier.DEVICE, left, hardware.device_nbytes if limited else 0)
+        if self._run is None:
+            return config
         # libraries are loaded already where it is this process that will train
         left = min(hardware.host_nbytes - libraries, hardware.host_free_nbytes)
         left = max(0, left - self._passing_nbytes)
@@ -250,11 +274,22 @@ class _Search:
         beyond = 0
         if run is not None and not plan.gpu:
             beyond = ram_nbytes(plan) + self._passing_nbytes - self._hardware.host_free_nbytes
+        beside = self._beside_on_gpu and {
+            **self._beside_on_gpu, "activations that stay": self._staying_nbytes(plan)
+        }  # fmt: skip
         return Candidate(
-            self._config, plan, shortfalls(plan, self._hardware),
+            self._config, plan, shortfalls(plan, self._hardware, beside),
             {tier: self._lacking(placements, tier) for tier in TIERS}, links_s,
             self._passing_nbytes, max(0, beyond),
         )  # fmt: skip
+
+    def _staying_nbytes(self, plan: Plan) -> int:
+        """The saved activations for which there is no room elsewhere."""
+        if plan.activations is None:
+            return 0
+        room = plan.activations.window_nbytes + plan.activations.disk_nbytes
+        most = self._facts.peak_nbytes - self._facts.peak_elsewhere_nbytes
+        return max(0, min(most, self._facts.saved_nbytes - room))
 
     def _lacking(self, placements: Placements, tier: Tier) -> int:
         return lacking_nbytes(self._plan(placements), tier, self._hardware, self._beside[tier])
@@ -280,13 +315,11 @@ class _Search:
         config, builder = self._config, self._builder
         there = [tier for tier in TIERS if tier is Tier.HOST or builder.budgets[tier] > 0]
         kernels = builder.gpu and builder.hardware.kernels_missing is None
-        # what is left of a GPU is known where the batch is, or where a budget says it
-        known = self._run is not None or config.budget.device is not None
         tiers: dict[StateClass, tuple[Tier, ...]] = {}
         for state_class in CLASSES:
             if state_class in builder.explicit:
                 continue
-            first = state_class is StateClass.PARAMETERS or (kernels and known)
+            first = state_class is StateClass.PARAMETERS or (kernels and self._knows_gpu)
             open_tiers = tuple(tier for tier in there if first or not tier.on_device)
             if state_class is StateClass.GRADIENTS and config.sums_gradients:
                 open_tiers = without_files(open_tiers)  # never an fp32 gradient file
@@ -298,9 +331,11 @@ def _key(placements: Placements) -> tuple[Placement | None, ...]:
     return tuple(placements.get(each) for each in CLASSES)
 
 
-def _within(config: OffloadConfig, tier: Tier, nbytes: int) -> OffloadConfig:
-    """Return `config` with `nbytes`, in whole pages, as the budget of a tier if it is open."""
-    if config.budget.of(tier) is not None:
+def _within(config: OffloadConfig, tier: Tier, nbytes: int, limit_nbytes: int = 0) -> OffloadConfig:
+    """Return `config` with `nbytes`, in whole pages, as the budget of a tier if it is open, or also
+    if it is larger, as a percentage of `limit_nbytes`, where that is given."""
+    given = config.budget.of(tier)
+    if given is not None and not (limit_nbytes and resolve(given, limit_nbytes, 0) > nbytes):
         return config
     pages = max(0, nbytes) // PAGE_NBYTES * PAGE_NBYTES
     budget = config.budget.model_copy(update={tier.name: pages})

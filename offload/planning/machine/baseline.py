@@ -45,7 +45,7 @@ GPU_CONTEXT_NBYTES = 612 << 20
 # (aten/src/ATen/cuda/CublasHandlePool.cpp; cuBLASLt shares it). Forward and backward have a thread
 # each, and one stream. 32 MiB is Hopper's default, and that of deterministic runs (`:4096:8`), 8.1
 # MiB that of NVIDIA's others.
-GPU_WORKSPACES_NBYTES = 2 * (32 << 20)
+GPU_NBYTES = GPU_CONTEXT_NBYTES + 2 * (32 << 20)
 
 # Python's objects and PyTorch's for each parameter: the tensor, its module, hooks, states, extents.
 # By the growth of thousands of small layers on nvme, each a group of its own: 17.4 KiB.
@@ -84,8 +84,7 @@ def known_baseline(precision: str, *, gpu: bool = False) -> Baseline:
     if not gpu:
         return baseline
     ram_nbytes = max(baseline.ram_nbytes, GPU_RAM_NBYTES)
-    gpu_nbytes = GPU_CONTEXT_NBYTES + GPU_WORKSPACES_NBYTES
-    return replace(baseline, ram_nbytes=ram_nbytes, gpu_nbytes=gpu_nbytes)
+    return replace(baseline, ram_nbytes=ram_nbytes, gpu_nbytes=GPU_NBYTES)
 
 
 def machine_baseline(precision: str, *, remeasure: bool = False) -> Baseline:

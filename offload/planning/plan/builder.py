@@ -118,6 +118,7 @@ class PlanBuilder:
                 self.config.gradient_accumulation_steps, self.hardware.kernels_missing,
             ) if self.gpu else None,
             sharding=self.hardware.sharding, shared=self.shared[moves], kv=self.kv,
+            gpu_budget_nbytes=self.hardware.gpu_budget_nbytes,
         )  # fmt: skip
         plan = replace(plan, expected=_expected(plan))
         if self._device_is_open:  # the tier is one allocation: take no more than it can use
@@ -262,7 +263,21 @@ def resolve_budgets(
         Tier.HOST: _host_auto(hardware),
         Tier.NVME: int(hardware.nvme_free_nbytes * 0.9),
     }
-    return {tier: _resolve(config.budget.of(tier), whole[tier], auto[tier]) for tier in TIERS}
+    return {tier: resolve(config.budget.of(tier), whole[tier], auto[tier]) for tier in TIERS}
+
+
+def within_gpu_budget(config: OffloadConfig, hardware: Hardware) -> Hardware:
+    """Return `hardware` with no more GPU memory than budget.gpu, if it is given, leaves beside what
+    this process's tensors take. Raise ConfigError without a GPU."""
+    if config.budget.gpu is None or hardware.gpu_budget_nbytes is not None:
+        return hardware
+    free = hardware.device_nbytes
+    if not free:
+        raise ConfigError("budget.gpu: the model computes on the CPU here; remove budget.gpu")
+    budget = resolve(config.budget.gpu, free, free)
+    # 0 would be no GPU
+    left = max(PAGE_NBYTES, min(free, budget - hardware.device_held_nbytes))
+    return replace(hardware, device_nbytes=left, gpu_budget_nbytes=budget)
 
 
 def _host_auto(hardware: Hardware) -> int:
@@ -279,7 +294,7 @@ def reserve_nbytes(free_nbytes: int) -> int:
     return int(min(0.3 * free_nbytes, max(1 << 30, 0.05 * free_nbytes)))
 
 
-def _resolve(given: int | Percent | None, whole: int, auto: int) -> int:
+def resolve(given: int | Percent | None, whole: int, auto: int) -> int:
     if given is None:
         return auto
     return int(whole * given.fraction) if isinstance(given, Percent) else given

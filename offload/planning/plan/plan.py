@@ -47,6 +47,8 @@ class Hardware:
     kernels_missing: str | None = None  # why offload's kernels cannot run on the device
     sharding: Sharding = ALONE  # of the rank that the rest is for
     cores: int = 1  # that the optimizer may use
+    device_held_nbytes: int = 0  # by this process's tensors, beside `device_nbytes`
+    gpu_budget_nbytes: int | None = None  # budget.gpu; `device_nbytes` is what is free of it
 
     @property
     def capacities(self) -> Mapping[Tier, int]:
@@ -107,6 +109,7 @@ class Plan:
     sharding: Sharding = ALONE  # of the rank that it is for
     shared: SharedPlan | None = None  # None: this rank is alone
     kv: KVPlan | None = None  # None: KV caches are in no tier
+    gpu_budget_nbytes: int | None = None  # for the tier and all beside it; None: it is open
     device_room_nbytes: int | None = None  # where budget.device is open: with what it cannot use
 
     def room_nbytes(self, tier: Tier) -> int:

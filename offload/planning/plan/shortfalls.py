@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from offload.planning.plan.estimate import Shortfall
 from offload.planning.plan.plan import (
@@ -17,10 +17,37 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.tier import TIERS, Medium, Tier
 from offload.tiers.units import format_bytes, in_one_unit
 
+SMALLER_PASS = (
+    "make the pass smaller: a smaller batch, placement.activations.checkpoint: true, or, for "
+    "causal language models of transformers, loss.chunked: true"
+)
 
-def shortfalls(plan: Plan, hardware: Hardware) -> tuple[Shortfall, ...]:
-    """The shortfalls of all tiers that cannot hold their part, budgets first; empty if all can."""
-    return (*_of_budgets(plan), *_of_machine(plan, hardware))
+
+def shortfalls(
+    plan: Plan, hardware: Hardware, beside: Mapping[str, int] | None = None
+) -> tuple[Shortfall, ...]:
+    """The shortfalls of all tiers that cannot hold their part, budgets first; empty if all can.
+    `beside` names what takes GPU memory beside the device tier."""
+    gpu = tuple(_of_gpu(plan, hardware.device_nbytes, beside)) if beside else ()
+    of_budgets = (each for each in _of_budgets(plan) if each.tier not in {g.tier for g in gpu})
+    return (*gpu, *of_budgets, *_of_machine(plan, hardware))
+
+
+def _of_gpu(plan: Plan, there: int, beside: Mapping[str, int]) -> Iterator[Shortfall]:
+    least = needed_nbytes(plan, Tier.DEVICE)
+    parts = {"copies": max(0, plan.budgets[Tier.DEVICE] - least), **beside}
+    needed = least + sum(parts.values())
+    if plan.gpu_budget_nbytes is None or needed <= there:
+        return
+    free = "" if there == plan.gpu_budget_nbytes else " that are free of it"
+    terms = (f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    total, limit, short = in_one_unit(needed, there, needed - there)
+    yield Shortfall(
+        Tier.DEVICE, needed, there, "budget.gpu",
+        f"budget.gpu: {limit}{free} is {short} short of the {total} needed "
+        f"({breakdown(plan, Tier.DEVICE)} + {' + '.join(terms)}); raise budget.gpu, or "
+        f"{SMALLER_PASS}",
+    )  # fmt: skip
 
 
 def lacking_nbytes(plan: Plan, tier: Tier, hardware: Hardware, beside_nbytes: int) -> int:

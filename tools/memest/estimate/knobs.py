@@ -45,10 +45,10 @@ def _all(case: Case, estimate: Estimate, tiers: set[Tier]) -> Iterator[Knob]:
             yield _recompute(case)
             yield tuple(_batch(case))
     if tiers - {Tier.NVME}:
-        for tier in (each for each in TIERS if not each.is_file):
-            yield from _budget(case, estimate, tier)
+        for name in ("gpu", *(each.name for each in TIERS if not each.is_file)):
+            yield from _budget(case, estimate, name)
         yield from _placements(case)
-    yield from _budget(case, estimate, Tier.NVME)
+    yield from _budget(case, estimate, Tier.NVME.name)
     if case.generation is None:
         yield _chunk(case)
     yield _precision(case)
@@ -84,19 +84,19 @@ def _sequences(asked: Generation) -> Iterator[Change]:
         yield Change({"--batch": str(batch)}, f"{parts} batches of {batch}, one after the other")
 
 
-def _budget(case: Case, estimate: Estimate, tier: Tier) -> Iterator[Knob]:
+def _budget(case: Case, estimate: Estimate, name: str) -> Iterator[Knob]:
     """Yield options that raise a budget which was given and is too small, up to the machine's
     limit. Beside another change less may suffice; and with more room the chunks that are left open
     grow, so that somewhat more is needed than now."""
-    if case.config.budget.of(tier) is None:
+    if dict(case.config.budget).get(name) is None:
         return
     for shortfall in estimate.shortfalls:
-        if shortfall.tier is tier and shortfall.key == f"budget.{tier}":
+        if shortfall.key == f"budget.{name}":
             needed = -(-shortfall.needed_nbytes // _STEP)
             sizes = (needed // 4, needed // 2, needed * 3 // 4, needed, needed + 1, needed + 2)
             text = f"instead of {format_bytes(shortfall.capacity_nbytes)}"
             yield [
-                Change({f"budget.{tier}": f"{n * _STEP >> 20}MiB"}, text)
+                Change({f"budget.{name}": f"{n * _STEP >> 20}MiB"}, text)
                 for n in sizes if n * _STEP > shortfall.capacity_nbytes
             ]  # fmt: skip
 

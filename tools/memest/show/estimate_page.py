@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from offload.display.words import counted, duration, share
+from offload.memory.preflight import gpu_line
 from offload.pages.page import Cell, Figure, Page, Section, Table
 from offload.planning.plan.estimate import MemoryClass, StepEstimate
 from offload.tiers.ledger import StateClass
@@ -100,7 +101,8 @@ def _sections(estimate: Estimate) -> Iterator[Section]:
         yield Section("What would fit", tables=[_changes(estimate.changes)])
     elif not estimate.fits:
         yield Section("What would fit", lines=[NO_CHANGE])
-    yield Section("Peak memory", tables=[_memory(estimate)])
+    gpu = gpu_line(estimate.memory.places.get(Tier.DEVICE))
+    yield Section("Peak memory", tables=[_memory(estimate)], lines=[gpu] if gpu else [])
     for title, step in _passes_of(estimate):
         title = f"{title}: {duration(step.seconds)}, bound by {step.bottleneck}"
         yield Section(title, tables=[_links(estimate, step)])

@@ -122,6 +122,8 @@ def _budget(estimate: Estimate) -> Iterator[tuple[str, str | int]]:
         if budget or needed:
             whole = budget // _MIB * _MIB
             yield str(tier), _size(budget if whole < needed or not whole else whole)
+    if plan.gpu_budget_nbytes is not None:
+        yield "gpu", _size(plan.gpu_budget_nbytes)
 
 
 def _size(nbytes: int) -> str | int:
