@@ -152,38 +152,6 @@ def made_chunks(engine: Engine) -> int:
     return sum(len(each.made) for each in codes if each is not None)
 
 
-READERS: dict[str, Callable[[Engine], Any]] = {
-    "data": lambda engine: [param.data.clone() for param in engine.module.parameters()],
-    "states": states_of,
-    "eval": lambda engine: loss_of(engine.module.eval(), torch.arange(14).view(2, 7)),
-    "norms": lambda engine: [float(p.grad.norm()) for p in engine.module.parameters()
-                             if p.grad is not None],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("how", READERS)
-def test_a_reader_sees_the_state_before_the_update(
-    tmp_path: Path, how: str, on_a_gpu: None
-) -> None:
-    with trained_engine(tmp_path) as engine, trained_engine(tmp_path) as other:
-        with torch.no_grad():
-            other._runtime.stepper.policy.on = False
-            backward_in_grad_mode(other)
-            backward_in_grad_mode(engine)
-            assert made_chunks(engine) > 5
-            assert not made_chunks(other)
-            got, expected = READERS[how](engine), READERS[how](other)
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
-        for each in engine, other:
-            each.optimizer.step()
-        torch.testing.assert_close(states_of(engine), states_of(other), rtol=0, atol=0)
-
-
-def backward_in_grad_mode(engine: Engine) -> None:
-    with torch.enable_grad():
-        backward(engine)
-
-
 @pytest.mark.parametrize("overflows", [False, True])
 def test_a_step_decides_while_a_code_is_written(
     tmp_path: Path, overflows: bool, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
@@ -260,12 +228,6 @@ def test_an_engine_that_is_closed_before_the_step_gives_back_the_old_values(
             model = engine.module
         values.append([param.detach().clone() for param in model.parameters()])
     torch.testing.assert_close(*values, rtol=0, atol=0)
-
-
-def test_records_are_not_speculative_where_a_cpu_computes(tmp_path: Path) -> None:
-    with trained_engine(tmp_path) as engine:
-        assert not engine.report().trials.kept
-        assert not speculative_groups(engine.plan, engine.config)
 
 
 def test_the_report_says_that_no_update_is_speculative_where_every_step_clips(

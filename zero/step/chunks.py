@@ -224,7 +224,6 @@ class Chunk:
     record: ChunkBytes
     gradient: ChunkBytes | None  # None: no gradient is read
     buffer: torch.Tensor | None = None  # in host memory, for what is staged
-    is_left: bool = False  # its bytes were not changed
 
     @property
     def elements(self) -> range:

@@ -78,8 +78,9 @@ class SpeculativeUpdates(DeferredUpdates):
                 return
             codes = None
             with ExitStack() as kept:
-                if _coded(state):
-                    codes = _lease_codes(state)
+                pool = next((record.spare for record in _coded(state).values()), None)
+                if pool is not None:
+                    codes = Codes.lease(pool, _code_nbytes(state), state.group.name)
                     if codes is None:
                         return
                     kept.callback(codes.free)
@@ -149,31 +150,25 @@ class SpeculativeUpdates(DeferredUpdates):
                 ended.callback(each.drop_old if keep else each.go_back)
             if not keep:
                 ended.callback(self._undo, update)
-            if keep:
-                rest = () if codes is None else codes.accept()
-                if rest:
-                    update.ready.wait()  # until then it reads gradients
-                    self._put([self._rest_of(update, rest)], first=False)
-            else:
                 self.queue.withdraw(index)
                 state.group.pending_update.ready = None
+            elif codes is not None and (rest := codes.accept()):
+                update.ready.wait()  # until then it reads gradients
+                ready: Transfer[None] = Transfer(f"the rest of the update of {state.group.name}")
+                done = partial(self._done, state)
+                left = GroupUpdate(state, update.segments, ready, done, some=rest)
+                self._put([left], first=False)
         return not rest
-
-    def _rest_of(self, update: GroupUpdate, chunks: Sequence[int]) -> GroupUpdate:
-        ready: Transfer[None] = Transfer(f"the rest of the update of {update.group.name}")
-        done = partial(self._done, update.state)
-        return GroupUpdate(update.state, update.segments, ready, done, some=chunks)
 
     def _undo(self, update: GroupUpdate) -> None:
         """Undo the chunks that have codes, on the update thread, and drop the codes."""
         codes, ready = update.codes, Transfer[None](f"undoing the update of {update.group.name}")
-        if codes is None:
+        if codes is None or not codes.made:
+            if codes is not None:
+                codes.free()
             return
         ready.then(lambda _: codes.free())
-        if not codes.made:
-            ready.complete(None)
-            return
-        some, done = tuple(codes.made), lambda: None
+        done, some = lambda: None, tuple(codes.made)
         undoing = GroupUpdate(update.state, (), ready, done, undoes=update, some=some)
         self.queue.submit([undoing], first=True)
         ready.wait()
@@ -235,12 +230,6 @@ def _code_nbytes(state: OptimizerState) -> dict[int, int]:
     """Return the bytes of the codes, by chunk."""
     pieces = len(state.steps)  # of consecutive elements with equal numbers, at most
     return {chunk: codes_nbytes(len(state.chunks[chunk]), pieces) for chunk in _coded(state)}
-
-
-def _lease_codes(state: OptimizerState) -> Codes | None:
-    nbytes, record = _code_nbytes(state), next(iter(_coded(state).values()))
-    assert record.spare is not None, "it can be undone"
-    return Codes.lease(record.spare, nbytes, state.group.name)
 
 
 def _old_nbytes(state: OptimizerState, *, codes: bool) -> OldBytes | None:

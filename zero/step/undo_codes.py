@@ -13,7 +13,6 @@ alike: an accepted step updates them as if nothing had been speculative.
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,39 +23,13 @@ import numpy as np
 
 from offload.kernels.cpu.undo import undo_step, undoable_step
 from offload.kernels.cpu.undo_code import code_numel
-from offload.kernels.floats import Array, Float, Runner
-from offload.kernels.rules import Scalars
+from offload.kernels.floats import Array, Runner
 from offload.swap.states.slot_pool import SlotPool
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
-from offload.zero.step.records import Operands
 
-
-@dataclass(frozen=True, slots=True)
-class StepCall:
-    """The arguments of one step of a part of a chunk, which both kernels have."""
-
-    grad: Array | None
-    weight: Array
-    own: Operands[Array]
-    scalars: Scalars
-    grad_float: Float
-    weight_float: Float
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional arguments, and the others."""
-        return (self.grad, self.weight, self.own.states, self.scalars), {
-            "grad_float": self.grad_float, "weight_float": self.weight_float,
-            "low": self.own.low, "master": self.own.master,
-        }  # fmt: skip
-
-
-class Outcome(enum.Enum):
-    """What became of a chunk."""
-
-    MADE = "it was stepped"
-    LEFT = "it is as it was"
-    NEEDS_NO_CODE = "it is as it was, and can be stepped without a code"
+# positional and other arguments of one step of a part of a chunk, which both kernels have
+StepCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(eq=False, repr=False)
@@ -66,7 +39,7 @@ class Codes:
     pool: SlotPool
     _leases: dict[int, Lease] = field(default_factory=dict)  # by chunk
     made: list[int] = field(default_factory=list)  # chunks that were stepped, and have their code
-    _left: list[int] = field(default_factory=list)  # chunks that stay as they are
+    left: list[int] = field(default_factory=list)  # chunks that stay as they are
     _accepted: threading.Event = field(default_factory=threading.Event)
     _writing: bool = False  # the update thread writes a code
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -89,23 +62,22 @@ class Codes:
             leased.pop_all()
         return codes
 
-    def step(self, chunk: int, calls: Sequence[StepCall], run: Runner) -> Outcome:
-        """Step a chunk with its code, where that is needed, and there is room for it."""
+    def step(self, chunk: int, calls: Sequence[StepCall], run: Runner) -> bool:
+        """Step a chunk with its code, or leave it as it is where there is no room for that. Returns
+        False if it is to be stepped without a code."""
         with self._lock:
             if self._accepted.is_set() or chunk not in self._leases:
-                return Outcome.NEEDS_NO_CODE
-            if self._left:
-                self._left.append(chunk)
-                return Outcome.LEFT
+                return False
+            if self.left:
+                self.left.append(chunk)
+                return True
             self._writing = True
         made = False
         try:
             made = self._step(chunk, calls, run)
         finally:
             accepted = self._written(chunk, made=made)
-        if made:
-            return Outcome.MADE
-        return Outcome.NEEDS_NO_CODE if accepted else Outcome.LEFT
+        return made or not accepted
 
     def _written(self, chunk: int, *, made: bool) -> bool:
         """Note that a code is written. Returns whether the step has decided meanwhile."""
@@ -113,31 +85,30 @@ class Codes:
             self._writing = False
             accepted = self._accepted.is_set()
             if not accepted:
-                (self.made if made else self._left).append(chunk)
+                (self.made if made else self.left).append(chunk)
         if accepted:
             self.free()
         return accepted
 
     def _step(self, chunk: int, calls: Sequence[StepCall], run: Runner) -> bool:
-        done = list[tuple[StepCall, Array]]()
-        for call, code in self._with_codes(chunk, calls):
-            given, named = call.arguments()
+        for index, ((given, named), code) in enumerate(self._with_codes(chunk, calls)):
             if not undoable_step(*given, **named, code=code, run=run):
-                _undo(done, run)
+                self.undo(chunk, calls[:index], run)
                 return False
-            done.append((call, code))
         return True
 
     def undo(self, chunk: int, calls: Sequence[StepCall], run: Runner) -> None:
         """Undo the step of a chunk, which was made with the same `calls`."""
-        _undo(list(self._with_codes(chunk, calls)), run)
+        for (given, named), code in self._with_codes(chunk, calls):
+            undo_step(*given, **named, code=code, run=run)
 
     def _with_codes(
         self, chunk: int, calls: Sequence[StepCall]
     ) -> Iterator[tuple[StepCall, Array]]:
         room, start = self._leases[chunk].tensor.numpy().view(np.int32), 0
         for call in calls:
-            stop = start + code_numel(len(call.weight))
+            (_, weight, *_), _ = call
+            stop = start + code_numel(len(weight))
             yield call, room[start:stop]
             start = stop
 
@@ -149,7 +120,7 @@ class Codes:
             writing = self._writing
         if not writing:
             self.free()
-        return self._left
+        return self.left
 
     def free(self) -> None:
         """Give the memory back. Idempotent."""
@@ -157,9 +128,3 @@ class Codes:
             leases, self._leases = self._leases, {}
             for lease in leases.values():
                 lease.free()
-
-
-def _undo(done: Sequence[tuple[StepCall, Array]], run: Runner) -> None:
-    for call, code in done:
-        given, named = call.arguments()
-        undo_step(*given, **named, code=code, run=run)

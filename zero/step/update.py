@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ from offload.zero.groups.fetching import Fetcher, PendingUpdates
 from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.step.device_update import DeviceUpdate, DeviceWork
 from offload.zero.step.save_gate import SaveGate
-from offload.zero.step.undo_codes import Outcome, StepCall
+from offload.zero.step.undo_codes import StepCall
 
 _PAGE_NBYTES = 4096
 _MIN_BLOCKS = 256  # blocks of 8-bit states per thread, at least
@@ -287,24 +288,18 @@ class UpdateQueue(PendingUpdates):
         ended.then(lambda _: self._worker.wake())
 
     def _step_here(self, chunk: Chunk) -> None:
-        update, number = chunk.update, chunk.number
+        update, number, run = chunk.update, chunk.number, self._run_sections
         before = update.undoes
         if before is not None and before.codes is not None and number in before.codes.made:
-            made = [call for _, _, call in self._calls(chunk, before.segments)]
-            before.codes.undo(number, made, self._run_sections)
-        calls = self._calls(chunk, update.segments)
-        if update.codes is not None:
-            here = [call for _, _, call in calls]
-            outcome = update.codes.step(number, here, self._run_sections)
-            chunk.is_left = outcome is Outcome.LEFT
-            if outcome is not Outcome.NEEDS_NO_CODE:
-                return
+            before.codes.undo(number, [c for c, *_ in self._calls(chunk, before.segments)], run)
+        calls = list(self._calls(chunk, update.segments))
+        if update.codes is not None and update.codes.step(number, [c for c, *_ in calls], run):
+            return
         kept = chunk.record_format
         blocks = kept.state_format is StateFormat.INT8
-        for segment, span, call in calls:
-            given, named = call.arguments()
+        for (given, named), scales, segment, span in calls:
             optimizer_step(
-                *given, **named, state_format=kept.state_format, scales=call.own.scales,
+                *given, **named, state_format=kept.state_format, scales=scales,
                 noise=chunk.noise(self._seed, segment.step, span),
                 missed=[
                     Missed(scalars, chunk.noise(self._seed, step, span))
@@ -315,8 +310,9 @@ class UpdateQueue(PendingUpdates):
 
     def _calls(
         self, chunk: Chunk, segments: Sequence[Segment]
-    ) -> list[tuple[Segment, slice, StepCall]]:
-        """Return the kernel calls of the chunk's segments, once its bytes have arrived."""
+    ) -> Iterator[tuple[StepCall, Sequence[Array], Segment, slice]]:
+        """Yield what kernels are called with for each of the segments, once the bytes of the chunk
+        have arrived."""
         weight, record = chunk.weight.wait(), chunk.record.wait()
         numel, kept = len(chunk.elements), chunk.record_format
         grad_float = chunk.update.state.gradients.format
@@ -324,18 +320,20 @@ class UpdateQueue(PendingUpdates):
         grads: Array | None = None
         if chunk.gradient is not None:
             grads = array_of(chunk.gradient.wait()[: numel * grad_float.nbytes], grad_float)
-        arrays, calls = kept.arrays(record, numel), []
+        arrays = kept.arrays(record, numel)
         for segment, span in chunk.segments(segments):
             grad = grads[span] if grads is not None and segment.has_gradient else None
             own = kept.operands(arrays, span, segment.scalars)
-            call = StepCall(grad, weights[span], own, segment.scalars, grad_float, self._own)
-            calls.append((segment, span, call))
-        return calls
+            named: dict[str, Any] = {"grad_float": grad_float, "weight_float": self._own}
+            named |= {"low": own.low, "master": own.master}
+            given = (grad, weights[span], own.states, segment.scalars)
+            yield (given, named), own.scales, segment, span
 
     def _send_home(self, chunk: Chunk) -> None:
         update = chunk.update
-        weight_write = None if chunk.is_left else chunk.weight.send_home()
-        record_write = None if chunk.is_left else chunk.record.send_home()
+        is_left = update.codes is not None and chunk.number in update.codes.left  # not changed
+        weight_write = None if is_left else chunk.weight.send_home()
+        record_write = None if is_left else chunk.record.send_home()
         if weight_write is not None:
             update.weight_writes.append(weight_write)
         writes = [write for write in (weight_write, record_write) if write is not None]
