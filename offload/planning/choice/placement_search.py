@@ -1,6 +1,5 @@
 """Generates placements worth comparing, by asking how many bytes each tier would hold.
 
-    corners   every open class whole in one tier: what one would try by hand
     filled    everything in the slowest tier, then raised class by class: whole, or the largest
               share that the faster tier holds; in every order of the classes, and once more
               without nvme, which costs buffers and windows in memory as soon as anything is there
@@ -36,12 +35,6 @@ def shifted(placement: Placement, to: Tier, source: Tier, move: float) -> Placem
     shares[to] = round(shares[to] + move, 6)
     shares[source] = round(shares[source] - move, 6)
     return Placement(tuple((tier, share) for tier, share in shares.items() if share))
-
-
-def corners(named: Placements, open_tiers: OpenTiers) -> Iterator[Placements]:
-    """Placements with every open class whole in one tier, beside those that are `named`."""
-    for tiers in itertools.product(*open_tiers.values()):
-        yield {**named, **_whole(dict(zip(open_tiers, tiers, strict=True)))}
 
 
 def filled(

@@ -1,10 +1,11 @@
 """Finds the placement that makes a step fastest within the budgets, for all that is left open.
 
-    1  every class whole in one tier, and the largest shares that fit into the faster ones
+    1  every class whole in a tier, or with the largest share that fits into the faster ones
        (`placement_search`), laid out by the planner, checked to the byte and ranked by how long
        the slowest link is busy: bytes divided by rates, without the pipeline
     2  where it is known what a step works on, the first of them are predicted (`step_time`), and
        the fastest is taken; elsewhere the rank decides
+    3  on a GPU those near the fastest are compared with it, as long as one is faster
 
 Where activations.checkpoint is `auto` and the batch is known, every choice goes through 1, and all
 take part in 2. What the configuration names stays as it is. The result
@@ -26,7 +27,7 @@ from offload.planning.activations.facts import (
     fragmentation_nbytes,
     holes_nbytes,
 )
-from offload.planning.choice.placement_search import corners, filled, near, without_files
+from offload.planning.choice.placement_search import filled, near, without_files
 from offload.planning.machine.baseline import GPU_NBYTES, Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.builder import (
@@ -237,11 +238,10 @@ class _Search:
     def candidates(self) -> list[Candidate]:
         """The candidates in the order of their rank, timed if it is known how; at least one."""
         named, few = self._builder.explicit, len(self._builder.groups) <= _FEW_GROUPS
-        ranked = self._ranked(corners(named, self._open_tiers))
-        for min_percent in (_WORTH, 1):
-            if min_percent == _WORTH or ranked[0].rank[0]:
-                more = filled(named, self._open_tiers, self._lacking, min_percent)
-                ranked = self._ranked(itertools.chain((c.plan.placements for c in ranked), more))
+        ranked = self._ranked(filled(named, self._open_tiers, self._lacking, _WORTH))
+        if ranked[0].rank[0]:
+            more = filled(named, self._open_tiers, self._lacking, 1)
+            ranked = self._ranked(itertools.chain((c.plan.placements for c in ranked), more))
         far_s = _FAR * ranked[0].links_s
         best = ranked[:2] + [each for each in ranked[2:] if each.links_s <= far_s]
         count = _CANDIDATES if few else _CANDIDATES_LARGE
