@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -553,17 +553,14 @@ def _close_all(
     tier_manager: TierManager | None,
 ) -> None:  # fmt: skip
     """Close a save in progress, threads by `end`, files and memory, in this order."""
-    try:
-        try:
-            saves.wait()
-        finally:
-            if end is not None:
-                end()
-    finally:
-        if runner is not None:
-            runner.close()
+    with ExitStack() as last_first:
         if tier_manager is not None:
-            tier_manager.close()
+            last_first.callback(tier_manager.close)
+        if runner is not None:
+            last_first.callback(runner.close)
+        if end is not None:
+            last_first.callback(end)
+        saves.wait()
 
 
 def _while_there(wait: Callable[[], bool]) -> Callable[[], bool]:

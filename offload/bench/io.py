@@ -67,7 +67,10 @@ def run_io(options: IoOptions, say: Say) -> Record:
             moving("offload write", Kind.OFFLOAD, nbytes, store.write, store.name),
         ]
         measure(record, systems, options.rounds, say)
-        record.notes.append(_where(folder, nbytes, raw.file))
+        how = "through the page cache: this is RAM, not the disk"
+        how = "O_DIRECT" if raw.file.o_direct else how
+        system = file_system_of(folder.resolve())
+        record.notes.append(f"{format_bytes(nbytes)} per pass on {system}, {how}")
     for direction in ("read", "write"):
         record.compare(f"offload {direction}", f"raw {direction}", "bytes_per_s")
     return record
@@ -91,11 +94,6 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
             f"{format_bytes(free)} are free; at most {format_bytes(free // 4)}"
         )
     return nbytes
-
-
-def _where(folder: Path, nbytes: int, file: SwapFile) -> str:
-    how = "O_DIRECT" if file.o_direct else "through the page cache: this is RAM, not the disk"
-    return f"{format_bytes(nbytes)} per pass on {file_system_of(folder.resolve())}, {how}"
 
 
 # ---------------------------------------------------------------- the block store

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,10 +66,8 @@ def _computing(gpus: Sequence[Check]) -> str:
 
 def run_checks(paths: Sequence[Path] = ()) -> list[Check]:
     """Check the machine and each of `paths` (the default folder if there is none)."""
-    checks = [*_software(), *_memory(), _processor(), _precision(), *_gpu()]
-    for path in paths or [machine.swap_folder()]:
-        checks.extend(check_path(path))
-    return checks
+    folders = paths or [machine.swap_folder()]
+    return [*_machine(), *_gpu(), *(check for path in folders for check in check_path(path))]
 
 
 def check_path(path: Path) -> list[Check]:
@@ -81,7 +79,14 @@ def check_path(path: Path) -> list[Check]:
         return [Check(shown, "fail", "does not exist", f"mkdir -p {path}, or correct nvme.paths")]
     if not os.access(path, os.W_OK | os.X_OK):
         return [Check(shown, "fail", "not writable by this user", f"chown or chmod {path}")]
-    checks = [_file_system(path), _free_space(path)]
+    checks, mount = [Check(f"{path} file system", "off", "unknown")], machine.mount_of(path)
+    if mount is not None:
+        finding = f"{mount.kind} on {mount.point}"
+        checks = [_warned_if(bool(mount.remark), f"{path} file system", finding, mount.remark)]
+    usage = shutil.disk_usage(path)
+    finding = f"{format_bytes(usage.free)} of {format_bytes(usage.total)}"
+    low, advice = usage.free < _LOW_DISK_NBYTES, "free some, or name another folder in nvme.paths"
+    checks.append(_warned_if(low, f"{path} free", finding, advice))
     mode = path.stat().st_mode
     if mode & 0o002 and not mode & 0o1000:
         advice = f"chmod o-w {path}: others could replace its files"
@@ -89,58 +94,44 @@ def check_path(path: Path) -> list[Check]:
     return [*checks, *_backends(path)]
 
 
-def _software() -> list[Check]:
-    versions = {name: str(machine.version_of(name)) for name in ("torch", "numba", "numpy")}
-    python = f"{platform.python_version()} on {platform.platform()}"
-    return [Check(name, "ok", finding) for name, finding in {"python": python, **versions}.items()]
-
-
-def _memory() -> list[Check]:
+def _machine() -> Iterator[Check]:
+    """Check software, memory and processor."""
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.platform()}")
+    for name in ("torch", "numba", "numpy"):
+        yield Check(name, "ok", str(machine.version_of(name)))
     total, nbytes = machine.total_memory_nbytes(), machine.available_memory_nbytes()
-    checks = [Check("memory", "ok", f"{format_bytes(total)} in the machine")]
+    yield Check("memory", "ok", f"{format_bytes(total)} in the machine")
     for limit in machine.memory_limits():
         finding = f"{format_bytes(limit.limit_nbytes)}, {format_bytes(limit.used_nbytes)} used"
         name = "cgroup memory limit" if limit.kills else "cgroup memory.high"
-        checks.append(Check(name, "ok", f"{finding}, in {limit.folder}"))
+        yield Check(name, "ok", f"{finding}, in {limit.folder}")
     advice = "close other programs, or keep budget.host well below this"
     low = nbytes < _LOW_MEMORY_NBYTES
-    checks.append(_warned_if(low, "memory available", format_bytes(nbytes), advice))
-    return checks
+    yield _warned_if(low, "memory available", format_bytes(nbytes), advice)
+    quota = machine.cpu_quota()
+    note = f", cgroup quota {quota:.1f}" if quota is not None else ""
+    finding = f"{machine.cpu_count()} of {os.cpu_count()} usable{note}; {machine.cpu_model()}"
+    yield Check("cores", "ok", finding)
+    # products of matrices in 16 bits, where there is no GPU
+    slow = " and ".join(machine.slow_matmul_precisions())
+    advice = f"on the CPU use precision: fp32; {slow} can take 100 times as long"
+    finding = f"slow for {slow}" if slow else "fast for bf16 and fp16"
+    yield _warned_if(bool(slow), "16-bit products", f"{finding} on this CPU", advice)
 
 
 def _warned_if(bad: bool, name: str, finding: str, advice: str) -> Check:
     return Check(name, "warn", finding, advice) if bad else Check(name, "ok", finding)
 
 
-def _processor() -> Check:
-    quota = machine.cpu_quota()
-    note = f", cgroup quota {quota:.1f}" if quota is not None else ""
-    finding = f"{machine.cpu_count()} of {os.cpu_count()} usable{note}; {machine.cpu_model()}"
-    return Check("cores", "ok", finding)
-
-
-def _precision() -> Check:
-    """Check whether matrix products in 16 bits are fast enough where there is no GPU."""
-    slow = " and ".join(machine.slow_matmul_precisions())
-    advice = f"on the CPU use precision: fp32; {slow} can take 100 times as long"
-    finding = f"slow for {slow}" if slow else "fast for bf16 and fp16"
-    return _warned_if(bool(slow), "16-bit products", f"{finding} on this CPU", advice)
-
-
 def _gpu() -> list[Check]:
     kind = accelerator.default()
-    if kind is None:
-        return [_no_gpu()]
-    return [_device(kind, index) for index in range(kind.device_count())]
-
-
-def _no_gpu() -> Check:
-    kinds = accelerator.KINDS.values()
-    built_for = [version for version in (kind.built_for() for kind in kinds) if version]
+    if kind is not None:
+        return [_device(kind, index) for index in range(kind.device_count())]
+    built_for = [*filter(None, (known.built_for() for known in accelerator.KINDS.values()))]
     if not built_for:
-        return Check("gpu", "off", "this torch is built for the CPU only; device: cpu is used")
+        return [Check("gpu", "off", "this torch is built for the CPU only; device: cpu is used")]
     advice = "check the driver (nvidia-smi, rocm-smi) and CUDA_VISIBLE_DEVICES"
-    return Check("gpu", "off", f"torch for {', '.join(built_for)} sees no device", advice)
+    return [Check("gpu", "off", f"torch for {', '.join(built_for)} sees no device", advice)]
 
 
 def _device(kind: accelerator.Accelerator, index: int) -> Check:
@@ -157,21 +148,6 @@ def _device(kind: accelerator.Accelerator, index: int) -> Check:
     memory = f"{format_bytes(facts.memory_nbytes)} ({free})"
     facts_shown = (facts.name, memory, capability, kind.built_for())
     return Check(f"gpu {index}", "ok", ", ".join(filter(None, facts_shown)))
-
-
-def _file_system(path: Path) -> Check:
-    mount, name = machine.mount_of(path), f"{path} file system"
-    if mount is None:
-        return Check(name, "off", "unknown")
-    finding = f"{mount.kind} on {mount.point}"
-    return _warned_if(bool(mount.remark), name, finding, mount.remark)
-
-
-def _free_space(path: Path) -> Check:
-    usage = shutil.disk_usage(path)
-    finding = f"{format_bytes(usage.free)} of {format_bytes(usage.total)}"
-    low, advice = usage.free < _LOW_DISK_NBYTES, "free some, or name another folder in nvme.paths"
-    return _warned_if(low, f"{path} free", finding, advice)
 
 
 def _backends(path: Path) -> list[Check]:

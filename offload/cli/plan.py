@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.config import OffloadConfig
-from offload.config.sections import StorageConfig
 from offload.display.console import PlainConsole
 from offload.display.words import duration
 from offload.gpt import build_meta_model
@@ -120,15 +119,6 @@ def describe(planned: Planned) -> RenderableType:
     return Group(*parts)
 
 
-def _storage(plan: Plan, storage: StorageConfig) -> str:
-    stored = [group for group in plan.groups if group.dequantized]
-    quantized, values = sum(g.parameters for g in stored), sum(g.dequantized for g in stored)
-    return (
-        f"{storage.weights}, {storage.group_size} elements per scale: {format_bytes(quantized)} "
-        f"for weights of {format_bytes(values)}"
-    )
-
-
 def _headline(planned: Planned) -> RenderableType:
     plan, config = planned.plan, planned.solution.best.config.resolved()
     specs = [spec for group in plan.groups for spec in group.layout.params]
@@ -145,7 +135,13 @@ def _headline(planned: Planned) -> RenderableType:
         table.add_row("ranks", _ranks(planned))
     table.add_row("computes on", f"{planned.device}, precision {config.precision}")
     if config.storage is not None:
-        table.add_row("storage", _storage(plan, config.storage))
+        stored = [group for group in plan.groups if group.dequantized]
+        quantized, values = sum(g.parameters for g in stored), sum(g.dequantized for g in stored)
+        table.add_row(
+            "storage",
+            f"{config.storage.weights}, {config.storage.group_size} elements per scale: "
+            f"{format_bytes(quantized)} for weights of {format_bytes(values)}",
+        )
     table.add_row("master", f"{config.optimizer.master}, moments {config.optimizer.states}")
     table.add_row("chunk", f"{plan.chunk_numel:,} elements; {plan.prefetch} groups fetched ahead")
     checkpoint = str(config.placement.activations.checkpoint).lower()

@@ -34,7 +34,7 @@ from offload.display.plain_text import plain
 from offload.engine import Engine, ParamGroups, initialize
 from offload.integrations.loaded_weights import missing_in, overwrite
 from offload.integrations.transformers.hub_names import not_local
-from offload.quantized.reading import settings_in, settings_of, transposed_weights
+from offload.quantized.reading import settings_of, transposed_weights
 from offload.tiered_model import DTYPES
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
@@ -141,11 +141,12 @@ def open_pretrained(
         raise ConfigError(f"{name}=: {_REFUSED[name]}")
     variant = kwargs.pop("variant", None)
     text = read_json(folder / CONFIG)
-    settings_of(text, folder)  # unsupported formats are refused before a class is looked for
+    quantized = settings_of(text, folder)  # unsupported formats, before a class is looked for
     files = _files(folder, variant, text.get("transformers_weights"))
     _check_counts(text, _max_tensors(files), folder / CONFIG)
     with _understood(folder / CONFIG):
-        return _opened(transformers, folder, files, model_class, dtype, kwargs)
+        settings, kind, kwargs = _settings(transformers, folder, text, model_class, kwargs)
+        return _opened(folder, files, kind, settings, text, quantized, dtype=dtype, **kwargs)
 
 
 def _max_tensors(files: Iterable[Path]) -> int:
@@ -176,25 +177,22 @@ def _check_counts(config: Any, tensors: int, where: str | Path) -> None:
 
 
 def _opened(
-    transformers: Any, folder: Path, files: list[Path], model_class: Any,
-    dtype: torch.dtype | str, kwargs: dict[str, Any],
+    folder: Path, files: list[Path], kind: Any, settings: Any, text: dict[str, Any],
+    quantized: Mapping[str, Any] | None, /, **kwargs: Any,
 ) -> nn.Module:  # fmt: skip
-    settings, kind, kwargs = _settings(transformers, folder, model_class, kwargs)
+    from transformers import GenerationConfig
+
     for each in (settings, settings.get_text_config()):  # the model has ordinary weights
         if hasattr(each, "quantization_config"):
             del each.quantization_config
-    quantized = settings_in(folder)
     transposed = _transposed(kind, settings) if quantized is not None else set()
     tensors = lazy_tensors(files, quantized, transposed)
-    generation_class = transformers.GenerationConfig
     if (folder / GENERATION_CONFIG).is_file():
         read_json(folder / GENERATION_CONFIG)  # refuses files that transformers would accept
-        generation = generation_class.from_pretrained(str(folder))
+        generation = GenerationConfig.from_pretrained(str(folder))
     else:  # config.json may hold what is for `generate`, which `settings` leaves out
-        generation = generation_class.from_model_config(read_json(folder / CONFIG))
-    model: Any = built(
-        kind, settings, tensors, folder, dtype=dtype, generation_config=generation, **kwargs
-    )
+        generation = GenerationConfig.from_model_config(text)
+    model: Any = built(kind, settings, tensors, folder, generation_config=generation, **kwargs)
     model.name_or_path = model.config.name_or_path = str(folder)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -258,11 +256,14 @@ def _converted(model: Any, folder: Path, saved: Mapping[str, LazyTensor]) -> dic
 
 
 def _settings(
-    transformers: Any, folder: Path, model_class: Any, kwargs: dict[str, Any]
+    transformers: Any,
+    folder: Path,
+    text: Mapping[str, Any],
+    model_class: Any,
+    kwargs: dict[str, Any],
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Return the model's configuration, its class, and the `kwargs` that are for the class."""
     if model_class is None:
-        text = read_json(folder / CONFIG)
         named = text.get("architectures")
         name = str(named[0]) if isinstance(named, list) and named else ""
         model_class = getattr(transformers, name, None) if name else None

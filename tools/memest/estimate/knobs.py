@@ -14,7 +14,6 @@ from offload.tiers.tier import TIERS, Tier
 from offload.tiers.units import format_bytes, parse_bytes
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.result import Change, Estimate
-from offload.tools.memest.generation import Generation
 from offload.tools.memest.hardware.read_profile import with_assumed_drive
 from offload.tools.memest.source.stated_sizes import divisors
 
@@ -39,11 +38,9 @@ def knobs(case: Case, estimate: Estimate) -> list[Knob]:
 def _all(case: Case, estimate: Estimate, tiers: set[Tier]) -> Iterator[Knob]:
     compute = Tier.DEVICE if case.profile.gpu_nbytes else Tier.HOST
     if compute in tiers:
-        if case.generation is not None:
-            yield tuple(_sequences(case.generation))
-        else:
+        if case.generation is None:
             yield _recompute(case)
-            yield tuple(_batch(case))
+        yield tuple(_batch(case))
     if tiers - {Tier.NVME}:
         for name in ("gpu", *(each.name for each in TIERS if not each.is_file)):
             yield from _budget(case, estimate, name)
@@ -68,20 +65,19 @@ def _recompute(case: Case) -> Knob:
 
 
 def _batch(case: Case) -> Iterator[Change]:
-    """Yield smaller and more passes: the same step, for a user's own loop."""
-    work = case.workload
-    for parts in divisors(work.batch)[1:]:
+    """Yield smaller and more passes: the same step, for a user's own loop; or smaller batches, one
+    after the other, of all sequences to be generated."""
+    work, asked = case.workload, case.generation
+    for parts in divisors(work.batch if asked is None else asked.batch)[1:]:
+        if asked is not None:
+            batch = asked.batch // parts
+            text = f"{parts} batches of {batch}, one after the other"
+            yield Change({"--batch": str(batch)}, text)
+            continue
         batch, passes = work.batch // parts, work.passes * parts
         settings = {"--batch": str(batch), "gradient_accumulation_steps": str(passes)}
         text = f"{passes} passes of {batch} instead of {work.passes} of {work.batch} per step"
         yield Change(settings, text)
-
-
-def _sequences(asked: Generation) -> Iterator[Change]:
-    """Yield smaller batches, one after the other, of all sequences."""
-    for parts in divisors(asked.batch)[1:]:
-        batch = asked.batch // parts
-        yield Change({"--batch": str(batch)}, f"{parts} batches of {batch}, one after the other")
 
 
 def _budget(case: Case, estimate: Estimate, name: str) -> Iterator[Knob]:

@@ -116,7 +116,9 @@ class HardwareProfile:
 
         `measured`: those of this machine, which hold where it computes; drives may be others.
         """
-        read, write = self._ssd_rates()
+        share = SSD_SHARE / self.ranks_per_node  # of all drives
+        read = sum(ssd.read_bytes_per_s for ssd in self.ssds) * share
+        write = sum(ssd.write_bytes_per_s for ssd in self.ssds) * share
         endurance_nbytes = sum(ssd.endurance_nbytes for ssd in self.ssds) // self.ranks_per_node
         if self.here:
             if measured is None or not self.ssds:
@@ -142,12 +144,4 @@ class HardwareProfile:
             host_to_device_bytes_per_s=crossing,
             device_to_host_bytes_per_s=crossing,
             endurance_nbytes=endurance_nbytes,
-        )
-
-    def _ssd_rates(self) -> tuple[float, float]:
-        """Return the sustained read and write rates of one rank's share of all drives."""
-        share = SSD_SHARE / self.ranks_per_node
-        return (
-            sum(ssd.read_bytes_per_s for ssd in self.ssds) * share,
-            sum(ssd.write_bytes_per_s for ssd in self.ssds) * share,
         )

@@ -60,8 +60,13 @@ def _figures(estimate: Estimate) -> Iterator[Figure]:
         yield Figure("step", duration(step.seconds), f"bound by {step.bottleneck}")
         yield Figure("tokens/s", per_second(step.tokens_per_s), f"{step.tokens:,} tokens per step")
         yield Figure("written per step", format_bytes(step.written_nbytes), "to nvme")
-        if step.written_nbytes:
-            yield _life(estimate, step)
+        steps = estimate.ssd_life_steps
+        if steps is not None:
+            life = f"{duration(steps * step.seconds)}; rated "
+            life += f"{format_bytes(estimate.endurance_nbytes)} written"
+            yield Figure("SSD life", f"{counted(steps)} steps", life)
+        elif step.written_nbytes:
+            yield Figure("SSD life", "unknown", "name the SSD with --ssd")
     checkpoint = format_bytes(estimate.checkpoint_nbytes)
     yield Figure("checkpoint", checkpoint, "on disk, each")
 
@@ -81,16 +86,6 @@ def _of_inference(estimate: Estimate, inference: InferenceEstimate) -> Iterator[
     if inference.token_nbytes is not None:
         cached = f"{format_bytes(inference.token_nbytes)} per token of a sequence"
         yield Figure("kv cache", format_bytes(inference.cache_nbytes or 0), cached)
-
-
-def _life(estimate: Estimate, step: StepEstimate) -> Figure:
-    steps = estimate.ssd_life_steps
-    if steps is None:
-        return Figure("SSD life", "unknown", "name the SSD with --ssd")
-    rated = f"rated {format_bytes(estimate.endurance_nbytes)} written"
-    return Figure(
-        "SSD life", f"{counted(steps)} steps", f"{duration(steps * step.seconds)}; {rated}"
-    )
 
 
 # ---------------------------------------------------------------- sections
