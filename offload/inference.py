@@ -9,7 +9,7 @@ import logging
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath
+from offload.display.words import some_of
 from offload.kv.store import KVStore
 from offload.memory.kv_homes import KVHomes
 from offload.models.foreign_wrappers import refuse_foreign_wrappers
@@ -274,7 +275,8 @@ def _check_values(model: nn.Module, lazy: LazyWeights, only: torch.dtype | None)
     if named:
         _log.warning(
             "%s are on the meta device, and no files were named: they get random values, as their "
-            "modules begin with; say with weights= where their values are", _listed(named),
+            "modules begin with; say with weights= where their values are",
+            some_of([name for name, _ in named]),
         )  # fmt: skip
 
 
@@ -292,7 +294,7 @@ def _precision(config: OffloadConfig, model: nn.Module) -> tuple[OffloadConfig, 
         if wide and len(wide) < len(named):
             _log.warning(
                 "precision: %s rounds %s, which have more bits than the other weights",
-                config.precision, _listed(wide),
+                config.precision, some_of([name for name, _ in wide]),
             )  # fmt: skip
         return config, None
     common = numels.most_common(1)[0][0]
@@ -306,13 +308,7 @@ def _precision(config: OffloadConfig, model: nn.Module) -> tuple[OffloadConfig, 
     if others:
         _log.warning(
             "%s are not %s as most weights, and stay in RAM beside the tiers (%s); precision: in "
-            "the configuration would cast them", _listed(others), formats[0],
+            "the configuration would cast them", some_of([name for name, _ in others]), formats[0],
             format_bytes(sum(param.nbytes for _, param in others)),
         )  # fmt: skip
     return config.model_copy(update={"precision": formats[0]}), common
-
-
-def _listed(named: Sequence[tuple[str, torch.Tensor]]) -> str:
-    more = len(named) - 3
-    names = ", ".join(name for name, _ in named[:3])
-    return names + (f" and {more} more parameters" if more > 0 else "")

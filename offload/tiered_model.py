@@ -25,12 +25,7 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.display.byte_progress import progress, say
 from offload.memory.preflight import divided_gpu, preflight
-from offload.memory.tier_manager import (
-    TierManager,
-    compute_device,
-    nvme_paths,
-    this_machine,
-)
+from offload.memory.tier_manager import TierManager, compute_device, nvme_paths, this_machine
 from offload.models.closing import GivenBack, Keep
 from offload.models.conversions import Conversions
 from offload.models.foreign_wrappers import refuse_wrapped

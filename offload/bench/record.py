@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from offload import __version__
+from offload.checkpoint.format.disk import write_named
 from offload.process import machine
 from offload.tiers import accelerator
 from offload.tiers.errors import PathError
@@ -128,13 +129,8 @@ class Record:
     def write(self, path: Path, option: str = "--json") -> None:
         """Write JSON; what is not finite becomes null, since JSON has no NaN. PathError, naming
         `option`, if `path` cannot be written."""
-        text = to_json(self.to_dict(), indent=1, inf_nan_mode="null") + b"\n"
-        try:
-            path.write_bytes(text)
-        except OSError as error:
-            raise PathError(
-                f"{option}: {path} cannot be written: {error.strerror}; name another file"
-            ) from error
+        text = to_json(self.to_dict(), indent=1, inf_nan_mode="null").decode() + "\n"
+        write_named(path, text, option)
 
 
 def check_json(path: Path | None) -> None:

@@ -91,6 +91,7 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
     """Write the migrated configuration to `out`, or to standard output; warnings go to stderr, a
     scheduler's code to standard output. Raise ConfigError naming every key that is unknown or
     refused; nothing is written then."""
+    from offload.checkpoint.format.disk import write_named
     from offload.deepspeed.migration import migrate, read_ds_config
     from offload.display.plain_text import echo, plain
     from offload.tiers.errors import ConfigError, PathError
@@ -113,10 +114,7 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
         if told:
             echo(told, err=True)
         return
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PathError(f"-o {out}: cannot be written: {error.strerror}") from None
+    write_named(out, text, "-o")
     echo(f"wrote {out}")
     if told:
         echo(f"\n{told}")

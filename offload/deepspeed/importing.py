@@ -18,8 +18,6 @@ import torch
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
     BUFFERS,
-    OPTIMIZER,
-    PARAMETERS,
     RUN,
     LossScaleRecord,
     Manifest,
@@ -145,11 +143,10 @@ class _Importer:
         for number, (name, several) in enumerate(names.items()):
             is_trained = name in trained
             shape = trained[name] if is_trained else saved.frozen[name]
-            record = ParameterRecord(
+            listed[name] = ParameterRecord(
                 names=several, dtype=DTYPE_NAMES[saved.dtype], shape=list(shape),
                 trainable=is_trained, steps=saved.steps if is_trained else 0, group=number,
             )  # fmt: skip
-            listed[name] = record
         return listed
 
     # ---------------------------------------------------------------- writing
@@ -167,7 +164,9 @@ class _Importer:
             self._write_trained(files, self._params[param], master, states)
         for param in self._saved.frozen:
             value = self._saved.frozen_value(param).to(self._saved.dtype)
-            self._write_weight(files, self._params[param], value)
+            record = self._params[param]
+            name = self._manifest.groups[record.group].parameters
+            files.write_tensors(name, [record], [value])
         files.write_tensors(BUFFERS, self._manifest.buffers, self._saved.buffers.values())
         if self._run_tensors:
             files.write_tensors(RUN, self._run.tensors, self._run_tensors)
@@ -190,19 +189,14 @@ class _Importer:
             weight = torch.from_numpy(high.view(np.int16)).view(torch.bfloat16)
         elif "master" in arrays:
             arrays["master"][:] = _flat(master)
-        self._write_weight(files, record, weight)
-        name, fields = f"{OPTIMIZER}/{record.group:03d}.safetensors", fields_of(kept)
-        file = files.open(name, optimizer_sections([record], fields), {"group": record.names[0]})
+        group, fields = self._manifest.groups[record.group], fields_of(kept)
+        files.write_tensors(group.parameters, [record], [weight])
+        name = str(group.optimizer)
+        file = files.open(name, optimizer_sections([record], fields), {"group": group.name})
         for field in fields:
             if arrays[field].size:
-                file.append(f"{record.names[0]}.{field}", arrays[field].view(np.uint8).data)
+                file.append(f"{group.name}.{field}", arrays[field].view(np.uint8).data)
         files.close(name, file)
-
-    @staticmethod
-    def _write_weight(
-        files: CheckpointWriter, record: ParameterRecord, value: torch.Tensor
-    ) -> None:
-        files.write_tensors(f"{PARAMETERS}/{record.group:03d}.safetensors", [record], [value])
 
     def _new_manifest(self) -> Manifest:
         about = self._saved.about

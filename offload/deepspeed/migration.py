@@ -17,16 +17,7 @@ from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.config.paths import StrPath, path_of
 from offload.config.suggestions import suggestion
-from offload.deepspeed.keys import (
-    ALSO,
-    FILLED,
-    HARMLESS,
-    IGNORED,
-    MAPPED,
-    UNSUPPORTED,
-    Key,
-    read,
-)
+from offload.deepspeed.keys import ALSO, FILLED, HARMLESS, IGNORED, MAPPED, UNSUPPORTED, Key, read
 from offload.deepspeed.schedules import Schedule
 from offload.process import bounded_json
 from offload.tiers.errors import ConfigError

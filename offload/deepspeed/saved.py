@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.engine.shards import on_all
-from offload.checkpoint.format.disk import make_call, storage_errors
+from offload.checkpoint.format.disk import make_call, storage_errors, write_named
 from offload.checkpoint.format.folder import adopt
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.user_state import state_in
 from offload.engine import Engine
-from offload.runs.metrics import write_whole
 from offload.tiers.errors import CheckpointError
 
 _log = logging.getLogger("offload")
@@ -74,7 +73,7 @@ def save_all(
 
 def write_latest(folder: Path, tag: str) -> None:
     """Write the tag of an existing checkpoint to the file `latest`."""
-    write_whole(folder / LATEST, tag)
+    write_named(folder / LATEST, tag)
 
 
 def load_saved(engine: Engine, folder: Path, tag: str | None) -> tuple[Path, LoopState] | None:

@@ -53,26 +53,19 @@ def _warmup_cosine(count: int, p: Mapping[str, Any]) -> float:
     return max(0.0, final + (1.0 - final) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """One of DeepSpeed's schedules."""
-
-    formula: Callable[[int, Mapping[str, Any]], float]
-    parameters: Mapping[str, Any]  # with their defaults
-
-
 _STEPS = {"warmup_num_steps": 1000, "warmup_type": "log"}
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": OWN, **_STEPS}
-KINDS = {
-    "WarmupLR": _Kind(_warmup, _WARMUP),
-    "WarmupDecayLR": _Kind(
+# The formula of each of DeepSpeed's schedules, and its parameters with their defaults.
+KINDS: dict[str, tuple[Callable[[int, Mapping[str, Any]], float], Mapping[str, Any]]] = {
+    "WarmupLR": (_warmup, _WARMUP),
+    "WarmupDecayLR": (
         _warmup_decay, {"total_num_steps": REQUIRED, **_WARMUP, "warmup_max_lr": 0.001}
     ),
-    "WarmupCosineLR": _Kind(
+    "WarmupCosineLR": (
         _warmup_cosine,
         {"total_num_steps": REQUIRED, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **_STEPS},
     ),
-}
+}  # fmt: skip
 # The types of values that are no numbers, and of numbers with a bound.
 _TYPES = {
     "warmup_type": Literal["log", "linear"],
@@ -96,7 +89,7 @@ class Schedule:
                 f"scheduler.type: {kind!r} is not supported{suggestion(kind, KINDS)}; make another "
                 "one of torch.optim.lr_scheduler in code: deepspeed.initialize(lr_scheduler=...)"
             )
-        known = KINDS[kind].parameters
+        known = KINDS[kind][1]
         for name in params:
             if name not in known:
                 hint = suggestion(name, known)
@@ -132,7 +125,7 @@ class Schedule:
     def _function(self, own: float) -> Callable[[int], float]:
         """Return a function of the count for a param group of learning rate `own`: a learning rate,
         or a factor (see `_is_factor`)."""
-        p, formula = self.params, KINDS[self.type].formula
+        p, formula = self.params, KINDS[self.type][0]
         if self._is_factor:
             return lambda steps: formula(steps, p)
         low = p["warmup_min_lr"]

@@ -154,20 +154,20 @@ class ZeroCheckpoint:
         flats = [self._flats(rank, field) for rank in range(self.ranks)]
         paddings = self._parts[0].get("param_alignment_paddings")
         for number, shapes in enumerate(self.groups):
-            vector, start = _Joined([each[number] for each in flats]), 0
+            vectors, start = [each[number] for each in flats], 0
             for index, (name, shape) in enumerate(shapes.items()):
                 numel = math.prod(shape)
-                yield name, vector.read(start, numel, name).view(shape)
+                yield name, _read(vectors, start, numel, name).view(shape)
                 start += numel + (0 if paddings is None else int(paddings[number][index]))
 
     def _whole(self, field: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a checkpoint of stage 3."""
-        vectors, start = [_Joined(self._flats(rank, field)) for rank in range(self.ranks)], 0
+        flats, start = [self._flats(rank, field) for rank in range(self.ranks)], 0
         for shapes in self.groups:
             for name, shape in shapes.items():
                 numel = math.prod(shape)
                 part = -(-numel // self.ranks)
-                parts = [vector.read(start, part, name) for vector in vectors]
+                parts = [_read(each, start, part, name) for each in flats]
                 yield name, torch.cat(parts)[:numel].view(shape)
                 start += part
 
@@ -181,22 +181,17 @@ class ZeroCheckpoint:
         return torch.cat(parts)[: math.prod(shape)].view(shape)
 
 
-class _Joined:
-    """Vectors end to end, without a copy of the whole."""
-
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self._parts = parts
-
-    def read(self, start: int, numel: int, name: str) -> torch.Tensor:
-        pieces, begin = [], 0
-        for part in self._parts:
-            lo, hi = max(start, begin), min(start + numel, begin + part.numel())
-            if lo < hi:
-                pieces.append(part[lo - begin : hi - begin])
-            begin += part.numel()
-        if sum(each.numel() for each in pieces) != numel:
-            raise CheckpointError(f"{name}: {numel} elements from {start} on are not in the files")
-        return torch.cat(pieces) if pieces else torch.empty(0)
+def _read(parts: Sequence[torch.Tensor], start: int, numel: int, name: str) -> torch.Tensor:
+    """Elements of vectors that are end to end, without a copy of the whole."""
+    pieces, begin = [], 0
+    for part in parts:
+        lo, hi = max(start, begin), min(start + numel, begin + part.numel())
+        if lo < hi:
+            pieces.append(part[lo - begin : hi - begin])
+        begin += part.numel()
+    if sum(each.numel() for each in pieces) != numel:
+        raise CheckpointError(f"{name}: {numel} elements from {start} on are not in the files")
+    return torch.cat(pieces) if pieces else torch.empty(0)
 
 
 def _rank_of(path: Path) -> int:

@@ -35,50 +35,28 @@ def progress(what: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
     if rank_here() or not _log.isEnabledFor(logging.WARNING):
         yield lambda nbytes: None
         return
-    shown = _Progress(what, total_nbytes)
-    yield shown.on_bytes
-    shown.end()
+    total, done, began = max(1, total_nbytes), 0, time.monotonic()
+    next_s, is_said = _SILENT_S, False
+
+    def on_bytes(nbytes: int) -> None:
+        nonlocal done, next_s, is_said
+        done = min(total, done + nbytes)
+        seconds = time.monotonic() - began
+        if seconds < next_s or done == total:
+            return
+        next_s, is_said = seconds + _LINE_S, True
+        figures = of_budget(done, total)
+        share = done / total
+        if done and (share >= _ENOUGH or seconds >= _LINE_S):
+            figures += f", {about(seconds * (1 / share - 1))}"
+        say(f"{what}: {figures}")
+
+    yield on_bytes
+    if is_said:
+        say(f"{what}: {format_bytes(total)} in {duration(time.monotonic() - began)}")
 
 
 def say(text: str) -> None:
     """Show a line where progress is shown."""
     if not rank_here() and _log.isEnabledFor(logging.WARNING):
         echo(f"offload: {text}", err=True)
-
-
-class _Progress:
-    def __init__(self, what: str, total: int) -> None:
-        self._what = what
-        self._total = max(1, total)
-        self._done = 0
-        self._began = time.monotonic()
-        self._next_s = _SILENT_S
-        self._is_said = False
-
-    @property
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
-
-    def on_bytes(self, nbytes: int) -> None:
-        self._done = min(self._total, self._done + nbytes)
-        seconds = self._seconds
-        if seconds < self._next_s or self._done == self._total:
-            return
-        self._next_s = seconds + _LINE_S
-        self._is_said = True
-        figures = of_budget(self._done, self._total)
-        self._say(", ".join(filter(None, [figures, self._left()])))
-
-    def end(self) -> None:
-        if self._is_said:
-            self._say(f"{format_bytes(self._total)} in {duration(self._seconds)}")
-
-    def _left(self) -> str:
-        """The remaining time; empty as long as little is done in little time."""
-        share, seconds = self._done / self._total, self._seconds
-        if not self._done or (share < _ENOUGH and seconds < _LINE_S):
-            return ""
-        return about(seconds * (1 / share - 1))
-
-    def _say(self, text: str) -> None:
-        say(f"{self._what}: {text}")

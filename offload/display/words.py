@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from offload.tiers.units import format_bytes
 
@@ -96,6 +97,12 @@ def of_budget(used: int, budget: int) -> str:
     if held.split()[1] == limit.split()[1]:
         held = held.split()[0]
     return f"{held} of {limit}"
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first names of a list: `a, b, c and 4 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _rounded(value: float, to: int) -> int:

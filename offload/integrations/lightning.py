@@ -40,12 +40,7 @@ from offload.engine import Engine
 from offload.engine_lookup import engine_for, tiers_of
 from offload.integrations.loaded_weights import load_checkpoint_weights
 from offload.optimizers.client import ClientOptimizer, named_keys
-from offload.tiers.errors import (
-    CheckpointError,
-    ConfigError,
-    StateError,
-    UnsupportedError,
-)
+from offload.tiers.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 
 _log = logging.getLogger("offload")
 Source = StrPath | Mapping[str, Any] | OffloadConfig | None

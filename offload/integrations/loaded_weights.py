@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.display.byte_progress import progress
+from offload.display.words import some_of
 from offload.tiers.errors import CheckpointError
 from offload.weights.lazy_tensors import LazyTensor, checked_tensors
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from offload.engine import Engine
 
 _PIECE_NUMEL = 1 << 22
-_SHOWN = 5
 
 
 def load_checkpoint_weights(engine: Engine, folder: Path) -> None:
@@ -32,7 +32,7 @@ def load_checkpoint_weights(engine: Engine, folder: Path) -> None:
         absent = sorted(tensors.keys() - saved_tensors(engine.module).keys())
         if absent:
             raise CheckpointError(
-                f"{folder} has {_listing(absent)}, which the model does not have; it is of another "
+                f"{folder} has {some_of(absent)}, which the model does not have; it is of another "
                 "model"
             )
         overwrite(engine, folder, tensors)
@@ -75,9 +75,9 @@ def _check(
     missing = missing_in(tensors, model)
     if missing:
         others = sorted(tensors.keys() - wanted.keys())
-        has = f" (it has {_listing(others)})" if others else ""
+        has = f" (it has {some_of(others)})" if others else ""
         raise CheckpointError(
-            f"{folder} has no {_listing(missing)}{has}; it is of another model: load one of this "
+            f"{folder} has no {some_of(missing)}{has}; it is of another model: load one of this "
             "model, or a checkpoint that has the engine's states"
         )
     for name in wanted.keys() & tensors.keys():
@@ -98,8 +98,3 @@ def _fill(target: Tensor, source: LazyTensor) -> None:
     for piece in source.pieces(_PIECE_NUMEL):
         target.view(-1)[start : start + piece.numel()].copy_(piece)
         start += piece.numel()
-
-
-def _listing(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

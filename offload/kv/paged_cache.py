@@ -204,21 +204,15 @@ def _paged(layer: Any, store: KVStore, name: str) -> CacheLayerMixin:
             f"{name} is a {kind.__name__}, of which offload knows no place in tiers; use a "
             "DynamicCache, or remove placement.kv"
         )
-    _take_over(layer, made)
+    if layer.is_initialized:  # from a prompt that was computed before
+        made.lazy_initialization(layer.keys, layer.values)
+        seen = int(layer.get_seq_length())
+        held = min(seen, layer.keys.shape[-2])
+        if held:
+            made.update(layer.keys[:, :, :held], layer.values[:, :, :held])
+        if isinstance(made, PagedSlidingLayer):
+            made.cumulative_length = seen
     return made
-
-
-def _take_over(layer: Any, made: Any) -> None:
-    """Copy the keys and values that a layer has already, from a prompt that was computed before."""
-    if not layer.is_initialized:
-        return
-    made.lazy_initialization(layer.keys, layer.values)
-    seen = int(layer.get_seq_length())
-    held = min(seen, layer.keys.shape[-2])
-    if held:
-        made.update(layer.keys[:, :, :held], layer.values[:, :, :held])
-    if isinstance(made, PagedSlidingLayer):
-        made.cumulative_length = seen
 
 
 def _name(layer: int, of: str = "") -> str:

@@ -53,11 +53,6 @@ class GateOptions:
     top2_2nd_expert_sampling: bool
 
     def __post_init__(self) -> None:
-        for holds, message in self._rules():
-            if not holds:
-                raise ConfigError(f"MoE: {message}")
-
-    def _rules(self) -> list[tuple[bool, str]]:
         E, k, policy = self.num_experts, self.k, self.noisy_gate_policy
         rules = [
             (E >= 1, f"num_experts is {E}; one is the least"),
@@ -71,7 +66,9 @@ class GateOptions:
             factor = getattr(self, name)
             allowed = f"{name} is {factor!r}; a finite number above 0 (drop_tokens=False: no limit)"
             rules.append((isinstance(factor, (int, float)) and 0 < factor < math.inf, allowed))
-        return rules
+        for holds, message in rules:
+            if not holds:
+                raise ConfigError(f"MoE: {message}")
 
 
 class Gate(nn.Module):

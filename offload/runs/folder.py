@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint import latest, prune, step_path
 from offload.checkpoint.engine.run_state import saved_run
-from offload.checkpoint.format.disk import OpenFile, lock_folder, make_folder, unlock
+from offload.checkpoint.format.disk import OpenFile, lock_folder, make_folder, unlock, write_named
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.loggers import Logger, Values
@@ -32,7 +32,6 @@ from offload.runs.metrics import (
     MetricsFile,
     Prediction,
     usual_step_s,
-    write_whole,
 )
 from offload.runs.page import PAGE, at, write_page
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
@@ -142,7 +141,7 @@ class RunFolder:
 
     def _write(self, name: str, text: str) -> None:
         if self._writes:
-            write_whole(self.path / name, text)
+            write_named(self.path / name, text)
 
     def loggers(self, steps_done: int) -> list[Logger]:
         """Return the loggers of the following steps: metrics.jsonl, of which `steps_done` steps of

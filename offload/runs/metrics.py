@@ -7,22 +7,18 @@ measured.json      written after the last: ledger peaks, peak RSS, seconds of a 
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter
 
-from offload.checkpoint.format.disk import replace_text
+from offload.checkpoint.format.disk import write_named
 from offload.loggers import JSONLinesLogger
 from offload.planning.machine.disk_cache import Nbytes, Positive
-from offload.tiers.errors import PathError, StorageError
 
 if TYPE_CHECKING:
     from offload.report import Report
@@ -72,7 +68,7 @@ class MetricsFile(JSONLinesLogger):
     def begin(self, steps_done: int) -> None:
         """Keep only the first `steps_done` steps of an earlier run."""
         kept = [line for line, row in self._steps() if row["step"] <= steps_done]
-        write_whole(self.path, "".join(f"{line}\n" for line in kept))
+        write_named(self.path, "".join(f"{line}\n" for line in kept))
 
     def read(self) -> list[dict[str, Any]]:
         """Return the figures of every step so far; a line that is no step, such as one that was cut
@@ -97,14 +93,6 @@ def _is_step(row: Any) -> bool:
         and isinstance(row.get("step"), int)
         and all(isinstance(row.get(group, {}), dict) for group in groups)
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file by `text`, durably: readers find the old or the new. Raise PathError."""
-    try:
-        replace_text(path, text)
-    except StorageError as error:
-        raise PathError(f"cannot write {path}: {os.strerror(error.errno or errno.EIO)}") from None
 
 
 @dataclass(frozen=True)

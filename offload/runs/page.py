@@ -12,11 +12,12 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from offload.checkpoint.format.disk import write_named
 from offload.config.file import read_document
 from offload.display.words import duration, share
 from offload.pages.page import Figure, Page, Section, Table, to_html
 from offload.pages.pictures import Line, Picture, can_draw, line_picture
-from offload.runs.metrics import MEASURED, MetricsFile, usual_step_s, write_whole
+from offload.runs.metrics import MEASURED, MetricsFile, usual_step_s
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tiers.tier import TIERS
 from offload.tiers.units import format_bytes
@@ -35,7 +36,7 @@ def write_page(folder: Path) -> Path:
     Raises ConfigError if the folder holds no run, PathError if the page cannot be written.
     """
     path = folder / PAGE
-    write_whole(path, run_page(folder))
+    write_named(path, run_page(folder))
     return path
 
 

@@ -26,12 +26,7 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.quantized.matrix import Matrix
 from offload.quantized.reading import matrices_of
 from offload.tiers.errors import CheckpointError, UnsupportedError
-from offload.weights.tensor_file import (
-    Stored,
-    check_range,
-    check_shape,
-    stored_tensors,
-)
+from offload.weights.tensor_file import Stored, check_range, check_shape, stored_tensors
 from offload.zero.groups.parameter_grouping import managed
 
 aten = torch.ops.aten

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.display.words import some_of
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.parameter_grouping import managed
 from offload.zero.tensors.local_tensors import is_dtensor
@@ -384,25 +385,21 @@ def _checked(entry: Entry, module: nn.Module) -> torch.Tensor:
 # ---------------------------------------------------------------- what cannot be initialised
 def _refuse_unwritten(entries: list[Entry]) -> None:
     if entries:
-        kind = type(entries[0].owners[0].module).__name__
+        kind, names = type(entries[0].owners[0].module).__name__, [entry.name for entry in entries]
         raise UnsupportedError(
-            f"{_listed(entries)} on the meta device: nothing gives a value to all that the "
+            f"{some_of(names, 6)} on the meta device: nothing gives a value to all that the "
             f"constructor of {kind} filled, neither reset_parameters() nor _init_weights; {_REMEDY}"
         )
 
 
 def _refuse_otherwise(entries: list[Entry]) -> None:
     if entries:
+        names = some_of([entry.name for entry in entries], 6)
         raise UnsupportedError(
-            f"{_listed(entries)} on the meta device: written {entries[0].version} times when the "
+            f"{names} on the meta device: written {entries[0].version} times when the "
             "model was built, in other ways than reset_parameters() and _init_weights write again, "
             f"so that the values would not be the constructor's; {_REMEDY}"
         )
-
-
-def _listed(entries: list[Entry]) -> str:
-    names = ", ".join(entry.name for entry in entries[:6])
-    return names if len(entries) <= 6 else f"{names} and {len(entries) - 6} more"
 
 
 def refuse_attributes(model: nn.Module) -> None:

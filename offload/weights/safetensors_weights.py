@@ -13,6 +13,7 @@ from torch import nn
 from offload.checkpoint.foreign.model_files import own_file
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.config.paths import StrPath, path_of
+from offload.display.words import some_of
 from offload.quantized.reading import settings_in, transposed_weights
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor, LazyWeights, checked_tensors, lazy_tensors
@@ -79,9 +80,9 @@ def _fill(
     unknown = [name for name in tensors if name not in known]
     missing = [own[0] for each, own in tied.items() if each not in names]
     if missing:
-        theirs = f", which have {_few(unknown)}" if unknown else ""
+        theirs = f", which have {some_of(unknown)}" if unknown else ""
         raise CheckpointError(
-            f"weights: no tensor {_few(missing)} in the files{theirs} ({len(missing)} of "
+            f"weights: no tensor {some_of(missing)} in the files{theirs} ({len(missing)} of "
             f"{len(tied)} parameters); names have to be the model's own, or those that "
             "offload.open_pretrained renames"
         )
@@ -131,10 +132,6 @@ def _set(name: str, tensor: torch.Tensor, stored: LazyTensor) -> None:
     torch._C._swap_tensor_impl(tensor, made)
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
 def _say(what: str, names: Sequence[str]) -> None:
     if names:
-        _log.warning("weights: %d %s (%s)", len(names), what, _few(names))
+        _log.warning("weights: %d %s (%s)", len(names), what, some_of(names))

@@ -191,7 +191,7 @@ def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
     assert run(*ADAM, "--rounds", "1", "--json", "/dev/full") == 2
     printed = capsys.readouterr()
     assert "offload bench adam" in printed.out
-    assert "--json: /dev/full cannot be written: No space left on device" in printed.err
+    assert "--json /dev/full: cannot be written: No space left on device" in printed.err
 
 
 @pytest.mark.slow

@@ -198,8 +198,8 @@ def test_missing_tensors_are_named_together_and_unused_ones_in_a_warning(
     with pytest.raises(CheckpointError) as caught:
         offload.initialize(build(), config(tmp_path, HOST), weights=renamed)
     assert str(caught.value).startswith(
-        "weights: no tensor 0.weight, 0.bias, 1.weight, ... in the files, which have "
-        "model.0.bias, model.0.weight, model.1.bias, ... (6 of 6 parameters); "
+        "weights: no tensor 0.weight, 0.bias, 1.weight and 3 more in the files, which have "
+        "model.0.bias, model.0.weight, model.1.bias and 3 more (6 of 6 parameters); "
     )
     save_file({**values, "more": torch.ones(2)}, more)
     with offload.initialize(build(), config(tmp_path, HOST), weights=more):

@@ -49,18 +49,13 @@ class ModuleState:
                 is_extra = key.rpartition(".")[2] == _EXTRA
                 is_buffer = isinstance(value, torch.Tensor) and not is_extra
                 (tensors if is_buffer else values)[key] = value
-        _check_tensors(tensors)
+        for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"buffer {name} ({tensor.dtype}, {tensor.layout}) cannot be in a safetensors "
+                    "file; register it with persistent=False and rebuild it in the model's code"
+                )
         return cls(tensors, values)
-
-
-def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise UnsupportedError for a tensor that no safetensors file can have."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
-            raise UnsupportedError(
-                f"buffer {name} ({tensor.dtype}, {tensor.layout}) cannot be in a safetensors file; "
-                "register it with persistent=False and rebuild it in the model's code"
-            )
 
 
 def _state_dict(engine: Trained) -> Mapping[str, Any]:

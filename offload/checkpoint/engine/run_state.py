@@ -38,6 +38,7 @@ from offload.checkpoint.format.user_state import (
     tensor_records,
     value_of,
 )
+from offload.display.words import some_of
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import CheckpointError, StateError, UnsupportedError
 from offload.zero.ranks.rank_weights import RankWeights
@@ -266,7 +267,7 @@ class Restoring:
         if missing:
             _log.warning(
                 "%s has no state of the generators %s of rank %d: they go on as they are",
-                self._reader.path, _listed(missing), self._rank,
+                self._reader.path, some_of(missing, _MAX_NAMES), self._rank,
             )  # fmt: skip
 
     def _prepare_objects(self, run: RunRecord) -> None:
@@ -298,7 +299,7 @@ class Restoring:
         if left:
             _log.warning(
                 "%s has the %s %s, which is not taken over: %s", self._reader.path, what,
-                _listed(left), why,
+                some_of(left, _MAX_NAMES), why,
             )  # fmt: skip
 
     def _own(self, name: str, saved: Sequence[BufferRecord]) -> BufferRecord:
@@ -309,11 +310,6 @@ class Restoring:
                 "state yourself"
             )
         return saved[0 if len(saved) == 1 else self._rank]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _try_state(generator: Generator, state: Any) -> None:

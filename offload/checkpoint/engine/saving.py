@@ -117,8 +117,8 @@ class Saver:
             model=model.model_record(engine.module),
             run=run.record,
         )
-        self._access = PieceAccess(model.saved_states(engine), snapshots)
-        self._reader = ShardReader(self._access, engine.ranks, engine.store.own.nbytes)
+        access = PieceAccess(model.saved_states(engine), snapshots)
+        self._reader = ShardReader(access, engine.ranks, engine.store.own.nbytes)
         self._has_parameters: set[int] = set()  # groups whose parameters were written
         self.on_bytes: Callable[[int], None] = lambda nbytes: None  # called after each write
         # set by `begin`, on the rank that writes

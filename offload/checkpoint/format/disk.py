@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -253,6 +254,19 @@ def replace_text(path: Path, text: str) -> None:
     """Write a file with a text, durably: a reader finds what was there before, or the text."""
     with pending_output(path, replaces=True) as pending:
         write_text(pending, text)
+
+
+def write_named(path: Path, text: str, option: str = "") -> None:
+    """Replace a file as a whole, durably: readers find the old or the new. PathError, naming the
+    option that names the file, if the system refuses."""
+    try:
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            path.write_text(text)  # /dev/stdout, a pipe: nothing that could be replaced
+        else:
+            replace_text(path.resolve(), text)  # a link stays one
+    except (OSError, StorageError) as error:
+        reason = os.strerror(error.errno or errno.EIO)
+        raise PathError(f"{option} {path}: cannot be written: {reason}".lstrip()) from None
 
 
 def check_new(out: Path) -> None:

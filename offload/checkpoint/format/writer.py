@@ -19,11 +19,7 @@ from offload.checkpoint.format.manifest import (
     Manifest,
     ParameterRecord,
 )
-from offload.checkpoint.format.safetensors_file import (
-    SafetensorsWriter,
-    TensorInfo,
-    info_of,
-)
+from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo, info_of
 from offload.zero.step.records import RecordFormat
 
 Sections = Sequence[Sequence[TensorInfo]]

@@ -13,10 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.integrations.transformers.trainer import (
-        OffloadMixin,
-        OffloadTrainer,
-    )
+    from offload.integrations.transformers.trainer import OffloadMixin, OffloadTrainer
     from offload.integrations.transformers.trainer_watch import WatchCallback
 
 __all__ = ["OffloadMixin", "OffloadTrainer", "WatchCallback"]

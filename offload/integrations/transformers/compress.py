@@ -15,24 +15,13 @@ from transformers import PreTrainedModel
 
 from offload.checkpoint.engine.model import model_record
 from offload.checkpoint.foreign.exporting import SHARD, Write, write_others, write_shards
-from offload.checkpoint.format.disk import (
-    check_new,
-    make_folder,
-    pending_output,
-    storage_errors,
-)
+from offload.checkpoint.format.disk import check_new, make_folder, pending_output, storage_errors
 from offload.config.paths import StrPath, path_of
 from offload.integrations.transformers.hub_format import ModelInHubFormat
 from offload.integrations.transformers.pretrained import open_pretrained
 from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.process import machine
-from offload.quantized.writing import (
-    LIBRARIES,
-    configuration,
-    described,
-    quantize,
-    weight_format,
-)
+from offload.quantized.writing import LIBRARIES, configuration, described, quantize, weight_format
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.groups.storage import HEAD, is_named
 

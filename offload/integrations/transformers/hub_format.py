@@ -11,7 +11,7 @@ Each tensor is streamed from where it is: a tier, a file or memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -149,10 +149,12 @@ class ModelInHubFormat:
         nbytes = sum(tensor.nbytes for tensor in others.values())
         with progress("saving weights", nbytes) as on_bytes:
             for name, tensor in others.items():
-                first = 0
-                for piece in _pieces_of(tensor):
+                first, pieces = 0, iter([tensor])
+                if isinstance(tensor, LazyTensor):
+                    pieces = tensor.pieces(_PIECE_NUMEL)
+                for piece in pieces:
                     elements = range(first, first + piece.numel())
-                    take(name, elements, raw_bytes(piece))
+                    take(name, elements, raw_bytes(piece.cpu()))
                     on_bytes(piece.nbytes)
                     first = elements.stop
 
@@ -168,13 +170,6 @@ def _stream_dispatched(owner: TieredModel, take: Take) -> None:
                     values = param.detach().cpu()
                     take(spec, range(first, first + values.numel()), raw_bytes(values))
             on_bytes(group.state.nbytes)
-
-
-def _pieces_of(tensor: Tensor) -> Iterator[Tensor]:
-    if isinstance(tensor, LazyTensor):
-        yield from tensor.pieces(_PIECE_NUMEL)
-    else:
-        yield tensor.detach().cpu()
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
@@ -209,26 +204,19 @@ def stream_weights(engine: Engine, take: Take) -> None:
         on_all(engine.ranks, "the model's weights were not saved"),
         progress("saving weights", nbytes) as on_bytes,
     ):
-        for spec, elements, raw in _parts(engine, reader):
-            reader.attempt(take, spec, elements, raw)
-            on_bytes(len(elements) * itemsize)
-            del raw
+        engine.store.check_usable()
+        engine.values.adopt_changes()
+        engine.settle()
+        engine.store.refuse_amid_use("weights cannot be saved")
+        refresh(engine.store)
+        entries = engine_model.Entries(engine)
+        for state in engine.optimizer_states:
+            for elements, raw in reader.weights(state):
+                for spec, here, there in entries.overlaps(state.group.layout.params, elements):
+                    part = raw[here.start * itemsize : here.stop * itemsize]
+                    reader.attempt(take, spec, range(there.start, there.stop), part)
+                    on_bytes(part.nbytes)
+                    del part
+                del raw
+            reader.meet()
         reader.raise_failure()
-
-
-def _parts(engine: Engine, reader: ShardReader) -> Iterator[tuple[ParamSpec, range, Tensor]]:
-    engine.store.check_usable()
-    engine.values.adopt_changes()
-    engine.settle()
-    engine.store.refuse_amid_use("weights cannot be saved")
-    refresh(engine.store)
-    itemsize = engine.store.own.nbytes
-    entries = engine_model.Entries(engine)
-    for state in engine.optimizer_states:
-        for elements, raw in reader.weights(state):
-            for spec, here, there in entries.overlaps(state.group.layout.params, elements):
-                part = raw[here.start * itemsize : here.stop * itemsize]
-                yield spec, range(there.start, there.stop), part
-                del part
-            del raw
-        reader.meet()

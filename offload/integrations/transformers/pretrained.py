@@ -31,6 +31,7 @@ from offload.checkpoint.format.disk import storage_errors
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath, path_of
 from offload.display.plain_text import plain
+from offload.display.words import some_of
 from offload.engine import Engine, ParamGroups, initialize
 from offload.integrations.loaded_weights import missing_in, overwrite
 from offload.integrations.transformers.hub_names import not_local
@@ -109,8 +110,8 @@ def _say_rounded(model: nn.Module, precision: str) -> None:
     wide = [n for n, p in model.named_parameters() if p.dtype.itemsize > DTYPES[precision].itemsize]
     if wide:
         _log.warning(
-            "transformers keeps %d parameters in fp32 (%s%s); here they are computed with in %s",
-            len(wide), ", ".join(wide[:3]), ", ..." if len(wide) > 3 else "", precision,
+            "transformers keeps %d parameters in fp32 (%s); here they are computed with in %s",
+            len(wide), some_of(wide), precision,
         )  # fmt: skip
 
 

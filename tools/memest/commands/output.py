@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
-import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.tiers.errors import ConfigError, PathError, StorageError
+from offload.tiers.errors import ConfigError, PathError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,10 +61,12 @@ def _text(table: RenderableType) -> str:
 def _deliver(answer: str, out: Path | None) -> None:
     """Write to the file of --out, or to standard output; characters outside UTF-8 become `?`."""
     text = answer.encode(errors="replace").decode()
-    if out is not None:
-        write_file(out, text, "--out")
-    else:
+    if out is None:
         sys.stdout.write(text)
+        return
+    from offload.checkpoint.format.disk import write_named
+
+    write_named(out, text, "--out")
 
 
 def check_target(path: Path, option: str, *, replace: bool) -> None:
@@ -82,17 +82,3 @@ def check_target(path: Path, option: str, *, replace: bool) -> None:
         raise PathError(f"{option} {path}: there is such a file; add --force to replace it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PathError(f"{option} {path}: not allowed to write there")
-
-
-def write_file(path: Path, text: str, option: str) -> None:
-    """Replace `path` as a whole, never half of it. Raise PathError if the system refuses."""
-    from offload.checkpoint.format.disk import replace_text
-
-    try:
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            path.write_text(text)  # /dev/stdout, a pipe: nothing that could be replaced
-        else:
-            replace_text(path.resolve(), text)  # a link stays one
-    except (OSError, StorageError) as error:
-        reason = os.strerror(error.errno or errno.EIO)
-        raise PathError(f"{option} {path}: cannot be written: {reason}") from None

@@ -14,13 +14,7 @@ from rich.text import Text
 
 from offload.display.console import PlainConsole, table
 from offload.display.words import duration
-from offload.runs.metrics import (
-    MEASURED,
-    PREDICTION,
-    SETTLING_STEPS,
-    Measured,
-    Prediction,
-)
+from offload.runs.metrics import MEASURED, PREDICTION, SETTLING_STEPS, Measured, Prediction
 from offload.tiers.errors import ConfigError
 from offload.tiers.units import format_bytes
 

@@ -15,7 +15,7 @@ from offload.planning.plan.estimate import Workload
 from offload.process import machine
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.commands.options import EstimateOptions
-from offload.tools.memest.commands.output import show_answer, write_file
+from offload.tools.memest.commands.output import show_answer
 from offload.tools.memest.estimate.answer import estimate
 from offload.tools.memest.estimate.case import Case, Question
 from offload.tools.memest.estimate.result import Estimate
@@ -71,6 +71,7 @@ def answered(question: Question, answer: Callable[[Case], Estimate]) -> tuple[Qu
 
 def run_estimate(asked: EstimateOptions) -> int:
     """Print or write the answer. Return 0 if the model fits, 1 if not."""
+    from offload.checkpoint.format.disk import write_named
     from offload.tools.memest.show.estimate_page import estimate_page
     from offload.tools.memest.show.render_json import to_dict
     from offload.tools.memest.show.render_terminal import page_table
@@ -79,7 +80,7 @@ def run_estimate(asked: EstimateOptions) -> int:
     question, result = answered(read_question(asked), estimate)
     if asked.write is not None:  # before a reader of standard output goes away
         text = config_yaml(result, question.case, question.asked, str(asked.write))
-        write_file(asked.write, text, "--write")
+        write_named(asked.write, text, "--write")
         print(f"wrote {asked.write}", file=sys.stderr)
     show_answer(
         asked.chosen_format,

@@ -21,10 +21,7 @@ from offload.planning.machine.disk_cache import remembered
 from offload.process import machine
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tools.memest.generation import CacheShape
-from offload.tools.memest.source.hugging_face import (
-    ModelConfiguration,
-    names_code,
-)
+from offload.tools.memest.source.hugging_face import ModelConfiguration, names_code
 from offload.tools.memest.source.input_files import one_line
 from offload.tools.memest.source.model_source import key_of
 from offload.zero.groups.cached_layer import CachedLayer
