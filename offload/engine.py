@@ -187,7 +187,9 @@ class Engine(TieredModel):
             self.before_close(ChunkedLoss(self.module).remove)
         self.before_close(tile_mlps(self.module, config.placement.activations.tiled_mlp))
         self._make_plan(config, grouping)
-        trained = _listed(parameters)
+        trained: Any = parameters
+        if parameters is not None and not isinstance(parameters, torch.Tensor):
+            trained = list(parameters)  # read once: they may come from a generator
         first = self._initialisation(grouping, dtype, lazy)
         self._run = ParallelRunner(update_threads(self.plan, ranks_here()))
         self._open_tiers(config, dtype)
@@ -593,13 +595,6 @@ def _refuse_unseen(model: nn.Module, store: WeightStore) -> None:
                 "write values into the parameters that are there (engine.gathered), or freeze what "
                 "is new with requires_grad_(False)"
             )
-
-
-def _listed(parameters: ParamGroups | None) -> Any:
-    """Read param groups once, before anything is allocated: they may come from a generator."""
-    if parameters is None or isinstance(parameters, torch.Tensor):
-        return parameters
-    return list(parameters)
 
 
 def _alike(

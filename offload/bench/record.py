@@ -22,7 +22,6 @@ from offload import __version__
 from offload.checkpoint.format.disk import write_named
 from offload.process import machine
 from offload.tiers import accelerator
-from offload.tiers.errors import PathError
 
 FORMAT = 2  # of the JSON; raised when a key changes its meaning: 1 had "ours" for "offload"
 MIN_ROUNDS = 7  # fewer are a look, not a measurement
@@ -131,12 +130,6 @@ class Record:
         `option`, if `path` cannot be written."""
         text = to_json(self.to_dict(), indent=1, inf_nan_mode="null").decode() + "\n"
         write_named(path, text, option)
-
-
-def check_json(path: Path | None) -> None:
-    """Raise PathError now, not after minutes of measuring, if `path` cannot be a new file."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise PathError(f"--json: {path} is no file in an existing folder; name one")
 
 
 def this_machine() -> dict[str, Any]:

@@ -162,11 +162,12 @@ def _run(context: typer.Context, options: object, json: Path | None) -> None:
     shows progress, on a terminal."""
     from rich.console import Console
 
-    from offload.bench.record import check_json
     from offload.bench.table import print_record
+    from offload.checkpoint.format.disk import check_target
     from offload.process.child import named
 
-    check_json(json)
+    if json is not None:
+        check_target(json, "--json", replace=True)
     group: Any = context.parent and context.parent.command
     name = context.command.name
     run, columns = named(group.functions.format(name)), named(f"offload.bench.{name}:COLUMNS")

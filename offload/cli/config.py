@@ -91,15 +91,15 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
     """Write the migrated configuration to `out`, or to standard output; warnings go to stderr, a
     scheduler's code to standard output. Raise ConfigError naming every key that is unknown or
     refused; nothing is written then."""
-    from offload.checkpoint.format.disk import write_named
+    from offload.checkpoint.format.disk import check_target, write_named
     from offload.deepspeed.migration import migrate, read_ds_config
     from offload.display.plain_text import echo, plain
-    from offload.tiers.errors import ConfigError, PathError
+    from offload.tiers.errors import ConfigError
 
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks}: write 1 or more")
-    if out is not None and out.exists() and not replace:
-        raise PathError(f"-o {out}: this file exists; add --force to replace it")
+    if out is not None:
+        check_target(out, "-o", replace=replace)
     try:
         made = migrate(read_ds_config(file), ranks)
     except ConfigError as error:

@@ -22,7 +22,7 @@ from offload.integrations.transformers.text_generation import (
     open_generating,
 )
 from offload.process.machine import peak_rss_nbytes, rss_nbytes
-from offload.train.summary import MemoryUse, moved_line, summary_table, waits_line
+from offload.train.summary import moved_line, summary_table, waits_line
 
 
 def run_generation(
@@ -42,10 +42,10 @@ def run_generation(
     with offload.dispatched(model) as dispatched:
         generate(model, ids, stream, new_tokens, greedy=greedy, device=dispatched.device)
         _write("\n")
-        report, memory = dispatched.report(), MemoryUse(baseline_nbytes, peak_rss_nbytes())
+        report, peak_nbytes = dispatched.report(), peak_rss_nbytes()
         for line in ("", *_rates(stream, ids.numel())):
             console.print(line, soft_wrap=True)
-        console.print(summary_table(dispatched.config, report, memory, None))
+        console.print(summary_table(dispatched.config, report, baseline_nbytes, peak_nbytes, None))
         console.print(moved_line(report.bytes_moved), soft_wrap=True)
         console.print(waits_line(report.waits), soft_wrap=True)
 

@@ -129,8 +129,14 @@ def _headline(planned: Planned) -> RenderableType:
     table.add_column()
     table.add_row("model", Text(planned.model))
     table.add_row("", f"{numel:,} parameters ({trainable:,} trainable)")
-    table.add_row("a step", _work(planned.workload))
-    table.add_row("groups", f"{len(plan.groups)}, the largest {_largest(plan)}")
+    work = planned.workload
+    passes = f"{work.passes} passes of " if work.passes > 1 else ""
+    table.add_row("a step", f"{passes}{work.batch:,} x {work.sequence:,} tokens")
+    largest = "nothing"
+    if plan.groups:
+        group = max(plan.groups, key=lambda g: g.parameters)
+        largest = f"{group.name} with {format_bytes(group.parameters)}"
+    table.add_row("groups", f"{len(plan.groups)}, the largest {largest}")
     if plan.sharding.world_size > 1:
         table.add_row("ranks", _ranks(planned))
     table.add_row("computes on", f"{planned.device}, precision {config.precision}")
@@ -153,12 +159,6 @@ def _headline(planned: Planned) -> RenderableType:
     return table
 
 
-def _work(workload: Workload) -> str:
-    """The work of a step: `2 passes of 4 x 2,048 tokens`."""
-    passes = f"{workload.passes} passes of " if workload.passes > 1 else ""
-    return f"{passes}{workload.batch:,} x {workload.sequence:,} tokens"
-
-
 def _ranks(planned: Planned) -> str:
     """The ranks: `1 of 16, 8 on each machine; ZeRO stage 3: 2 copies of shards for 8 ranks`."""
     sharding, stage = planned.plan.sharding, planned.config.zero.stage
@@ -173,13 +173,6 @@ def _ranks(planned: Planned) -> str:
 
 def _auto(planned: Planned, key: str) -> str:
     return " (auto)" if key in planned.solution.open_keys else ""
-
-
-def _largest(plan: Plan) -> str:
-    if not plan.groups:
-        return "nothing"
-    group = max(plan.groups, key=lambda g: g.parameters)
-    return f"{group.name} with {format_bytes(group.parameters)}"
 
 
 def _why(planned: Planned) -> RenderableType:

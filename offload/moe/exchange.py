@@ -80,19 +80,18 @@ class Exchange:
         self._group = group
         self._sent: list[int] = sent.sum(1).tolist()
         self._pieces: list[list[int]] = received.tolist()  # by source, then by expert
+        self._received = [sum(row) for row in self._pieces]
         self.counts: list[int] = received.sum(0).tolist()
 
     def there(self, x: Tensor) -> Tensor:
         """Turn rows sorted by all experts into rows sorted by the experts of this rank."""
-        received = [sum(row) for row in self._pieces]
-        y = _all_to_all(x, self._sent, received, self._group)
+        y = _all_to_all(x, self._sent, self._received, self._group)
         return _transposed(y, self._pieces)
 
     def back(self, y: Tensor) -> Tensor:
         """Reverse `there`, for the results computed from the rows."""
         by_expert = [list(column) for column in zip(*self._pieces, strict=True)]
-        received = [sum(row) for row in self._pieces]
-        return _all_to_all(_transposed(y, by_expert), received, self._sent, self._group)
+        return _all_to_all(_transposed(y, by_expert), self._received, self._sent, self._group)
 
 
 def _transposed(x: Tensor, pieces: list[list[int]]) -> Tensor:

@@ -36,7 +36,6 @@ from offload.tiers.errors import CheckpointError, ConfigError, OffloadError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.train.summary import (
-    MemoryUse,
     loss_line,
     moved_line,
     plain_state_nbytes,
@@ -400,11 +399,11 @@ class Trainer:
 
     def _finish(self) -> None:
         report, console = self.engine.report(), self.console
-        memory = MemoryUse(self.baseline_nbytes, peak_rss_nbytes())
+        peak_nbytes = peak_rss_nbytes()
         rows = self.folder.metrics.read()
         self.folder.write_measured(self.record.measured())
         config = self.engine.config
-        console.print(summary_table(config, report, memory, self.model))
+        console.print(summary_table(config, report, self.baseline_nbytes, peak_nbytes, self.model))
         console.print(moved_line(report.bytes_moved), soft_wrap=True)
         if report.skipped_steps:
             console.print(f"{report.skipped_steps} steps skipped: gradients not finite")

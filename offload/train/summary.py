@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
     from offload.report import TierTraffic
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """Memory of this process, in bytes."""
-
-    baseline_nbytes: int  # before the model and its tiers came to life
-    peak_nbytes: int
-
-
 def plain_state_nbytes(config: OffloadConfig, parameters: int) -> int:
     """Bytes of parameters, gradients, master weights and optimizer states under plain PyTorch.
 
@@ -38,10 +29,12 @@ def plain_state_nbytes(config: OffloadConfig, parameters: int) -> int:
 
 
 def summary_table(
-    config: OffloadConfig, report: TierTraffic, memory: MemoryUse, model: nn.Module | None
-) -> Table:
-    """Return the peaks per tier against budgets, the peak RSS, and the bytes that the states of
-    `model` would take under plain PyTorch (None: those were measured)."""
+    config: OffloadConfig, report: TierTraffic, baseline_nbytes: int, peak_nbytes: int,
+    model: nn.Module | None,
+) -> Table:  # fmt: skip
+    """Return the peaks per tier against budgets, the peak RSS, of which `baseline_nbytes` were
+    there before the model and its tiers, and the bytes that the states of `model` would take under
+    plain PyTorch (None: those were measured)."""
     heads = ("tier", "peak", "budget", "used", "holds at the end")
     shown = table(*heads, numbers=range(1, 4), title="memory")
     for name in map(str, TIERS):
@@ -53,11 +46,11 @@ def summary_table(
     # without a GPU, `device` is in RAM, too
     names = ("host", "device") if config.device == "cpu" else ("host",)
     in_ram = sum(report.tiers[name].peak_nbytes for name in names)
-    rest = format_bytes(max(0, memory.peak_nbytes - in_ram))
+    rest = format_bytes(max(0, peak_nbytes - in_ram))
     shown.add_row(
-        "peak RSS", format_bytes(memory.peak_nbytes), "", "",
+        "peak RSS", format_bytes(peak_nbytes), "", "",
         f"{format_bytes(in_ram)} in the tiers above; {rest} are Python, PyTorch "
-        f"({format_bytes(memory.baseline_nbytes)} before the model), kernels and activations",
+        f"({format_bytes(baseline_nbytes)} before the model), kernels and activations",
     )  # fmt: skip
     if model is None:
         return shown

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,23 +47,6 @@ _HINT = (
 
 
 # ------------------------------------------------------------------------------ where values are
-class Source(Protocol):
-    """The source of a lazy tensor's values."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def read(self, *, rounded: bool) -> torch.Tensor:
-        """Read the values, into memory of their own or shared with nothing that is written to.
-
-        If not `rounded`, they are as precise as in the files, even where a cast would have lost
-        bits."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Moved:
     """One result of an operation, by `number` if it has several. `args` hold sources of tensors."""
@@ -76,6 +59,10 @@ class _Moved:
     shape: tuple[int, ...]
 
     def read(self, *, rounded: bool) -> torch.Tensor:
+        """Read the values, into memory of their own or shared with nothing that is written to.
+
+        If not `rounded`, they are as precise as in the files, even where a cast would have lost
+        bits."""
         if self.func is aten._to_copy.default:
             source = self.args[0]
             if not rounded and _loses_bits(source.dtype, self.dtype):
@@ -83,15 +70,16 @@ class _Moved:
                 return exact
             rounded = True  # what is cast to a wider format shows what was lost before
         args, kwargs = pytree.tree_map(
-            lambda value: value.read(rounded=rounded)
-            if isinstance(value, Stored | Matrix | _Moved)
-            else value,
+            lambda value: value.read(rounded=rounded) if isinstance(value, Source) else value,
             (self.args, self.kwargs),
-        )  # fmt: skip
+        )
         made: Any = self.func(*args, **kwargs)
         # the others' memory is freed
         result: torch.Tensor = made if self.number is None else made[self.number].clone()
         return result
+
+
+Source = Stored | Matrix | _Moved  # of a lazy tensor's values
 
 
 def _row(source: Source, number: int) -> Source:

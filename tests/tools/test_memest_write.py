@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from offload.checkpoint.format.disk import check_target
 from offload.config import OffloadConfig
 from offload.tools.memest.cli import main
-from offload.tools.memest.commands.output import check_target
 
 TINY = ["--layers", "2", "--hidden", "64", "--vocab", "256"]
 ONE = ["-o", "placement.activations.checkpoint=false"]  # one trace each

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from offload.tiers.errors import ConfigError
-from offload.tools.memest.commands.output import check_target
 
 
 class Format(enum.StrEnum):
@@ -132,6 +131,8 @@ class EstimateOptions:
                 )
 
     def _check_output(self) -> None:
+        from offload.checkpoint.format.disk import check_target
+
         if self.force and self.write is None:
             raise ConfigError(
                 "--force: replaces the file of --write; add --write FILE, or leave it out"

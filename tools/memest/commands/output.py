@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.tiers.errors import ConfigError, PathError
+from offload.tiers.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -67,18 +66,3 @@ def _deliver(answer: str, out: Path | None) -> None:
     from offload.checkpoint.format.disk import write_named
 
     write_named(out, text, "--out")
-
-
-def check_target(path: Path, option: str, *, replace: bool) -> None:
-    """Raise PathError, before any work is done, if `path` cannot be written.
-
-    `replace`: whether a file that is there may be.
-    """
-    if path.is_dir():
-        raise PathError(f"{option} {path}: it is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise PathError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not replace and path.is_file():
-        raise PathError(f"{option} {path}: there is such a file; add --force to replace it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PathError(f"{option} {path}: not allowed to write there")

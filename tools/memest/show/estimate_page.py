@@ -98,25 +98,17 @@ def _sections(estimate: Estimate) -> Iterator[Section]:
         yield Section("What would fit", lines=[NO_CHANGE])
     gpu = gpu_line(estimate.memory.places.get(Tier.DEVICE))
     yield Section("Peak memory", tables=[_memory(estimate)], lines=[gpu] if gpu else [])
-    for title, step in _passes_of(estimate):
-        title = f"{title}: {duration(step.seconds)}, bound by {step.bottleneck}"
-        yield Section(title, tables=[_links(estimate, step)])
+    step, inference = estimate.step, estimate.inference
+    passes = {"One step": step}
+    if inference is not None:
+        decodes = inference.generation.new_tokens > 1
+        passes = {"Prefill": inference.prefill, "Decoding, one pass": step if decodes else None}
+    for title, each in passes.items():
+        if step is not None and each is not None:
+            title = f"{title}: {duration(each.seconds)}, bound by {each.bottleneck}"
+            yield Section(title, tables=[_links(estimate, each)])
     yield _homes(estimate)
     yield Section("Notes", lines=tuple(dict.fromkeys(estimate.notes)))
-
-
-def _passes_of(estimate: Estimate) -> Iterator[tuple[str, StepEstimate]]:
-    """Yield the timed passes, each with a title: a step, or the passes of inference."""
-    step, inference = estimate.step, estimate.inference
-    if step is None:
-        return
-    if inference is None:
-        yield "One step", step
-        return
-    if inference.prefill is not None:
-        yield "Prefill", inference.prefill
-    if inference.generation.new_tokens > 1:
-        yield "Decoding, one pass", step
 
 
 def _changes(changes: Sequence[Change]) -> Table:
