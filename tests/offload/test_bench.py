@@ -162,7 +162,7 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["adam", "--rounds", "0"], "--rounds"),
         (["adam", "--numel", "10"], "greater than or equal to 65536"),
         (["adam", "--numel", str(10**13)], "are free; at most"),
-        (["adam", "--json", "missing/file.json"], "--json: missing/file.json is no file"),
+        (["adam", "--json", "missing/file.json"], "--json missing/file.json: there is no folder"),
         (["io", "--size", "3 parsecs"], "--size: 'parsecs' is not a unit of bytes"),
         (["io", "--backend", "thread"], "choose one of auto, threads, libaio"),
         (["io", "--path", "nowhere"], "--path: nowhere is not a folder"),
