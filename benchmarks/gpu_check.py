@@ -191,8 +191,8 @@ def _run_step(check: Check, machine: GpuMachine, training: Training, name: str) 
     else:
         check.record.details["cases"][name] = asdict(case)
         options = {
-            "program": _PROGRAMS[training.peer], "limit_nbytes": case.limit_nbytes,
-            "settings": {"device": "cpu"} if training.peer else {}, "steps": training.steps,
+            "program": _PROGRAMS[training.peer], "steps": training.steps,
+            "settings": {"device": "cpu"} if training.peer else {},
             "config": {**case.config, "nvme": {"paths": [str(check.folder)]}},
             "folder": str(check.folder),
         }  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu_machine import GpuMachine
@@ -19,7 +19,7 @@ from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
 from offload.planning.choice.planner import chosen_config
 from offload.planning.choice.solver import Candidate, RunFacts, solve
-from offload.planning.machine.baseline import GPU_CONTEXT_NBYTES, known_baseline
+from offload.planning.machine.baseline import known_baseline
 from offload.planning.plan.estimate import LinkTime, Workload
 from offload.planning.plan.plan import Hardware, needed_nbytes, speculative_groups
 from offload.planning.step.step_time import update_traffic
@@ -75,7 +75,7 @@ class Training:
     batch: int = 16
     sequence: int = SEQUENCE
     steps: int = 4  # one to warm up, then those that count
-    card_nbytes: int | None = None  # as if the GPU had no more memory
+    card_nbytes: int | None = None  # of the GPU's memory: budget.gpu
     peer: bool = False  # DeepSpeed trains it
 
     @property
@@ -139,7 +139,6 @@ class Case:
     training: Training
     numel: int
     config: dict[str, Any]  # all but the folder for files
-    limit_nbytes: int | None  # of device memory, for PyTorch
     adam_nbytes: int  # of a step's updates on the CPU, over the memory bus
     flops: float  # of a step, each block's second forward included
     model_flops: float  # without it
@@ -165,17 +164,14 @@ class Case:
 
 def case_of(training: Training, machine: GpuMachine) -> Case | str:
     """The case of an entry, or why the machine cannot hold it."""
-    card, limit = training.card_nbytes, None
-    if card is not None:
-        if machine.device_nbytes < _WORTH_A_LIMIT * card:
-            return f"the GPU itself has hardly more than {format_bytes(card)}"
-        machine = replace(machine, device_nbytes=card)
-        limit = card - GPU_CONTEXT_NBYTES
+    card = training.card_nbytes
+    if card is not None and machine.device_nbytes < _WORTH_A_LIMIT * card:
+        return f"the GPU itself has not much more than {format_bytes(card)}"
     best = _solved(training, machine)
     if not best.fits:
         short = [each.message.split(";")[0] for each in best.shortfalls]
         return short[0] if short else "activations leave too little of the device"
-    case = _laid_out(training, best, limit)
+    case = _laid_out(training, best)
     lacking = _DEEPSPEED_NBYTES_PER_PARAMETER * case.numel + _SPARE_NBYTES - machine.host_nbytes
     if training.peer and lacking > 0:
         return f"DeepSpeed needs {format_bytes(lacking)} more RAM than there is"
@@ -193,7 +189,7 @@ def _solved(training: Training, machine: GpuMachine) -> Candidate:
     return solve(_config(training), _shape_of(training.shape), hardware, known).best
 
 
-def _laid_out(training: Training, best: Candidate, limit: int | None) -> Case:
+def _laid_out(training: Training, best: Candidate) -> Case:
     """The case with the budgets that the planner chose for the device, and elsewhere those that
     hold what is needed, and a window or what undoes updates: with all of RAM, records on nvme would
     be read once."""
@@ -204,14 +200,15 @@ def _laid_out(training: Training, best: Candidate, limit: int | None) -> Case:
     more = {Tier.HOST: max(old, _WINDOW_NBYTES), Tier.NVME: _WINDOW_NBYTES}
     budget = {str(tier): n + more.get(tier, 0) if n else 0 for tier, n in needed.items()}
     config = chosen_config(best.config, plan).model_dump(mode="json", exclude_none=True)
-    config["budget"] = budget | {str(Tier.DEVICE): plan.budgets[Tier.DEVICE]}
+    budget[str(Tier.DEVICE)] = plan.budgets[Tier.DEVICE]
+    config["budget"] |= budget
     records = plan.homes[StateClass.OPTIMIZER]
     on_cpu = 1 - records.get(Tier.DEVICE, 0) / sum(records.values())
     numel = _shape_of(training.shape).numel
     traffic = update_traffic(plan.record_format, _ITEMSIZE, _ITEMSIZE) * numel
     assert step is not None, "the work of a step is known"
     return Case(
-        training, numel, config, limit, int(traffic * on_cpu),
+        training, numel, config, int(traffic * on_cpu),
         passes * (facts.forward.flops + facts.backward.flops), 3 * passes * facts.forward.flops,
         step.seconds, step.links,
     )  # fmt: skip
@@ -221,6 +218,7 @@ def _config(training: Training) -> OffloadConfig:
     settings = {
         "device": "cuda",
         "precision": _PRECISION,
+        "budget": {"gpu": training.card_nbytes},
         "placement": {"activations": {"tier": "device", "checkpoint": True}},
         "optimizer": {"type": "adamw", "lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
         "clip_grad_norm": 1e4,  # no step clips, as in most of a long run

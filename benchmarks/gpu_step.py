@@ -119,8 +119,6 @@ def train(options: Mapping[str, Any], parent: Parent) -> None:
     """
     started = time.perf_counter()
     kind, device = accelerator.of(accelerator.default_device()), accelerator.default_device()
-    if options["limit_nbytes"] is not None:
-        kind.limit(device, options["limit_nbytes"])
     system, config = made(options)
     steps, passes = options["steps"], config.gradient_accumulation_steps
     result: dict[str, Any] = {"built_s": time.perf_counter() - started}
