@@ -60,7 +60,10 @@ def tile_mlps(model: nn.Module, tile: int | None) -> Callable[[], None]:
                 raise ConfigError(f"{_KEY}: {name} ({type(mlp).__name__}) is of experts; remove it")
     undo = ExitStack()
     for name, mlp in mlps.items():
-        undo.callback(TiledMlp(name, mlp, tile).remove)
+        own = {key: value for key, value in vars(mlp).items() if key == "forward"}
+        undo.callback(vars(mlp).update, own)
+        undo.callback(vars(mlp).pop, "forward")
+        mlp.forward = TiledMlp(name, mlp, tile)
     return undo.close
 
 
@@ -71,16 +74,7 @@ class TiledMlp:
         self.module = module
         self.own: Callable[[Tensor], Any] = module.forward
         self._name, self._tile = name, tile
-        self._overrides = "forward" in vars(module)
         self._was_checked = False
-        module.forward = self
-
-    def remove(self) -> None:
-        """Let the MLP have the forward again that it had before."""
-        if self._overrides:
-            self.module.forward = self.own
-        else:
-            del vars(self.module)["forward"]
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,8 +103,6 @@ class TiledMlp:
         versions = [buffer._version for buffer in self.module.buffers()]
         for where, tile in self.tiles(x):
             part = self._part(tile)
-            if torch.promote_types(part.dtype, x.dtype) is not x.dtype:
-                self._refuse(f"makes {part.dtype} of {x.dtype}")  # its gradient would be rounded
             if output is None:
                 output = part.new_empty(x.shape)
             _rows(output)[where] = _rows(part)
@@ -123,6 +115,8 @@ class TiledMlp:
         part = self.own(tile)
         if not isinstance(part, Tensor) or part.shape != tile.shape:
             self._refuse("returns something else than one tensor of its input's shape")
+        if torch.promote_types(part.dtype, tile.dtype) is not tile.dtype:
+            self._refuse(f"makes {part.dtype} of {tile.dtype}")  # its gradient would be rounded
         return part
 
     def _parameters(self) -> tuple[list[nn.Parameter], _Places]:
@@ -225,7 +219,7 @@ class _Input(torch.autograd.Function):
                 for index in trained:
                     sums[index] = _sum(sums[index], gradients.pop(0))
         for index, total in enumerate(sums):
-            sums[index] = None if total is None else total.to(params[index].dtype)
+            sums[index] = None if total is None else total.to(params[index].dtype)  # one at a time
         return of_x, None, None, *sums
 
 

@@ -331,7 +331,7 @@ from offload.losses.tiled_mlp import tile_mlps
 from offload.process import machine
 length, tile = 16384, int(sys.argv[1])
 model = LanguageModel(
-    ModelConfig(layers=2, hidden=64, heads=2, mlp=2048, max_sequence=length),
+    ModelConfig(layers=1, hidden=64, heads=2, mlp=2048, max_sequence=length),
     checkpoint_activations=True,
 )
 tile_mlps(model, tile or None)

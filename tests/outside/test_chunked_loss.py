@@ -172,6 +172,15 @@ def test_changed_models_have_the_same_gradients(tmp_path: Path, change: str) -> 
         torch.testing.assert_close(gradients(model, engine), gradients(plain), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "mixtral" not in kind])
+def test_mlps_in_tiles_have_the_same_gradients(tmp_path: Path, kind: str) -> None:
+    model = made(kind)
+    placement = {**NVME, "activations": {"checkpoint": True, "tiled_mlp": 5}}
+    with offload.initialize(model, config(tmp_path, placement)) as engine:
+        actual, expected = gradients(model, engine), gradients(made(kind))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "keys",
     [
