@@ -193,6 +193,8 @@ def test_a_gpus_share_of_gradients_and_records_is_of_the_first_groups():
     share = {"device": "40%", "host": "60%"}
     keys = {"placement": dict.fromkeys(CLASSES, share), "optimizer": {"chunk": 1 << 18}}
     on_gpu, on_cpu = (solved(keys, gpu=gpu).best.plan for gpu in (4 * GIB, 0))
+    elsewhere = {**keys, "placement": {**keys["placement"], "optimizer": "host"}}
+    updated_on_cpu = solved(elsewhere, gpu=4 * GIB).best.plan
     records = [tier for each in on_gpu.records for tier in each]
     count = records.count(Tier.DEVICE)
     assert count == int(0.4 * len(records))
@@ -201,8 +203,10 @@ def test_a_gpus_share_of_gradients_and_records_is_of_the_first_groups():
     assert there > 0
     assert {*on_gpu.gradients[:there]} == {Tier.DEVICE} == {*on_gpu.records[there - 1]}
     assert sum(len(set(each)) > 1 for each in on_gpu.records) <= 1
-    # weights are fetched ahead, and updates on a CPU read ahead: both alternate
-    assert on_gpu.parameters == on_cpu.parameters
+    weights = on_gpu.parameters.count(Tier.DEVICE)
+    assert {*on_gpu.parameters[:weights]} == {Tier.DEVICE} == {*on_gpu.records[weights - 1]}
+    # weights that a CPU updates are fetched ahead, and its updates read ahead: both alternate
+    assert updated_on_cpu.parameters == on_cpu.parameters != on_gpu.parameters
     assert all(len(set(each)) > 1 for each in on_cpu.records if len(each) > 2)
 
 

@@ -88,7 +88,7 @@ class PlanBuilder:
             for moves in (False, True)
         }
         self.kv = plan_kv(self.config, model, itemsize=self.sizes.itemsize, gpu=self.gpu)
-        self._assigned: dict[tuple[StateClass, Placement], _Assigned] = {}
+        self._assigned: dict[tuple[StateClass, Placement, bool], _Assigned] = {}
 
     def share_with(self, other: PlanBuilder) -> None:
         """Reuse the assignments of `other` if both have the same groups and sizes."""
@@ -134,14 +134,16 @@ class PlanBuilder:
 
         A GPU's share of what an update needs are the first groups: forward waits for their updates
         first, and their gradients come last. All other groups are then left to the CPU as a whole,
-        which can update them while backward goes on."""
-        key = state_class, placements[state_class]
+        which can update them while backward goes on. Its share of parameters are the same groups
+        where it updates some, so that these need not move."""
+        updates = placements[StateClass.OPTIMIZER].tiers[0].on_device
+        first = self.gpu and (updates or state_class is not StateClass.PARAMETERS)
+        key = state_class, placements[state_class], first
         if key in self._assigned:
             return self._assigned[key]
         pieces = [group.pieces(state_class) for group in self.groups]
-        of_updates = state_class is not StateClass.PARAMETERS
         nbytes_of_all = list(itertools.chain.from_iterable(pieces))
-        assigned = iter(key[1].assign(nbytes_of_all, device_first=self.gpu and of_updates))
+        assigned = iter(key[1].assign(nbytes_of_all, device_first=first))
         tiers = tuple(tuple(itertools.islice(assigned, len(each))) for each in pieces)
         if state_class is StateClass.GRADIENTS:  # fp32 sums are never kept in files
             tiers = tuple(
