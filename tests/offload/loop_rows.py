@@ -6,8 +6,8 @@ import copy
 import io
 import math
 import pickle
-import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.offload.engine_cases import ON
 from tests.offload.loop_trial import OUT, WIDTH, Build, Loop, Row, Trial, blocks
+from tests.offload.test_threads_and_forks import in_thread
 
 ROWS: list[Row] = []
 Numbers = list[float]
@@ -366,27 +367,16 @@ def two_tasks(t: Trial) -> Numbers:
 
 @row(GRADIENTS, "`grads = torch.autograd.grad(loss, params)`; `p.grad = g`")
 def autograd_grad(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
-        loss = t.loss(x, y)
+    def backward(loss: Tensor) -> None:
         for p, gradient in zip(t.params, torch.autograd.grad(loss, t.params), strict=True):
             p.grad = gradient
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
+
+    return t.train(backward=backward)
 
 
 @row(GRADIENTS, "`loss.backward(inputs=[the head's parameters])`")
 def backward_inputs(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
-        loss = t.loss(x, y)
-        loss.backward(inputs=list(t.model[-1].parameters()))
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
+    return t.train(backward=lambda loss: loss.backward(inputs=list(t.model[-1].parameters())))
 
 
 @row(GRADIENTS, "`torch._foreach_mul_(grads, 0.5)`, `torch._foreach_add_(grads, params, alpha=0.1)`"
@@ -455,15 +445,11 @@ def scaler_overflow(t: Trial) -> Numbers:
 
 @row(SCALING, "`with torch.autocast('cpu', torch.bfloat16):` around forward and loss")
 def autocast(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
+    def loss(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(ON, torch.bfloat16):
-            loss = t.loss(x, y)
-        loss.backward()
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
+            return t.loss(x, y)
+
+    return t.train(loss=loss)
 
 
 # ------------------------------------------------------------------------------------ weights
@@ -632,16 +618,12 @@ def to_bfloat16(t: Trial) -> Numbers:
 
 @row(WEIGHTS, "SGD by hand: `p -= 0.1 * p.grad` under `no_grad`; `model.zero_grad()`")
 def sgd_by_hand(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
-        loss = t.loss(x, y)
-        loss.backward()
-        logged.append(loss.item())
-        with torch.no_grad():
-            for p in t.params:
-                p -= 0.1 * p.grad
-        t.model.zero_grad()
-    return logged
+    @torch.no_grad()
+    def step() -> None:
+        for p in t.params:
+            p -= 0.1 * p.grad  # type: ignore[operator]
+
+    return t.train(step=step, zero=lambda: t.model.zero_grad())
 
 
 @row(WEIGHTS, "SAM: climb by `p.add_(e)`, a second pass, `p.sub_(e)`, step")
@@ -787,12 +769,7 @@ def step_in_hook(t: Trial) -> Numbers:
 
     for p in t.params:
         p.register_post_accumulate_grad_hook(step)
-    logged = []
-    for x, y in t.data():
-        loss = t.loss(x, y)
-        loss.backward()
-        logged.append(loss.item())
-    return logged
+    return t.train(step=lambda: None, zero=None)
 
 
 @row(HOOKS, "module hooks: forward pre, forward, full backward pre, full backward")
@@ -828,45 +805,32 @@ GRAPHS = "Graphs"
 
 @row(GRAPHS, "`loss.backward(retain_graph=True)`, then backward again")
 def retain_graph(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
-        loss = t.loss(x, y)
+    def backward(loss: Tensor) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
+
+    return t.train(backward=backward)
 
 
 @row(GRAPHS, "double backward: `torch.autograd.grad(y.sum(), x, create_graph=True)` in the loss")
 def gradient_penalty(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
-        x.requires_grad_()
-        out = t.model(x)
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        out = t.model(x.requires_grad_())
         (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        loss = ((out - y) ** 2).mean() + 0.1 * gradient.pow(2).sum()
-        loss.backward()
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
+        return ((out - y) ** 2).mean() + 0.1 * gradient.pow(2).sum()
+
+    return t.train(loss=loss)
 
 
 @row(GRAPHS, "double backward by parameters: `torch.autograd.grad(loss, params, create_graph=True)`"
      )  # fmt: skip
 def parameter_penalty(t: Trial) -> Numbers:
-    logged = []
-    for x, y in t.data():
+    def loss(x: Tensor, y: Tensor) -> Any:
         loss = t.loss(x, y)
         gradients = torch.autograd.grad(loss, t.params, create_graph=True)
-        loss = loss + 0.1 * sum(g.pow(2).sum() for g in gradients)  # type: ignore[assignment]
-        loss.backward()
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
+        return loss + 0.1 * sum(g.pow(2).sum() for g in gradients)
+
+    return t.train(loss=loss)
 
 
 @row(GRAPHS, "`loss.backward(create_graph=True)`")
@@ -907,15 +871,14 @@ def checkpointed_reentrant(t: Trial) -> Numbers:
 @row(GRAPHS, "`torch.func.functional_call(model, dict(model.named_parameters()), x)`, also with "
      "`p * 1.01` in place of `p`")  # fmt: skip
 def functional_call(t: Trial) -> Numbers:
-    logged = []
-    for number, (x, y) in enumerate(t.data()):
-        named = {n: p * 1.01 if number % 2 else p for n, p in t.model.named_parameters()}
-        loss = ((torch.func.functional_call(t.model, named, (x,)) - y) ** 2).mean()
-        loss.backward()
-        logged.append(loss.item())
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
+    number = count()
+
+    def loss(x: Tensor, y: Tensor) -> Any:
+        changed = next(number) % 2
+        named = {n: p * 1.01 if changed else p for n, p in t.model.named_parameters()}
+        return ((torch.func.functional_call(t.model, named, (x,)) - y) ** 2).mean()
+
+    return t.train(loss=loss)
 
 
 class Keeping(torch.autograd.Function):
@@ -1166,14 +1129,10 @@ def two_engines(t: Trial) -> Numbers:
 
 def compiled(t: Trial, model: Any) -> Numbers:
     torch._dynamo.reset()
-    logged = []
-    for x, y in t.data():
-        loss = ((model(x) - y) ** 2).mean()
-        loss.backward()
-        logged += [loss.item(), float(clip_grad_norm_(t.params, 0.05))]
-        t.optimizer.step()
-        t.optimizer.zero_grad()
-    return logged
+    return t.train(
+        loss=lambda x, y: ((model(x) - y) ** 2).mean(),
+        clip=lambda: clip_grad_norm_(t.params, 0.05),
+    )
 
 
 @row(COPIES, "`torch.compile(model)` (graphs end where parameters are fetched and released)")
@@ -1195,21 +1154,11 @@ def compiled_blocks(t: Trial) -> Numbers:
     return logged
 
 
-def in_thread(call: Callable[[], Any]) -> Any:
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except Exception as error:  # noqa: BLE001 - raised in the thread that waits
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="evaluation")
-    thread.start()
-    thread.join()
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]
+def evaluated_in_a_thread(layer: nn.Module, x: Tensor) -> float:
+    (outcome,) = in_thread(lambda: layer(x).sum().item(), name="evaluation")
+    if isinstance(outcome, Exception):
+        raise outcome
+    return float(outcome)
 
 
 @row(COPIES, "evaluation in another thread, during a forward")
@@ -1217,7 +1166,7 @@ def thread_amid_a_forward(t: Trial) -> Numbers:
     x, y = t.data(1)[0]
     logged: list[float] = []
     hook = t.model[1].register_forward_hook(
-        lambda *_: None if logged else logged.append(in_thread(lambda: t.model[0](x).sum().item()))
+        lambda *_: None if logged else logged.append(evaluated_in_a_thread(t.model[0], x))
     )
     t.loss(x, y).backward()
     hook.remove()

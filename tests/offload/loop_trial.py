@@ -67,18 +67,19 @@ class Trial:
         loss: Tensor = ((self.model(x) - y) ** 2).mean()
         return loss
 
-    def train(self, count: int = STEPS, **parts: Callable[[], Any] | None) -> list[float]:
-        """The loop that most rows change in one place: `before` the forward, `clip` after
-        backward, `after` the step, `zero`; `extra` is added to the loss."""
+    def train(self, count: int = STEPS, **parts: Callable[..., Any] | None) -> list[float]:
+        """The loop that most rows change in one place: `before` the forward, `loss` of a batch,
+        `backward` of the loss, `clip` after it, `step` of the optimizer, `after` it, `zero`;
+        `extra` is added to the loss."""
         logged = []
         for x, y in self.data(count):
             _call(parts.get("before"))
-            loss = self.loss(x, y)
+            loss = (parts.get("loss") or self.loss)(x, y)
             extra = _call(parts.get("extra"))
             loss = loss if extra is None else loss + extra
-            loss.backward()
+            (parts.get("backward") or Tensor.backward)(loss)
             logged += [loss.item(), *_numbers(_call(parts.get("clip")))]
-            self.optimizer.step()
+            (parts.get("step") or self.optimizer.step)()
             logged += _numbers(_call(parts.get("after")))
             if "zero" in parts:
                 _call(parts["zero"])

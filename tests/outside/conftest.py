@@ -18,3 +18,14 @@ def quiet_transformers() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
+
+
+@pytest.fixture
+def quiet_trainers() -> Iterator[None]:
+    """No warnings and prints inside, and accelerate begins and ends without state."""
+    from tests.outside.trainer_cases import forget, quiet
+
+    forget()
+    with quiet():
+        yield
+    forget()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from tests.outside.trainer_cases import (
     PLACEMENTS,
     Rows,
     assert_close,
+    forget,
     plain_optimizer,
-    quiet,
     settings,
     tiny_llama,
     values_of,
@@ -31,20 +30,9 @@ accelerate = pytest.importorskip("accelerate")
 integration = pytest.importorskip("offload.integrations.accelerate")
 safetensors = pytest.importorskip("safetensors.torch")
 
+pytestmark = pytest.mark.usefixtures("quiet_trainers")
+
 STEPS = 4
-
-
-def forget() -> None:
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    forget()
-    with quiet():
-        yield
-    forget()
 
 
 class Run:

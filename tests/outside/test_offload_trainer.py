@@ -39,22 +39,16 @@ from tests.outside.trainer_cases import (
     values_of,
 )
 
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
 trainers = importlib.import_module("offload.integrations.transformers")
+
+pytestmark = pytest.mark.usefixtures("quiet_trainers")
 
 KEYS: dict[str, Any] = {**ARGUMENTS, "weight_decay": 0.1}
 SHORT: dict[str, Any] = {
     **KEYS, "max_steps": 3, "eval_strategy": "no", "save_strategy": "no",
     "gradient_accumulation_steps": 1,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
 
 
 @pytest.fixture

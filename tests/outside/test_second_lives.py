@@ -13,7 +13,7 @@ import gc
 import importlib
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ import offload
 from offload.engine_lookup import tiers_of
 from offload.errors import StateError
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config
-from tests.outside.trainer_cases import Rows, quiet, tiny_llama, transformers
+from tests.outside.trainer_cases import Rows, forget, tiny_llama, transformers
 
 accelerate = pytest.importorskip("accelerate")
 trainers = importlib.import_module("offload.integrations.transformers")
 deepspeed = importlib.import_module("offload.deepspeed")
+
+pytestmark = pytest.mark.usefixtures("quiet_trainers")
 
 LR, PASSES, CLOSE = 1e-3, 2, 1e-6
 EPS = 1e-3  # with torch's 1e-8 a step divides rounding by rounding
@@ -40,18 +42,6 @@ KEEP = ["host", None]
 
 def rows(seed: int) -> DataLoader[dict[str, Tensor]]:
     return DataLoader(Rows(2 * PASSES, seed), batch_size=2)
-
-
-def forget() -> None:
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
-    forget()
 
 
 def adamw(model: nn.Module, lr: float = LR) -> torch.optim.AdamW:

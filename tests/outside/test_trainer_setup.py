@@ -3,7 +3,7 @@ its optimizer, its param groups, and every method that it overrides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,17 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError, UnsupportedError
-from tests.outside.test_offload_trainer import SHORT, accelerate, make, settings, trainers
+from tests.outside.test_offload_trainer import SHORT, make, settings, trainers
 from tests.outside.trainer_cases import (
     Rows,
     assert_close,
     logged,
-    quiet,
     tiny_llama,
     transformers,
     values_of,
 )
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("quiet_trainers")
 
 
 # --------------------------------------------------------------------------- set-ups

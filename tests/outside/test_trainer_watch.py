@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from offload.errors import ConfigError
+from tests.offload.test_watch import Kept
 from tests.outside.trainer_cases import ARGUMENTS, Rows, logged, settings, tiny_llama, transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -16,23 +17,6 @@ if transformers is not None:
     from offload.integrations.transformers import OffloadTrainer, WatchCallback
 
 STEPS = 4
-
-
-class Kept:
-    """A logger."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, Any]]] = []
-        self.closed = 0
-
-    def log(self, values: Any, step: int) -> None:
-        self.rows.append((step, dict(values)))
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def of(self, name: str) -> list[Any]:
-        return [values[name] for _, values in self.rows]
 
 
 def arguments(folder: Path, **changed: Any) -> Any:

@@ -11,17 +11,10 @@ import pytest
 
 from offload.checkpoint.format.disk import check_target
 from offload.config import OffloadConfig
-from offload.tools.memest.cli import main
+from tests.tools.test_memest_cli import TINY, run
 
-TINY = ["--layers", "2", "--hidden", "64", "--vocab", "256"]
 ONE = ["-o", "placement.activations.checkpoint=false"]  # one trace each
 WORK = ["--batch", "2", "--sequence", "32", "--no-measure", *ONE]
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    return int(caught.value.code or 0)
 
 
 def written(path: Path, *arguments: str) -> OffloadConfig:
