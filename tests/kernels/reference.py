@@ -1,8 +1,7 @@
 """What the kernels compute, in plain NumPy: slow, to be read, and equal to them bit for bit.
 
-The fp32 functions do one rounding per line in the order that `kernels.rules` documents. The fp64
-one is the mathematics itself, to measure rounding errors against. NaN payloads are not specified.
-The other rules, and a whole step on stored formats, are in `reference_rules`.
+The functions do one rounding per line in the order that `kernels.rules` documents. NaN payloads
+are not specified. The other rules, and a whole step on stored formats, are in `reference_rules`.
 """
 
 import math
@@ -27,7 +26,7 @@ I16 = NDArray[np.int16]
 
 @dataclass(slots=True)
 class AdamState:
-    """fp32 (or fp64) arrays (numel,); max_exp_avg_sq is there with amsgrad only."""
+    """fp32 arrays (numel,); max_exp_avg_sq is there with amsgrad only."""
 
     weight: NDArray[Any]
     exp_avg: NDArray[Any]
@@ -76,23 +75,6 @@ def adam_step(state: AdamState, grad: F32, scalars: AdamScalars) -> AdamState:
             x = np.where(state.max_exp_avg_sq > v, state.max_exp_avg_sq, v)
         denominator = fma(np.sqrt(x), inverse_root, np.float32(s.eps))
         p = fma(minus_step_size, m / denominator, p)
-    return AdamState(p, m, v, None if state.max_exp_avg_sq is None else x)
-
-
-def adam_step_fp64(state: AdamState, grad: F64, scalars: AdamScalars) -> AdamState:
-    """The same step in fp64, with none of the constants rounded to fp32. Pure."""
-    s = scalars
-    p, m, v = state.weight, state.exp_avg, state.exp_avg_sq
-    g = grad * (-s.grad_scale if s.maximize else s.grad_scale)
-    if s.decoupled:
-        p = p * (1 - s.lr * s.weight_decay)
-    else:
-        g = g + s.weight_decay * p
-    m = s.beta1 * m + (1 - s.beta1) * g
-    v = s.beta2 * v + (1 - s.beta2) * g * g
-    x = v if state.max_exp_avg_sq is None else np.maximum(state.max_exp_avg_sq, v)
-    denominator = np.sqrt(x / (1 - s.beta2**s.step)) + s.eps
-    p = p - s.lr * m / (1 - s.beta1**s.step) / denominator
     return AdamState(p, m, v, None if state.max_exp_avg_sq is None else x)
 
 

@@ -1,7 +1,7 @@
-"""The optimizer rules in plain NumPy: in fp32 bit for bit, in fp64 as mathematics.
+"""The optimizer rules in plain NumPy: in fp32 bit for bit.
 
 `optimizer_step` is the kernel's twin on stored formats: same arguments, same bits. `step` is the
-rule alone, on fp32 values. `step_fp64` is what an optimizer with exact arithmetic would do.
+rule alone, on fp32 values.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from offload.kernels.rules import (
     is_signed,
 )
 from tests.kernels import reference
-from tests.kernels.reference import F32, F64, AdamState, fma
+from tests.kernels.reference import F32, AdamState, fma
 
 
 def optimizer_step(
@@ -98,36 +98,6 @@ def _sgd(s: SgdScalars, grad: F32, p: F32, states: Sequence[F32]) -> tuple[F32, 
     buffer = fma(momentum, states[0], kept * g)
     g = fma(momentum, buffer, g) if s.nesterov else buffer
     return fma(minus_lr, g, p), [buffer]
-
-
-def step_fp64(
-    scalars: Scalars, grad: F64, weight: F64, states: Sequence[F64]
-) -> tuple[F64, Sequence[F64]]:
-    """The same step in fp64, with none of the constants rounded to fp32. Pure."""
-    if isinstance(scalars, AdamScalars):
-        after = reference.adam_step_fp64(AdamState(weight, *states), grad, scalars)
-        return after.weight, _states_of(after)
-    g = grad * (-scalars.grad_scale if scalars.maximize else scalars.grad_scale)
-    if isinstance(scalars, LionScalars):
-        return _lion_fp64(scalars, g, weight, states[0])
-    g = g + scalars.weight_decay * weight
-    if isinstance(scalars, AdagradScalars):
-        total = states[0] + g * g
-        rate = scalars.lr / (1 + (scalars.step - 1) * scalars.lr_decay)
-        return weight - rate * g / (np.sqrt(total) + scalars.eps), [total]
-    assert isinstance(scalars, SgdScalars)
-    if not states:
-        return weight - scalars.lr * g, []
-    first = scalars.step == 1
-    buffer = g if first else scalars.momentum * states[0] + (1 - scalars.dampening) * g
-    direction = g + scalars.momentum * buffer if scalars.nesterov else buffer
-    return weight - scalars.lr * direction, [buffer]
-
-
-def _lion_fp64(s: LionScalars, g: F64, p: F64, m: F64) -> tuple[F64, Sequence[F64]]:
-    direction = np.sign(s.beta1 * m + (1 - s.beta1) * g)
-    p = p * (1 - s.lr * s.weight_decay) - s.lr * direction
-    return p, [s.beta2 * m + (1 - s.beta2) * g]
 
 
 def _states_of(state: AdamState) -> list[Array]:

@@ -163,15 +163,6 @@ class Stored:
             low=self.low, master=self.master, noise=noise,
         )  # fmt: skip
 
-    def decoded(self, name: str) -> NDArray[np.float32]:
-        """A state's values."""
-        place = self.names.index(name)
-        if self.formats.states is StateFormat.INT8:
-            signed = is_signed(name)
-            return reference.decode_int8(self.states[place], self.scales[place], signed=signed)
-        kind = Float.FP32 if self.formats.states is StateFormat.FP32 else Float.BF16
-        return reference.decode(self.states[place], kind)
-
     def assert_same(self, other: Stored) -> None:
         """Equal bits in all arrays; NaNs of fp16 weights keep a payload, which is not specified."""
         expected = other.arrays()

@@ -105,10 +105,8 @@ def test_a_token_that_is_not_used_goes_nowhere_and_takes_no_place() -> None:
         assert kept(routing)[0] == []
         assert routing.weights[0].sum() == 0
         assert routing.exp_counts.sum() == 3 * routing.experts.shape[1]
-    assert kept(top_2(LOGITS, 1.0, 0, used=used))[2] == [
-        0,
-        1,
-    ]  # where the first one would have been
+    # where the first one would have been
+    assert kept(top_2(LOGITS, 1.0, 0, used=used))[2] == [0, 1]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -21,22 +21,15 @@ from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import PathError
 
 COMPUTE: dict[str, Any] = {
-    "gpu": False,
-    "matmul_flops_per_s": {"fp32": 1e11, "bf16": 3e11},
-    "compute_bytes_per_s": 2e10,
-    "compute_bytes_per_s_in": {"fp32": 2e10, "bf16": 1e10},
-    "operation_s": 1e-5,
-    "host_bytes_per_s": 5e10,
-    "optimizer_parameters_per_s": {"fp32": 2e9},
-    "host_to_device_bytes_per_s": 0.0,
-    "device_to_host_bytes_per_s": 0.0,
-}
+    "gpu": False, "matmul_flops_per_s": {"fp32": 1e11, "bf16": 3e11},
+    "compute_bytes_per_s": 2e10, "compute_bytes_per_s_in": {"fp32": 2e10, "bf16": 1e10},
+    "operation_s": 1e-5, "host_bytes_per_s": 5e10, "optimizer_parameters_per_s": {"fp32": 2e9},
+    "host_to_device_bytes_per_s": 0.0, "device_to_host_bytes_per_s": 0.0,
+}  # fmt: skip
 DISK: dict[str, Any] = {
-    "nvme_read_bytes_per_s": 1e9,
-    "nvme_write_bytes_per_s": 2e9,
-    "nvme_mixed_bytes_per_s": 1.5e9,
-    "io_lost_s_per_byte": 1e-10,
-}
+    "nvme_read_bytes_per_s": 1e9, "nvme_write_bytes_per_s": 2e9,
+    "nvme_mixed_bytes_per_s": 1.5e9, "io_lost_s_per_byte": 1e-10,
+}  # fmt: skip
 
 
 class Counted:

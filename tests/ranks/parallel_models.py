@@ -75,9 +75,7 @@ class Model(nn.Module):
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.last = nn.Linear(WIDTH, 5)
         for name, param in self.named_parameters():
-            if name.endswith(
-                "bias"
-            ):  # what starts at zero is nothing but rounding, after a few steps
+            if name.endswith("bias"):  # what starts at zero is nothing but rounding in a few steps
                 nn.init.normal_(param, std=0.3)
 
     def forward(self, x: Tensor) -> Tensor:

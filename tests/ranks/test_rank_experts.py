@@ -64,17 +64,21 @@ WAYS: dict[str, dict[str, Any]] = {
 FEW = 2  # of the ways, unless --long
 
 
-def test_every_stage_trains_as_with_all_experts_on_each_rank(tmp_path: Path, long: bool) -> None:
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_stage_trains_as_with_all_experts_on_each_rank(
+    world_size: int, tmp_path: Path, long: bool
+) -> None:
+    """Of four ranks, two have the same experts, and share their gradients and states."""
     stages = range(4) if long else (0, 3)
     cases = [case(1, 2, steps=2), *(case(2, stage, steps=2) for stage in stages)]
-    ranks = run_ranks(2, tmp_path, train_all, cases, str(tmp_path))
+    ranks = run_ranks(world_size, tmp_path, train_all, cases, str(tmp_path))
     one, *spread = (list(each) for each in zip(*ranks, strict=True))
     assert max(one[0].norms) > 0.5  # what the cases clip to
     for outcomes in spread:
         assert_close(outcomes, one)
         for here, first in zip(outcomes, spread[0], strict=True):
             assert_same_bits(here.states, first.states)
-    own = {n for n in spread[0][1].states if ".experts." in n}
+    own = {n for n in spread[0][-1].states if ".experts." in n}
     assert {int(n.split(".experts.")[1][0]) for n in own} == {*range(EXPERTS // 2, EXPERTS)}
 
 
@@ -128,20 +132,6 @@ def test_what_does_not_go_with_experts_of_other_ranks_is_said(tmp_path: Path) ->
         assert "give offload.initialize the model around" in next(says)
         assert ".grad was set to a tensor" in next(says)
         assert "the ranks went different ways" in next(says)
-
-
-@pytest.mark.slow
-def test_ranks_with_the_same_experts_share_their_gradients_and_states(
-    tmp_path: Path, long: bool
-) -> None:
-    stages = [0, 1, 2, 3] if long else [0, 3]
-    cases = [case(1, 2, steps=2), *(case(2, stage, steps=2) for stage in stages)]
-    ranks = run_ranks(4, tmp_path, train_all, cases, str(tmp_path))
-    one, *spread = (list(each) for each in zip(*ranks, strict=True))
-    for outcomes in spread:
-        assert_close(outcomes, one)
-        for here, first in zip(outcomes, spread[0], strict=True):
-            assert_same_bits(here.states, first.states)
 
 
 def test_layers_that_are_spread_in_two_ways_are_refused(tmp_path: Path) -> None:
