@@ -88,10 +88,7 @@ def _fields(kind: type) -> set[str]:
         ("`fully_shard`", _named(fsdp.fully_shard)),
         ("`MixedPrecisionPolicy`", _fields(fsdp.MixedPrecisionPolicy)),
         ("`CPUOffloadPolicy`", _fields(fsdp.CPUOffloadPolicy)),
-        (
-            "Methods of `FSDPModule`",
-            {name for name in vars(fsdp.FSDPModule) if not name.startswith("_")},
-        ),
+        ("Methods of `FSDPModule`", {n for n in vars(fsdp.FSDPModule) if not n.startswith("_")}),
         ("`FullyShardedDataParallel`", _named(fsdp.FullyShardedDataParallel.__init__)),
         ("`MixedPrecision`", _fields(fsdp.MixedPrecision) - {"_module_classes_to_ignore"}),
         ("`CPUOffload`", _fields(fsdp.CPUOffload)),
@@ -105,10 +102,7 @@ def _fields(kind: type) -> set[str]:
             }
             - {"forward"},
         ),
-        (
-            "`StateDictOptions`",
-            _fields(dcp_state.StateDictOptions) - {"dsd_fqn_modifiers"},
-        ),
+        ("`StateDictOptions`", _fields(dcp_state.StateDictOptions) - {"dsd_fqn_modifiers"}),
     ],
 )
 def test_the_page_for_fsdp_has_every_name(heading: str, names: set[str]) -> None:

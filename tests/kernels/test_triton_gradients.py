@@ -7,6 +7,7 @@ import torch
 from offload.kernels.floats import NORM_BLOCK, Array, Float, norm_blocks
 from offload.kernels.gpu.triton_gradients import add_gradient, copy_gradient
 from tests.kernels import reference, triton_device
+from tests.kernels.test_gradients import gradient
 from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
 from tests.kernels.values import SPECIAL, assert_same
 
@@ -15,12 +16,6 @@ pytestmark = [pytest.mark.sample(3), *triton_device.MARKS]
 
 SIZES = [0, 1, 33, 1025]
 PAIRS = [(dst, src) for dst in Float for src in Float]
-
-
-def gradient(numel: int, kind: Float, seed: int = 0) -> Array:
-    rng = np.random.default_rng(seed)
-    values = np.ldexp(rng.standard_normal(numel), rng.integers(-20, 10, numel))
-    return reference.encode(values.astype(np.float32), kind)
 
 
 def special(kind: Float, seed: int = 0) -> Array:

@@ -11,7 +11,8 @@ from offload.kernels.gpu.triton_optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
 from tests.kernels import triton_device
-from tests.kernels.triton_cases import NOISE, RULES, WEIGHTS, case
+from tests.kernels.step_cases import WEIGHTS
+from tests.kernels.triton_cases import NOISE, RULES, case
 from tests.kernels.triton_device import DEVICE, launches, zeros
 
 __all__ = ["launches"]

@@ -1,5 +1,6 @@
 """One step's arrays in any format, stepped on the CPU and by the Triton kernel."""
 
+import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,13 +25,6 @@ from tests.kernels.triton_device import get, put
 from tests.kernels.values import SPECIAL, assert_same
 
 NOISE = Noise(key=0x9ABCDEF0, weight_key=0x12345678, first=4_294_967_000)  # wraps in 296 elements
-WEIGHTS = [
-    (Float.FP32, Master.NONE),
-    (Float.BF16, Master.NONE),
-    (Float.BF16, Master.SPLIT),
-    (Float.BF16, Master.FP32),
-    (Float.FP16, Master.FP32),
-]
 RULES: dict[str, Scalars] = {
     "adamw": AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37),
     "adam": AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=1, decoupled=False, maximize=True),
@@ -70,20 +64,12 @@ class Case:
 
     def on_cpu(self) -> dict[str, Array]:
         """What the CPU's kernel makes of copies of the arrays."""
-        twin = self._copy()
+        twin = copy.deepcopy(self)
         optimizer.optimizer_step(
-            twin.grad,
-            twin.weight,
-            twin.states,
-            twin.scalars,
-            grad_float=twin.grad_float,
-            weight_float=twin.weight_float,
-            state_format=twin.state_format,
-            scales=twin.scales,
-            low=twin.low,
-            master=twin.master,
-            noise=twin.noise,
-        )
+            twin.grad, twin.weight, twin.states, twin.scalars, grad_float=twin.grad_float,
+            weight_float=twin.weight_float, state_format=twin.state_format, scales=twin.scales,
+            low=twin.low, master=twin.master, noise=twin.noise,
+        )  # fmt: skip
         return twin.arrays()
 
     def on_device(self) -> dict[str, Array]:
@@ -96,18 +82,12 @@ class Case:
         low = None if self.low is None else put(self.low)
         master = None if self.master is None else put(self.master)
         triton_optimizer.optimizer_step(
-            grad,
-            weight,
-            states,
-            self.scalars,
-            scales=scales,
-            low=low,
-            master=master,
-            noise=self.noise,
-        )
+            grad, weight, states, self.scalars,
+            scales=scales, low=low, master=master, noise=self.noise,
+        )  # fmt: skip
         if grad is not None:
             np.testing.assert_array_equal(get(grad), self.grad)
-        twin = self._copy()
+        twin = copy.deepcopy(self)
         twin.weight = get(weight)
         twin.states = [get(state) for state in states]
         twin.scales = [get(scale) for scale in scales]
@@ -122,21 +102,6 @@ class Case:
         assert got.keys() == expected.keys()
         for name, array in got.items():
             assert_same(array, expected[name], name)
-
-    def _copy(self) -> "Case":
-        return Case(
-            self.scalars,
-            self.grad_float,
-            self.weight_float,
-            self.state_format,
-            None if self.grad is None else self.grad.copy(),
-            self.weight.copy(),
-            [state.copy() for state in self.states],
-            [scale.copy() for scale in self.scales],
-            None if self.low is None else self.low.copy(),
-            None if self.master is None else self.master.copy(),
-            self.noise,
-        )
 
 
 def case(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offload
-from tests.offload.engine_cases import WIDTH, TinyLM, batches, config, seeded
+from tests.offload.engine_cases import WIDTH, TinyLM, batches, config, losses_of, seeded
 
 TIMEOUT_S = 3.0
 CLOSING_TIMEOUT_S = 30.0  # no rank waits for it: it costs nothing where closing is right
@@ -30,12 +30,10 @@ def train_until(fault: str, culprit: int, stage: int, folder: str) -> None:
     with offload.initialize(seeded(TinyLM), config(swap, **keys)) as engine:
         here = dist.get_rank() if here is None else here
         data = batches(_GOOD_STEPS + 3, seed=here)
-        for tokens in data[:_GOOD_STEPS]:
-            _step(engine, tokens)
+        losses_of(engine, data[:_GOOD_STEPS])
         if here == culprit:
             FAULTS[fault](engine, data[-1], lambda: _note(Path(folder)))
-        for tokens in data[_GOOD_STEPS:]:
-            _step(engine, tokens)
+        losses_of(engine, data[_GOOD_STEPS:])
 
 
 def close_after_steps(stage: int, folder: str) -> float:
@@ -45,18 +43,12 @@ def close_after_steps(stage: int, folder: str) -> float:
     for turn in range(4):
         zero = {"stage": stage, "timeout_s": CLOSING_TIMEOUT_S}
         engine = offload.initialize(seeded(TinyLM), config(Path(folder) / "swap", zero=zero))
-        _step(engine, batches(1, seed=dist.get_rank())[0])
+        losses_of(engine, batches(1, seed=dist.get_rank()))
         time.sleep(0.05 * dist.get_rank() * (turn % 2))
         began = time.monotonic()
         engine.close()
         took.append(time.monotonic() - began)
     return max(took)
-
-
-def _step(engine: offload.Engine, tokens: Tensor) -> None:
-    engine.module.loss(tokens).backward()  # type: ignore[operator]
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
 
 
 def _note(folder: Path) -> None:

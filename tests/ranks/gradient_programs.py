@@ -194,10 +194,8 @@ def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
             tokens = action.tokens[dist.get_rank()]
             if variant.speculates:
                 stepper = engine._runtime.stepper
-                stepper.policy.on, stepper.policy.passes = (
-                    True,
-                    stepper.passes.since_step() + 1,
-                )
+                stepper.policy.on = True
+                stepper.policy.passes = stepper.passes.since_step() + 1
             with engine.no_sync() if action.local else nullcontext():
                 engine.module(tokens).backward()
 

@@ -25,6 +25,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
+    losses_of,
     seeded,
     states_of,
 )
@@ -43,11 +44,7 @@ def keys_of(folder: str, stage: int, placement: dict[str, Any], **more: Any) -> 
 
 def steps(engine: offload.Engine, first: int, last: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for number in range(first, last):
-        tokens = batches(world_size, seed=number)[rank]
-        engine.backward(engine.module.loss(tokens))  # type: ignore[operator]
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+    losses_of(engine, [batches(world_size, seed=n)[rank] for n in range(first, last)])
 
 
 def train_and_save(folder: str, stage: int, name: str, more: dict[str, Any]) -> States:

@@ -26,15 +26,10 @@ from tests.offload.engine_cases import (
     seeded,
 )
 from tests.ranks.processes import run_ranks
-from tests.ranks.programs import BUDGET, OPTIMIZER
+from tests.ranks.programs import OPTIMIZER
+from tests.ranks.test_rank_ways import keys_of
 
 Values = dict[str, Tensor]
-
-
-def keys_of(folder: str, stage: int, **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage, "timeout_s": 10}
-    keys = {"budget": BUDGET, "optimizer": OPTIMIZER, **more}
-    return config(Path(folder), keys.pop("placement", HOST), zero=zero, **keys)
 
 
 def values_of(model: nn.Module) -> Values:

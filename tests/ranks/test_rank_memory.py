@@ -21,6 +21,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
+    losses_of,
     seeded,
     states_of,
 )
@@ -30,12 +31,6 @@ from tests.ranks.programs import BUDGET, OPTIMIZER
 
 STEPS, SHORT = 4, 1  # so many steps; which rank is short of memory
 MIXED = {"parameters": "nvme", "gradients": "host", "optimizer": {"host": "40%", "nvme": "60%"}}
-
-
-def step(engine: offload.Engine, tokens: Tensor) -> None:
-    engine.backward(engine.module.loss(tokens))
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
 
 
 def train(folder: str, placement: dict[str, Any], stage: int, pressed: bool) -> dict[str, Tensor]:
@@ -53,8 +48,7 @@ def train(folder: str, placement: dict[str, Any], stage: int, pressed: bool) -> 
         guard = engine._tier_manager.guard
         drawn = Drawn(machine, random.Random(stage), 512 << 10)
         with looked_at(guard, drawn) if pressed and rank == SHORT else nullcontext():
-            for tokens in data:
-                step(engine, tokens)
+            losses_of(engine, data)
         return states_of(engine)
 
 

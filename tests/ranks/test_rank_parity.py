@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import offload
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -138,7 +139,7 @@ def alone(case: Case, world_size: int, folder: Path) -> tuple[list[float], dict[
     """One rank with the batches of all."""
     keys = config(folder, HOST, budget=BUDGET, optimizer=OPTIMIZER, clip_grad_norm=0.5)
     losses = []
-    with _initialize(seeded(case.model), {**keys, **case.keys}) as engine:
+    with offload.initialize(seeded(case.model), {**keys, **case.keys}) as engine:
         for number, step in enumerate(data_of(case, world_size)):
             for per_rank in step:
                 here = per_rank[:-1] if number in case.idle else per_rank
@@ -149,12 +150,6 @@ def alone(case: Case, world_size: int, folder: Path) -> tuple[list[float], dict[
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         return losses, states_of(engine)
-
-
-def _initialize(model: nn.Module, keys: dict[str, Any]) -> Any:
-    import offload
-
-    return offload.initialize(model, keys)
 
 
 @pytest.mark.sample(3)

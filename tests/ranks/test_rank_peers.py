@@ -21,6 +21,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
+    losses_of,
     parameters_of,
     seeded,
 )
@@ -83,15 +84,8 @@ def everybody(folder: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
             Path(folder), HOST, budget=BUDGET, clip_grad_norm=CLIP, zero={"stage": stage},
             optimizer={**NUMBERS, "chunk": 2048},
         )  # fmt: skip
-        losses = []
         with offload.initialize(seeded(TinyLM), keys) as engine:
-            for tokens in mine():
-                loss = engine.module.loss(tokens)  # type: ignore[operator]
-                engine.backward(loss)
-                losses.append(loss.item())
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
-            outcomes[f"stage {stage}"] = losses, parameters_of(engine)
+            outcomes[f"stage {stage}"] = losses_of(engine, mine()), parameters_of(engine)
     return outcomes
 
 

@@ -18,8 +18,7 @@ from torch import nn
 from offload.tiers.errors import CheckpointError, ConfigError, PathError
 from offload.tools.memest.source.hugging_face import check_configuration
 from offload.tools.memest.source.input_files import read_json
-from offload.tools.memest.source.read_model import read_model, read_stated
-from offload.tools.memest.source.stated_sizes import StatedSizes
+from offload.tools.memest.source.read_model import read_model
 from offload.tools.memest.source.transformers_models import build_on_meta
 from tests.tools.model_files import TINY_LLAMA, entries_of, write_config, write_safetensors
 
@@ -139,16 +138,6 @@ def test_code_of_a_repository_is_neither_fetched_nor_run(
         or "fast" in keys
         or ("use_kernels" in keys)
     )
-
-
-def test_sizes_that_no_model_has_are_refused_before_they_are_counted() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"layers": 4096, "hidden": 1 << 24}, "--hidden: input should be less than"),
-        ({"layers": 2, "hidden": 256, "vocab": 1 << 31}, "--vocab: input should be less than"),
-    ]
-    for sizes, said in cases:
-        with pytest.raises(ConfigError, match=said):
-            read_stated(StatedSizes(**sizes))
 
 
 def test_a_file_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:

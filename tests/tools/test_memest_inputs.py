@@ -346,6 +346,9 @@ def test_what_is_no_count_is_refused(text: str) -> None:
         ({"params": 10**6, "layers": 32, "hidden": 4096}, r"already have [\d,]+; lower"),
         ({"layers": 2, "hidden": 33}, "even size"),
         ({"layers": 2, "hidden": 64, "vocab": 100}, "--vocab"),
+        # what no model has, before it is counted
+        ({"layers": 4096, "hidden": 1 << 24}, "--hidden: input should be less than"),
+        ({"layers": 2, "hidden": 256, "vocab": 1 << 31}, "--vocab: input should be less than"),
     ],
 )
 def test_sizes_that_contradict_are_refused(sizes: dict[str, Any], reason: str) -> None:
