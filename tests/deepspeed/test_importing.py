@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import offload.deepspeed as deepspeed
-from offload.cli import main
 from offload.deepspeed.importing import import_checkpoint
 from offload.tiers.errors import CheckpointError, ConfigError
 from tests.deepspeed import zero_files
 from tests.deepspeed.loops import BATCH, IN, batch, initialized, same, weights
+from tests.offload.test_cli import run
 
 ROOT = Path(__file__).parents[2]
 mse = nn.functional.mse_loss
@@ -168,14 +168,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_asks_for_trust(tmp_path: Path, capsys: Any) -> None:
-    def run(*arguments: str) -> int:
-        with pytest.raises(SystemExit) as ended:
-            main(["checkpoint", "import-deepspeed", *arguments])
-        return int(ended.value.code or 0)
-
     net, optimizer = trained()
     zero_files.write(tmp_path / "theirs/x", net, optimizer, 2, 2)
-    places = str(tmp_path / "theirs"), str(tmp_path / "out")
+    places = "checkpoint", "import-deepspeed", str(tmp_path / "theirs"), str(tmp_path / "out")
     assert run(*places) == 2
     assert "add --trust" in capsys.readouterr().err
     assert run(*places, "--trust", "--tied", "nonsense") == 2

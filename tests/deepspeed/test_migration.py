@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from offload.cli import main
 from offload.config import OffloadConfig
 from offload.deepspeed.keys import ALSO, FILLED, HARMLESS, IGNORED, MAPPED, UNSUPPORTED
 from offload.deepspeed.migration import migrate, read_ds_config
 from offload.tiers.errors import ConfigError
 from tests.deepspeed.key_page import PAGE, with_table
 from tests.deepspeed.known_files import KNOWN
+from tests.offload.test_cli import run
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 ZERO3 = {
@@ -249,12 +249,6 @@ def test_a_file_that_is_no_configuration(text: str, words: str, tmp_path: Path) 
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         read_ds_config(path)
-
-
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 def test_the_command(tmp_path: Path, capsys: Any) -> None:

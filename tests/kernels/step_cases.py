@@ -35,6 +35,13 @@ RULES: dict[str, Scalars] = {
     "momentum": SgdScalars(1e-2, 0.9, 0.1, step=3, dampening=0.1, maximize=True),
     "nesterov": SgdScalars(1e-2, 0.9, 0.1, step=3, nesterov=True),
 }
+UNUSUAL = [
+    AdamScalars(1e-3, 0.0, 0.0, 1e-8, 0.0, step=1),
+    AdamScalars(0.0, 0.9, 0.95, 0.0, 0.1, step=1),
+    AdamScalars(1e-3, 0.3, 0.5, 1e-30, 0.1, step=10**9),
+    AdamScalars(-1.0, 0.9, 0.999, 1.0, 2.0, step=2, grad_scale=0.0),
+    AdamScalars(1e-3, 0.9, 0.999, 1e-45, 0.1, step=2, grad_scale=2.0**-130),
+]
 WEIGHTS = [
     (Float.FP32, Master.NONE),
     (Float.BF16, Master.NONE),

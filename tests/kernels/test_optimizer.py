@@ -15,7 +15,17 @@ from offload.kernels.floats import Body, Float, Runner
 from offload.kernels.rules import AdamScalars, LionScalars, Scalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
 from tests.kernels import reference
-from tests.kernels.step_cases import NOISE, RULES, WEIGHTS, Draw, Formats, Stored, calm, wild
+from tests.kernels.step_cases import (
+    NOISE,
+    RULES,
+    UNUSUAL,
+    WEIGHTS,
+    Draw,
+    Formats,
+    Stored,
+    calm,
+    wild,
+)
 from tests.kernels.values import assert_same
 
 pytestmark = pytest.mark.sample(8)
@@ -85,16 +95,7 @@ def test_amsgrad_matches_reference(kind: type, decoupled: bool) -> None:
     check(scalars, Formats(), 2050, kind(1), count=3)
 
 
-@pytest.mark.parametrize(
-    "scalars",
-    [
-        AdamScalars(1e-3, 0.0, 0.0, 1e-8, 0.0, step=1),
-        AdamScalars(0.0, 0.9, 0.95, 0.0, 0.1, step=1),
-        AdamScalars(1e-3, 0.3, 0.5, 1e-30, 0.1, step=10**9),
-        AdamScalars(-1.0, 0.9, 0.999, 1.0, 2.0, step=2, grad_scale=0.0),
-        AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=2, grad_scale=2.0**-130),
-    ],
-)
+@pytest.mark.parametrize("scalars", UNUSUAL)
 def test_unusual_scalars_match_reference(scalars: AdamScalars) -> None:
     check(scalars, Formats(), 1013, calm(12))
 
@@ -218,6 +219,8 @@ def zeros(dtype: type, *sizes: int) -> list[object]:
         ({"state_format": StateFormat.BF16, "states": zeros(np.uint16, 300, 300)},
          "scales: expected 0 for 2 BF16 states, got 2"),
         ({"noise": None}, "noise: stochastic rounding needs it"),
+        ({"noise": None, "state_format": StateFormat.FP32, "states": zeros(np.float32, 300, 300),
+          "scales": (), "low": None}, "noise: stochastic rounding needs it"),
         ({"scalars": LionScalars(1e-3, 0.9, 0.99, 0.0)}, "states: expected exp_avg, got 2"),
         ({"scalars": SgdScalars(1e-3, 0.0, 0.0, 1)}, "expected none .momentum is 0., got 2"),
         ({"grad": np.zeros(299, np.uint16)}, r"grad: expected shape \(300,\), got \(299,\)"),
@@ -235,14 +238,6 @@ def zeros(dtype: type, *sizes: int) -> list[object]:
 def test_a_bad_argument_is_named(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         step(**arguments)
-
-
-def test_a_bf16_weight_without_master_needs_noise() -> None:
-    with pytest.raises(ValueError, match="noise: stochastic rounding needs it"):
-        step(
-            low=None, noise=None, state_format=StateFormat.FP32,
-            states=zeros(np.float32, 300, 300), scales=(),
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,7 @@ import torch
 
 from offload.kernels.cpu.optimizer import optimizer_step
 from offload.kernels.floats import Float
-from offload.kernels.rules import (
-    AdagradScalars,
-    AdamScalars,
-    LionScalars,
-    Scalars,
-    SgdScalars,
-)
+from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, Scalars, SgdScalars
 
 STEPS = 30
 NUMEL = 3000

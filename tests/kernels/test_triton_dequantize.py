@@ -14,10 +14,7 @@ from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.groups.quantized_layout import lay_out_quantized
 from offload.zero.groups.weight_quantizer import WeightQuantizer
 from tests.kernels import reference, triton_device
-from tests.kernels.quantization_cases import (
-    any_codes,
-    dequantized,
-)
+from tests.kernels.quantization_cases import any_codes, dequantized
 from tests.kernels.triton_device import DEVICE, get, launches, put, zeros
 from tests.kernels.values import assert_same
 

@@ -140,8 +140,7 @@ def launched(kernel: Any, *tensors: Any, number: int = 5, num_warps: int = 1, **
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     current = _Current()
     kind = SimpleNamespace(
-        on=current.entered,
-        queue=lambda device: 99 if device.index == current.index else None,
+        on=current.entered, queue=lambda device: 99 if device.index == current.index else None
     )
     monkeypatch.setitem(accelerator.KINDS, "cuda", kind)
     monkeypatch.setattr(triton_launch, "_compiled", {})

@@ -35,8 +35,7 @@ CHECKPOINTS = (False, True, "selective")
 
 @pytest.mark.sample("llama-bf16")
 @pytest.mark.parametrize(
-    ("shape", "precision"),
-    [("llama", "fp32"), ("grouped heads", "bf16"), ("llama", "bf16")],
+    ("shape", "precision"), [("llama", "fp32"), ("grouped heads", "bf16"), ("llama", "bf16")]
 )
 def test_a_trace_equals_a_real_pass(shape: str, precision: str, long: bool) -> None:
     passes = CHECKPOINTS if long or shape == "llama" else (True,)

@@ -15,13 +15,7 @@ from offload.gpt import build_meta_model
 from offload.memory.preflight import gpu_line
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.activations.trace import trace_activations
-from offload.planning.choice.planner import (
-    RunPlan,
-    check_plan,
-    chosen_config,
-    make_plan,
-    plan_run,
-)
+from offload.planning.choice.planner import RunPlan, check_plan, chosen_config, make_plan, plan_run
 from offload.planning.choice.solver import RunFacts
 from offload.planning.machine.baseline import GPU_NBYTES, known_baseline
 from offload.planning.machine.speeds import NOMINAL

@@ -15,14 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import offload
 from offload.errors import OffloadError
 from offload.moe import MoE
-from tests.offload.engine_cases import (
-    NVME,
-    WIDTH,
-    TinyLM,
-    batches,
-    config,
-    states_of,
-)
+from tests.offload.engine_cases import NVME, WIDTH, TinyLM, batches, config, states_of
 from tests.ranks.programs import BUDGET, OPTIMIZER, Case
 
 EXPERTS = 4

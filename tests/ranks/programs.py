@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 import offload
 import offload.tiered_model
-from tests.offload.engine_cases import (
-    WIDTH,
-    TinyLM,
-    batches,
-    config,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import WIDTH, TinyLM, batches, config, seeded, states_of
 
 BUDGET = {"host": "64MiB", "nvme": "64MiB"}
 OPTIMIZER: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "chunk": 2048}

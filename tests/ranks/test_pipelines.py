@@ -47,8 +47,7 @@ def test_stages_with_replicas_shard_their_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "clip", "why"),
-    [("ScheduleGPipe", 1.0, "clip_grad_norm in a stage of a pipeline")],
+    ("schedule", "clip", "why"), [("ScheduleGPipe", 1.0, "clip_grad_norm in a stage of a pipeline")]
 )
 def test_a_schedule_that_would_train_something_else_is_refused(
     schedule: str, clip: float | None, why: str, tmp_path: Path

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 import offload
-from tests.offload.engine_cases import (
-    HOST,
-    NVME,
-    assert_same_bits,
-    config,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded, states_of
 from tests.ranks import programs
 from tests.ranks.processes import run_ranks
 from tests.ranks.programs import (

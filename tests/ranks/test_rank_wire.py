@@ -28,9 +28,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[list[Outcome]]:
 
 
 @pytest.mark.slow
-def test_rounding_is_the_same_on_all_ranks_and_at_all_stages(
-    outcomes: list[list[Outcome]],
-) -> None:
+def test_rounding_is_the_same_on_all_ranks_and_at_all_stages(outcomes: list[list[Outcome]]) -> None:
     first = outcomes[0][1]
     for per_rank in outcomes:
         for outcome in per_rank[1:]:

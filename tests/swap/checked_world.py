@@ -65,10 +65,7 @@ _HAND_OVERS = (
     ([(DeferredUpdates, "_done")], [(DeferredUpdates, "clear")]),
     ([(Codes, "_written")], [(Codes, "free")]),
     ([(CachedFileState, "mark_dirty")], [(CachedFileState, "write_back")]),
-    (
-        [(VersionedFile, "_commit")],
-        [(CachedFileState, name) for name in _LOOK_AT_DEPARTURES],
-    ),
+    ([(VersionedFile, "_commit")], [(CachedFileState, name) for name in _LOOK_AT_DEPARTURES]),
     (
         [(Backlog, "_written_back"), (Backlog, "_arrived")],
         [(Backlog, "offer"), (Backlog, "bury"), (ActivationReturns, "_look")],

@@ -116,10 +116,6 @@ def test_a_slot_that_a_read_could_not_begin_to_fill_is_not_taken_for_values(benc
     assert state.tensor().unique().tolist() == [1]
 
 
-def used_extents(bench):
-    return len(bench.store._records)
-
-
 def test_a_write_of_one_update_that_ends_in_the_next_one_is_not_gone_back_behind(tmp_path):
     for bench, held in writes_held(tmp_path):
         state = bench.filled("a", 1)
@@ -135,7 +131,7 @@ def test_a_write_of_one_update_that_ends_in_the_next_one_is_not_gone_back_behind
         state.write_piece(0, two)
         state.go_back()
         assert state.tensor().unique().tolist() == [2]
-        assert used_extents(bench) == 1
+        assert len(bench.store._records) == 1
 
 
 def test_a_failed_write_surfaces_and_the_old_version_stays(tmp_path):

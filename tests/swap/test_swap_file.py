@@ -128,9 +128,7 @@ def test_a_file_system_that_cannot_reserve_is_an_error(
         file.reserve(1 << 20)
 
 
-def test_a_full_device_names_path_bytes_and_key_and_leaves_the_file_as_it_was(
-    tiny: Path,
-) -> None:
+def test_a_full_device_names_path_bytes_and_key_and_leaves_the_file_as_it_was(tiny: Path) -> None:
     with SwapFile(tiny) as file:
         file.reserve(1 << 20)
         with pytest.raises(NoSpaceError, match=r"needs 7\.0 MiB more, 3\.0 MiB free") as caught:

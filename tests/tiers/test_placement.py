@@ -13,10 +13,7 @@ from offload.tiers.units import in_one_unit, parse_bytes
 HOST, NVME, DEVICE = Tier.HOST, Tier.NVME, Tier.DEVICE
 
 
-@given(
-    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60),
-    percent=st.integers(0, 100),
-)
+@given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60), percent=st.integers(0, 100))
 @settings(deadline=None, derandomize=True)
 def test_every_tier_is_within_one_piece_of_its_share(sizes, percent):
     share = percent / 100

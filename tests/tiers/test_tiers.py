@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -37,7 +35,7 @@ def test_a_lease_beyond_the_budget_says_what_which_how_much_and_what_to_do(host)
     message = str(caught.value)
     assert "host tier full: layer.3 needs 512.0 KiB" in message
     assert "of 1.0 MiB free" in message
-    assert "raise budget.host or move parameters to nvme" in message
+    assert message.endswith("raise budget.host or move parameters to nvme")
 
 
 def test_a_ledger_that_does_not_balance_prints_the_balance(host, ledger):
@@ -93,16 +91,9 @@ def test_the_budget_of_a_file_tier_holds_over_all_paths(ledger):
         tier.allocate(1, "layer.9", PARAMETERS)
 
 
-@pytest.mark.parametrize(
-    ("tier", "remedy"),
-    [
-        (Tier.DEVICE, "raise budget.device or move parameters to host or nvme"),
-        (Tier.HOST, "raise budget.host or move parameters to nvme"),
-    ],
-)
-def test_a_full_tier_names_the_slower_ones(ledger, tier, remedy):
-    memory = MemoryTier(tier, PAGE_NBYTES, HostMemory(PAGE_NBYTES), ledger)
-    with pytest.raises(TierFullError, match=f"{remedy}$"):
+def test_a_full_device_names_the_slower_tiers(ledger):
+    memory = MemoryTier(Tier.DEVICE, PAGE_NBYTES, HostMemory(PAGE_NBYTES), ledger)
+    with pytest.raises(TierFullError, match=r"budget.device or move parameters to host or nvme$"):
         memory.lease(2 * PAGE_NBYTES, owner="layer.3", state_class=PARAMETERS)
 
 
@@ -153,10 +144,3 @@ def test_a_tier_in_pieces_takes_no_more_ram_than_its_budget():
         for lease in (large, *small):
             lease.free()
     assert tier.fits(part)
-
-
-def test_plans_are_made_without_pytorch() -> None:
-    """It takes as long to import as a plan takes to make."""
-    code = "import sys, offload.planning.choice.planner; print('torch' in sys.modules)"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert made.stdout == "False\n"

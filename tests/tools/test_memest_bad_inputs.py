@@ -251,11 +251,7 @@ def damaged(**changes: Any) -> dict[str, Any]:
 def test_a_damaged_header_is_named(entries: Any, expected: str, tmp_path: Path) -> None:
     known = isinstance(entries, dict) and all(isinstance(e, dict) for e in entries.values())
     data = None if known and "data_offsets" in json.dumps(entries) else 0
-    try:
-        path = write_safetensors(tmp_path / "m.safetensors", entries, data)
-    except (IndexError, OSError, OverflowError):
-        path = write_safetensors(tmp_path / "m.safetensors", entries, 32)
-    assert expected in reason(path)
+    assert expected in reason(write_safetensors(tmp_path / "m.safetensors", entries, data))
 
 
 @pytest.mark.parametrize("length", [2**63, 60])

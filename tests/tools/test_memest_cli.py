@@ -22,13 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 MACHINE = ["--gpu", "RTX 4090", "--ram", "64GiB", "--ssd", "Gen4 SSD"]
 TINY = ["--layers", "2", "--hidden", "64", "--vocab", "256"]
 WORK = ["--batch", "2", "--sequence", "32", "-o", "precision=bf16"]
-SMALL = [
-    *TINY,
-    *WORK,
-    *MACHINE,
-    "-o",
-    "placement.activations.checkpoint=false",
-]
+SMALL = [*TINY, *WORK, *MACHINE, "-o", "placement.activations.checkpoint=false"]
 
 
 def run(*arguments: str) -> int:
@@ -100,8 +94,7 @@ def test_options_win_over_the_file(yaml: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "start"),
-    [("a.html", b"<!DOCTYPE html>"), ("a.json", b"{\n"), ("a.txt", b"fits")],
+    ("name", "start"), [("a.html", b"<!DOCTYPE html>"), ("a.json", b"{\n"), ("a.txt", b"fits")]
 )
 def test_the_file_s_name_says_the_format(name: str, start: bytes, tmp_path: Path) -> None:
     assert run(*SMALL, "--out", str(tmp_path / name)) == 0

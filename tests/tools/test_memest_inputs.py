@@ -26,12 +26,7 @@ from offload.tools.memest.source.read_model import read_model, read_stated
 from offload.tools.memest.source.stated_sizes import StatedSizes, parse_count
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.groups.parameter_grouping import group_parameters
-from tests.tools.model_files import (
-    TINY_LLAMA_NUMEL,
-    entries_of,
-    write_config,
-    write_safetensors,
-)
+from tests.tools.model_files import TINY_LLAMA_NUMEL, entries_of, write_config, write_safetensors
 
 
 @pytest.fixture(autouse=True)

@@ -166,8 +166,6 @@ def check_bound(folder: Path) -> None:
 
 
 def test_a_new_prediction_is_not_held_against_what_was_measured_before(tmp_path: Path):
-    from offload.runs.folder import RunFolder
-
     folder = RunFolder(tmp_path)
     folder.write_measured(MEASURED)
     folder.write_prediction(PREDICTION)
