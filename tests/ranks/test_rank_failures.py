@@ -148,7 +148,7 @@ def test_a_rank_that_hosts_the_store_may_be_gone(fault: str, tmp_path: Path, lon
     assert ranks[1].returncode == 1, said  # as after any exception: not by a signal
     last = [line for line in said.splitlines() if "RankError: rank 1: " in line][-1]
     # read before the store went, rank 0's own words say more
-    words = "store .* does not answer.* the launcher, or rank 0|rank 0 has left: ValueError"
+    words = "store .* does not answer.*the launcher, or rank 0|rank 0 has left: ValueError"
     assert re.search(words, last), last
     assert list((tmp_path / "swap").iterdir()) == []
 
