@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.errors import UnsupportedError
 from offload.moe import MoE
 from offload.moe.exchange import expert_groups
+from tests.ranks.processes import heard
 
 WIDTH, EXPERTS = 8, 8
 
@@ -138,10 +138,7 @@ def errors() -> list[str]:
 
 def warnings() -> list[str]:
     """What is logged without an engine: before training, and in two forwards of it."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("offload").addHandler(handler)
+    said = heard()
     model = net(ep_size=2)
     with torch.no_grad():
         model(x_of(0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import pickle
@@ -126,3 +127,12 @@ def _rank_main(
             dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 - sent to the waiting test
             pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+
+
+def heard() -> list[str]:
+    """What offload logs in this process from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offload").addHandler(handler)
+    return lines

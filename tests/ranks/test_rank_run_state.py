@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 import offload
 from offload.errors import CheckpointError, OffloadError
 from tests.offload.engine_cases import NVME, TinyLM, config, seeded
-from tests.ranks.processes import run_ranks
+from tests.ranks.processes import heard, run_ranks
 from tests.ranks.programs import BUDGET
 
 
@@ -72,10 +71,7 @@ def load(folder: str) -> tuple[float, float, int, int]:
 
 def load_on_more(folder: str) -> tuple[float, str, str]:
     """What this rank draws, what was said of it, and why its position is not known."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("offload").addHandler(handler)
+    records = heard()
     with made(folder) as engine:
         torch.manual_seed(99)
         engine.load_checkpoint(Path(folder) / "saved")

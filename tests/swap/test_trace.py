@@ -13,23 +13,6 @@ from offload.swap.states.trace import Trace
 from tests.offload.engine_cases import TinyLM, batches, config, losses_of, seeded
 
 
-def learnt(*uses: int) -> Trace:
-    trace = Trace()
-    for use in uses:
-        trace.use(use)
-    trace.end_cycle()
-    return trace
-
-
-def test_the_second_cycle_is_predicted_from_the_first():
-    trace = learnt(0, 1, 2, 1, 0)
-    seen = []
-    for use in (0, 1, 2, 1):
-        trace.use(use)
-        seen.append(next(trace.cursor.upcoming()))
-    assert seen == [1, 2, 1, 0]
-
-
 def forward(trace: Trace, *uses: int) -> list[int | None]:
     """What was expected next before each use."""
     trace.begin_forward()
