@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -29,10 +29,7 @@ from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
-from offload.zero.groups.fetching import Fetcher
-
-if TYPE_CHECKING:
-    from offload.kv.pages import KVPages
+from offload.zero.groups.fetching import Fetchable, Fetcher
 
 _log = logging.getLogger("offload")
 KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
@@ -60,6 +57,15 @@ class KVHomes(Protocol):
     def free_kv_memory(self, lease: Lease) -> None:
         """Free memory; reads of it that are already queued may finish."""
         ...
+
+
+class SeatedPages(Fetchable, Protocol):
+    """The pages of one layer of a cache (`KVPages`). Their number in the trace is that of the same
+    layer in the cache before."""
+
+    index: int
+
+    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -110,15 +116,15 @@ class KVStore:
         self._session: AbstractContextManager[object] = session or nullcontext()
         self._thread = threading.get_ident()
         self._process = os.getpid()
-        self._live: dict[int, KVPages] = {}  # by number
+        self._live: dict[int, SeatedPages] = {}  # by number
         self._free_numbers: list[int] = []
-        self._dropped: deque[KVPages] = deque()  # without references
+        self._dropped: deque[SeatedPages] = deque()  # without references
         self._buffers: dict[str, list[Lease]] = {}
         self._slabs: dict[int, list[_Slab]] = {}  # by the size of a page
         self._closed = False
 
     # ---------------------------------------------------------------- pages
-    def seat(self, name: str, pages: KVPages) -> None:
+    def seat(self, name: str, pages: SeatedPages) -> None:
         """Give pages their number. Raises StateError if the store is closed."""
         self.reap()
         if self._closed:
@@ -131,13 +137,13 @@ class KVStore:
             self.fetcher.add(pages)
         self._live[pages.index] = pages
 
-    def left(self, pages: KVPages) -> None:
+    def left(self, pages: SeatedPages) -> None:
         """Note that pages were closed."""
         if self._live.pop(pages.index, None) is not None:
             self._free_numbers.append(pages.index)
             self._free_numbers.sort(reverse=True)  # the same order for the next cache
 
-    def drop(self, pages: KVPages) -> None:
+    def drop(self, pages: SeatedPages) -> None:
         """Give back pages to which no reference is left. For any thread, at any time."""
         if os.getpid() != self._process:  # a forked child: they are its parent's
             return
@@ -161,7 +167,7 @@ class KVStore:
             self._free_buffers()
 
     # ---------------------------------------------------------------- for pages
-    def use(self, pages: KVPages) -> None:
+    def use(self, pages: SeatedPages) -> None:
         """Note that pages are needed now, and prefetch them."""
         self.check_usable()
         self._thread = threading.get_ident()  # threads take turns

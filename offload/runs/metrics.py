@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter
 
 from offload.checkpoint.format.disk import write_named
 from offload.loggers import JSONLinesLogger
-from offload.planning.machine.disk_cache import Nbytes, Positive
+from offload.process.disk_cache import Nbytes, Positive
 
 if TYPE_CHECKING:
     from offload.report import Report

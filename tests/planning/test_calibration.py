@@ -15,8 +15,8 @@ import torch
 
 from offload.planning.machine import calibration
 from offload.planning.machine.calibration import known_speeds, machine_speeds
-from offload.planning.machine.disk_cache import key_of
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds
+from offload.process.disk_cache import key_of
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import PathError
 

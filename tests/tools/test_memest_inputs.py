@@ -17,9 +17,9 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.planning.machine.disk_cache import cache_folder, remembered
 from offload.planning.plan.estimate import Workload
 from offload.process.child import child_environment
+from offload.process.disk_cache import cache_folder, remembered
 from offload.tiers.errors import CheckpointError, ConfigError, UnsupportedError
 from offload.tools.memest.source.model_source import SourceKind
 from offload.tools.memest.source.read_model import read_model, read_stated

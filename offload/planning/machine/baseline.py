@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from offload.planning.machine.disk_cache import Nbytes, key_of, load, remembered
 from offload.process import machine
+from offload.process.disk_cache import Nbytes, key_of, load, remembered
 from offload.tiers.errors import OffloadError
 
 if TYPE_CHECKING:

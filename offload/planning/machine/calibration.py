@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 
 from offload.config.paths import StrPath
-from offload.planning.machine.disk_cache import cache_folder, key_of, load, remembered
 from offload.planning.machine.speeds import ComputeSpeeds, DiskSpeeds, Speeds
 from offload.process import machine
+from offload.process.disk_cache import cache_folder, key_of, load, remembered
 from offload.tiers.errors import PathError
 
 _log = logging.getLogger("offload")

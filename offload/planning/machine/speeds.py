@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from offload.planning.machine.disk_cache import Number, Positive
+from offload.process.disk_cache import Number, Positive
 
 Rates = Annotated[Mapping[str, Positive], Field(min_length=1)]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from offload.config.training import MAX_LAYERS, MAX_PARAMS, ModelConfig
-from offload.planning.machine.disk_cache import remembered
+from offload.process.disk_cache import remembered
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.generation import CacheShape
 from offload.tools.memest.source.model_source import key_of

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload.planning.machine.disk_cache import remembered
 from offload.process import machine
+from offload.process.disk_cache import remembered
 from offload.tiers.errors import ConfigError, OffloadError
 from offload.tools.memest.generation import CacheShape
 from offload.tools.memest.source.hugging_face import ModelConfiguration, names_code
