@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.planning.activations.facts import ActivationFacts
-from offload.planning.machine import disk_cache
 from offload.planning.plan.estimate import Workload
+from offload.process import disk_cache
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.tools.memest.generation import CacheShape
 from offload.tools.memest.source.input_files import one_line
