@@ -63,13 +63,6 @@ def test_splitting_and_joining_is_lossless(numel: int) -> None:
     np.testing.assert_array_equal(joined.view(np.uint32), expected_bits)
 
 
-def test_high_half_is_nan_exactly_where_the_master_is() -> None:
-    values = patterns(100_000)
-    high, _ = run_split(values)
-    read = reference.decode(high, Float.BF16)
-    np.testing.assert_array_equal(np.isnan(read), np.isnan(values))
-
-
 @pytest.mark.parametrize("kind", SIXTEEN)
 def test_bits_do_not_depend_on_alignment(kind: Float) -> None:
     values = patterns(4097)

@@ -75,14 +75,11 @@ def test_unusual_scalars_match_the_cpu(scalars: AdamScalars | SgdScalars) -> Non
 def test_random_bits_follow_an_element_not_its_place() -> None:
     numel, cut = 1600, 512
     whole = case(ADAMW, numel, weight=(Float.BF16, Master.NONE), states=StateFormat.INT8)
-    parts = [replace(whole), replace(whole)]
-    blocks = cut // 256
-    for part, at, scales in zip(
-        parts, (slice(cut), slice(cut, None)), (slice(blocks), slice(blocks, None)), strict=True
-    ):
-        part.grad, part.weight = whole.grad[at], whole.weight[at]
-        part.states = [state[at] for state in whole.states]
-        part.scales = [scale[scales] for scale in whole.scales]
+    bounds = ((0, cut), (cut, numel))
+    parts = [
+        replace(whole, grad=whole.grad[lo:hi], stored=whole.stored.part(lo, hi))
+        for lo, hi in bounds
+    ]
     parts[1].noise = NOISE.at(NOISE.first + cut)
     first, second = (part.on_device() for part in parts)
     for name, array in whole.on_device().items():

@@ -1,7 +1,6 @@
 """One step's arrays in any format, stepped on the CPU and by the Triton kernel."""
 
-import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from offload.kernels.rules import (
 )
 from offload.kernels.variants import Master
 from tests.kernels import reference
+from tests.kernels.step_cases import Formats, Stored
 from tests.kernels.triton_device import get, put
 from tests.kernels.values import SPECIAL, assert_same
 
@@ -38,62 +38,42 @@ RULES: dict[str, Scalars] = {
 
 @dataclass
 class Case:
-    """NumPy arrays as `kernels.cpu.optimizer.optimizer_step` takes them."""
+    """What one step is made with."""
 
     scalars: Scalars
-    grad_float: Float
-    weight_float: Float
-    state_format: StateFormat
     grad: Array | None
-    weight: Array
-    states: list[Array]
-    scales: list[Array] = field(default_factory=list)
-    low: Array | None = None
-    master: Array | None = None
+    stored: Stored
     noise: Noise | None = NOISE
-
-    def arrays(self) -> dict[str, Array]:
-        """All that a step changes, 16-bit floats widened: a NaN there equals any other."""
-        arrays = {"weight": reference.decode(self.weight, self.weight_float)}
-        for place, state in enumerate(self.states):
-            bf16 = self.state_format is StateFormat.BF16
-            arrays[f"state {place}"] = reference.decode(state, Float.BF16) if bf16 else state
-        arrays |= {f"scales {place}": scale for place, scale in enumerate(self.scales)}
-        others = {"low": self.low, "master": self.master}
-        return arrays | {name: array for name, array in others.items() if array is not None}
 
     def on_cpu(self) -> dict[str, Array]:
         """What the CPU's kernel makes of copies of the arrays."""
-        twin = copy.deepcopy(self)
-        optimizer.optimizer_step(
-            twin.grad, twin.weight, twin.states, twin.scalars, grad_float=twin.grad_float,
-            weight_float=twin.weight_float, state_format=twin.state_format, scales=twin.scales,
-            low=twin.low, master=twin.master, noise=twin.noise,
-        )  # fmt: skip
-        return twin.arrays()
+        twin = self.stored.copy()
+        twin.step(self.grad, self.scalars, self.noise)
+        return widened(twin)
 
     def on_device(self) -> dict[str, Array]:
         """What the Triton kernel makes of tensors with copies of the arrays."""
-        bf16 = Float.BF16 if self.state_format is StateFormat.BF16 else None
-        grad = None if self.grad is None else put(self.grad, self.grad_float)
-        weight = put(self.weight, self.weight_float)
-        states = [put(state, bf16) for state in self.states]
-        scales = [put(scale) for scale in self.scales]
-        low = None if self.low is None else put(self.low)
-        master = None if self.master is None else put(self.master)
+        own, formats = self.stored, self.stored.formats
+        bf16 = Float.BF16 if formats.states is StateFormat.BF16 else None
+        grad = None if self.grad is None else put(self.grad, formats.grad)
+        weight = put(own.weight, formats.weight)
+        states = [put(state, bf16) for state in own.states]
+        scales = [put(scale) for scale in own.scales]
+        low = None if own.low is None else put(own.low)
+        master = None if own.master is None else put(own.master)
         triton_optimizer.optimizer_step(
             grad, weight, states, self.scalars,
             scales=scales, low=low, master=master, noise=self.noise,
         )  # fmt: skip
         if grad is not None:
             np.testing.assert_array_equal(get(grad), self.grad)
-        twin = copy.deepcopy(self)
-        twin.weight = get(weight)
-        twin.states = [get(state) for state in states]
-        twin.scales = [get(scale) for scale in scales]
-        twin.low = None if low is None else get(low)
-        twin.master = None if master is None else get(master)
-        return twin.arrays()
+        return widened(
+            replace(
+                own, weight=get(weight), states=[get(state) for state in states],
+                scales=[get(scale) for scale in scales], low=None if low is None else get(low),
+                master=None if master is None else get(master),
+            )
+        )  # fmt: skip
 
     def check(self) -> None:
         """Both kernels end with the same bits."""
@@ -102,6 +82,15 @@ class Case:
         assert got.keys() == expected.keys()
         for name, array in got.items():
             assert_same(array, expected[name], name)
+
+
+def widened(stored: Stored) -> dict[str, Array]:
+    """All that a step changes, 16-bit floats widened: a NaN there equals any other."""
+    arrays, formats = stored.arrays(), stored.formats
+    arrays["weight"] = reference.decode(stored.weight, formats.weight)
+    if formats.states is StateFormat.BF16:
+        arrays |= {name: reference.decode(arrays[name], Float.BF16) for name in stored.names}
+    return arrays
 
 
 def case(
@@ -122,24 +111,14 @@ def case(
             return rng.choice(SPECIAL, numel)
         return (rng.standard_normal(numel) * 2.0 ** rng.integers(-12, 2, numel)).astype(np.float32)
 
-    fp32, weight_float = draw(), weight[0]
-    stored, low = reference.encode(fp32, weight_float), None
-    if weight[1] is Master.SPLIT:
-        stored, low = reference.split_master(fp32)
-    made = Case(
-        scalars, grad_float, weight_float, states,
-        reference.encode(draw(), grad_float), stored, [],
-        low=low, master=fp32 if weight[1] is Master.FP32 else None,
-    )  # fmt: skip
-    for name in scalars.names_of(scalars.state_counts[-1 if amsgrad else 0]):
-        values = draw() if is_signed(name) else np.abs(draw())
-        if states is StateFormat.INT8:
-            codes, scales = _codes(rng, numel, wild)
-            made.states.append(codes)
-            made.scales.append(scales)
-        else:
-            made.states.append(reference.encode(values, Float(states)))
-    return made
+    fp32, grad = draw(), reference.encode(draw(), grad_float)
+    names = scalars.names_of(scalars.state_counts[-1 if amsgrad else 0])
+    values = [draw() if is_signed(name) else np.abs(draw()) for name in names]
+    made = Stored.of(Formats(grad_float, *weight, states), names, fp32, values)
+    if states is StateFormat.INT8:
+        drawn = [_codes(rng, numel, wild) for _ in names]
+        made.states, made.scales = ([pair[n] for pair in drawn] for n in (0, 1))
+    return Case(scalars, grad, made)
 
 
 def _codes(rng: np.random.Generator, numel: int, wild: bool) -> tuple[Array, Array]:
