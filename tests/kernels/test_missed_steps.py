@@ -15,13 +15,11 @@ from offload.kernels.floats import Array, Runner, serial
 from offload.kernels.rules import LionScalars, Scalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
 from tests.kernels import reference
-from tests.kernels.step_cases import NOISE, RULES, WEIGHTS, Formats, Stored, calm, wild
+from tests.kernels.step_cases import NOISE, RULES, Formats, Stored, calm, wild
+from tests.kernels.test_optimizer import OTHER_FORMATS as FORMATS
 
 pytestmark = pytest.mark.sample(4)
 
-FORMATS = [
-    Formats(weight, weight, master, states) for weight, master in WEIGHTS for states in StateFormat
-]
 NUMEL = SPAN + 300
 
 
