@@ -1,13 +1,12 @@
 """The files of a model's folder in Hugging Face's layout: those of its weights, which an index
-names, and those beside them; and names of models on a hub, given where a folder is required."""
+names, and those beside them."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.format.disk import storage_errors
@@ -21,7 +20,6 @@ _CARRIED = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "*.tiktoken", "*.model", "*preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-_HUB_NAME = re.compile(r"[\w.-]*\w/?[\w.-]*\w", re.ASCII)
 
 
 def weight_files(folder: Path, names: Sequence[str] = (SINGLE, INDEX)) -> list[Path]:
@@ -88,19 +86,3 @@ def carry(folder: Path, into: Path) -> list[str]:
         with storage_errors("copying", path):
             shutil.copyfile(path, into / path.name)  # of a link, what it leads to
     return names
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether it may name a model on a hub, such as `meta-llama/Llama-3.1-8B` or `gpt2`."""
-    return _HUB_NAME.fullmatch(name) is not None
-
-
-def not_local(name: str) -> str:
-    """Return the error for `name`, which is no folder here, with a command to download it."""
-    wanted, folder = ("ID", "FOLDER")
-    if is_hub_name(name):
-        wanted, folder = name, PurePath(name).name
-    return (
-        f"{name} is not a local folder, and offload does not download models; run "
-        f"`hf download {wanted} --local-dir {folder}` and name the folder"
-    )

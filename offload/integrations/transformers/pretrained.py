@@ -24,7 +24,6 @@ from offload.checkpoint.foreign.model_files import (
     GENERATION_CONFIG,
     INDEX,
     SINGLE,
-    not_local,
     read_json,
     weight_files,
 )
@@ -35,6 +34,7 @@ from offload.display.plain_text import plain
 from offload.display.words import some_of
 from offload.engine import Engine, ParamGroups, initialize
 from offload.integrations.loaded_weights import missing_in, overwrite
+from offload.integrations.transformers.hub_names import not_local
 from offload.quantized.reading import settings_of, transposed_weights
 from offload.tiered_model import DTYPES
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError

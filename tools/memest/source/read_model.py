@@ -11,11 +11,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.foreign.model_files import is_hub_name, not_local, weight_files
 from offload.config import OffloadConfig
 from offload.config.sections import WrittenFor
 from offload.config.training import MAX_PARAMS, ModelConfig
 from offload.display.words import counted
+from offload.integrations.transformers.hub_names import is_hub_name, not_local
 from offload.tiers.errors import ConfigError, PathError
 from offload.tools.memest.source.factory import build_named, is_named
 from offload.tools.memest.source.hugging_face import check_configuration
@@ -96,6 +96,8 @@ def read_folder(path: Path, blocks: Sequence[str]) -> ModelSource:
 
 def _weights_in(folder: Path, blocks: Sequence[str]) -> ModelSource | None:
     """Return the model of a folder's safetensors files; None if it has none."""
+    from offload.checkpoint.foreign.model_files import weight_files
+
     others = (path for path in sorted(folder.glob("*.safetensors")) if path.is_file())
     files = weight_files(folder) or list(others)
     return _from_weights(files, folder, blocks) if files else None
@@ -186,6 +188,8 @@ def _built_in(
 def _read_json_file(path: Path, blocks: Sequence[str]) -> ModelSource:
     values = read_json(path)
     if isinstance(values, dict) and "weight_map" in values:
+        from offload.checkpoint.foreign.model_files import weight_files
+
         return _from_weights(weight_files(path.parent, (path.name,)), path, blocks)
     return _read_configuration(values, path, blocks)
 
