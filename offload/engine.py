@@ -33,13 +33,12 @@ from offload.optimizers.optimizer import (
     optimizer_class,
     refuse_foreign_optimizers,
 )
-from offload.planning.choice.planner import update_threads
 from offload.planning.plan.plan import spare_host_nbytes
 from offload.process import machine
 from offload.process.interrupts import noted_interrupts
 from offload.report import Report
 from offload.swap.threads.lanes import waits_s
-from offload.swap.threads.worker import ParallelRunner
+from offload.swap.threads.worker import ParallelRunner, available_cores
 from offload.tiered_model import DTYPES, Closed, TieredModel, refuse_shared
 from offload.tiers.errors import OffloadError, UnsupportedError
 from offload.weights.initialisation import WeightInitialisation
@@ -191,7 +190,10 @@ class Engine(TieredModel):
         if parameters is not None and not isinstance(parameters, torch.Tensor):
             trained = list(parameters)  # read once: they may come from a generator
         first = self._initialisation(grouping, dtype, lazy)
-        self._run = ParallelRunner(update_threads(self.plan, ranks_here()))
+        cores = available_cores() // ranks_here()
+        # beside a GPU the model's thread and I/O keep a core each: a kernel that is launched late
+        # costs more than an optimizer with two threads fewer
+        self._run = ParallelRunner(max(1, cores - 2 if self.plan.gpu else cores))
         self._open_tiers(config, dtype)
         runtime = self._runtime = self._make_runtime(grouping, dtype, self._run)
         self._store, self.loss_scale = runtime.store, runtime.loss_scale

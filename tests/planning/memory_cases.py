@@ -14,7 +14,7 @@ from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.activations.facts import ActivationFacts, PassCost
 from offload.planning.activations.trace import trace_activations
-from offload.planning.choice.planner import lay_out_plan
+from offload.planning.choice.solver import solve
 from offload.planning.machine.baseline import Baseline
 from offload.planning.plan.estimate import MemoryEstimate, Workload
 from offload.planning.plan.plan import Hardware, needed_nbytes
@@ -114,7 +114,7 @@ def _drawn(size: str, seed: int, rng: random.Random, folder: Path) -> Case:
 
 def _budgets(case: Case, host: str, *, tight_nvme: bool) -> dict[str, int]:
     """Budgets that the plan of this case just needs, or more."""
-    plan = lay_out_plan(case.loaded(), case.shape(), _PLENTY)
+    plan = solve(case.loaded(), case.shape(), _PLENTY).best.plan
     # what activations get is all that is left: not a need
     window = plan.activations.window_nbytes - (8 << 20) if plan.activations is not None else 0
     needed = {tier: needed_nbytes(plan, tier) for tier in TIERS}
@@ -132,7 +132,7 @@ def _budgets(case: Case, host: str, *, tight_nvme: bool) -> dict[str, int]:
 def predict(case: Case, baseline: Baseline, *, activations: bool) -> MemoryEstimate:
     """Peaks of a case; without `activations` those of the ledger alone are right."""
     config, shape = case.loaded(), case.shape()
-    plan = lay_out_plan(config, shape, _PLENTY)
+    plan = solve(config, shape, _PLENTY).best.plan
     train = config.train
     workload = Workload(train.batch, train.sequence, config.gradient_accumulation_steps)
     facts = ActivationFacts(0, 0, 0, _NOTHING, _NOTHING)

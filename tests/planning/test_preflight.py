@@ -12,7 +12,7 @@ import offload
 from offload.config import OffloadConfig
 from offload.errors import BudgetError
 from offload.memory.preflight import preflight
-from offload.planning.choice.planner import lay_out_plan
+from offload.planning.choice.solver import solve
 from offload.planning.plan.plan import Hardware, Plan
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape, UnitShape
@@ -31,7 +31,7 @@ def model(blocks: int = 8) -> ModelShape:
 
 def plan_of(keys: dict[str, Any]) -> Plan:
     hardware = Hardware(0, 64 * GIB, 64 * GIB, 64 * GIB)
-    return lay_out_plan(OffloadConfig.load(keys), model(), hardware)
+    return solve(OffloadConfig.load(keys), model(), hardware).best.plan
 
 
 def made_up(root: Path, *, available: int, kind: str = "ext4") -> Path:

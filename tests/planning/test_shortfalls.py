@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offload.config import OffloadConfig
-from offload.planning.choice.planner import lay_out_plan
+from offload.planning.choice.solver import solve
 from offload.planning.plan.plan import Hardware
 from offload.planning.plan.shortfalls import shortfalls
 from offload.zero.groups.layout import ParamShape
@@ -31,7 +31,7 @@ def model() -> ModelShape:
 
 def said(keys: dict[str, Any], sharding: Sharding = ALONE, device: int = 0) -> list[str]:
     hardware = Hardware(device, GIB, GIB, GIB, sharding=sharding)
-    lacking = shortfalls(lay_out_plan(OffloadConfig.load(keys), model(), hardware), hardware)
+    lacking = shortfalls(solve(OffloadConfig.load(keys), model(), hardware).best.plan, hardware)
     return [each.message for each in lacking]
 
 

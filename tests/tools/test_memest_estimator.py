@@ -10,7 +10,6 @@ import pytest
 from offload.cli.plan import plan_of
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
-from offload.planning.choice.planner import lay_out_plan
 from offload.planning.choice.solver import Candidate, solve
 from offload.planning.plan.estimate import MemoryClass, Workload
 from offload.planning.plan.plan import Hardware, breakdown, gathered_nbytes, needed_nbytes
@@ -55,7 +54,7 @@ def test_a_budget_that_is_short_names_disk_only_where_there_is_some(nvme: str | 
         }
     )  # fmt: skip
     hardware = Hardware(0, GIB, GIB, GIB, kernels_missing="the model computes on the CPU")
-    lacking = shortfalls(lay_out_plan(config, MODEL.shape, hardware), hardware)
+    lacking = shortfalls(solve(config, MODEL.shape, hardware).best.plan, hardware)
     message = next(each.message for each in lacking if each.tier is Tier.HOST)
     assert ("raise budget.host or budget.nvme (0 B)" in message) == (nvme == 0)
     assert ("move a class of states to nvme" in message) == (nvme != 0)
@@ -63,7 +62,7 @@ def test_a_budget_that_is_short_names_disk_only_where_there_is_some(nvme: str | 
 
 def test_the_terms_of_gpu_memory_add_up() -> None:
     config = OffloadConfig.load({"budget": {"device": "1MiB"}, "placement": {"parameters": "host"}})
-    plan = lay_out_plan(config, MODEL.shape, Hardware(GIB, GIB, GIB, 0))
+    plan = solve(config, MODEL.shape, Hardware(GIB, GIB, GIB, 0)).best.plan
     gathered = gathered_nbytes(plan)
     assert gathered > 0
     assert needed_nbytes(plan, Tier.DEVICE) == plan.total(Tier.DEVICE) + gathered

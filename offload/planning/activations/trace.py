@@ -76,14 +76,14 @@ def trace_activations(
     """
     run = run_of(model, trains=trains)
     config = config.settled()
+    if device is None:
+        device = accelerator.default_type() if config.device == "auto" else config.device
     training = {module: module.training for module in model.modules()}
     if not trains:
         model.eval()
     try:
         units = group_parameters(model, config.groups.blocks).units
-        passes = partial(
-            _passes, model, units, config, workload, run, device or _device_of(config), trains
-        )
+        passes = partial(_passes, model, units, config, workload, run, device, trains)
         try:
             return _facts(passes, trains=trains, skip=skip)
         except (CannotSkipError, LookupError):  # or blocks are called by their numbers
@@ -98,10 +98,6 @@ def trace_activations(
     finally:
         for module, was in training.items():
             module.training = was
-
-
-def _device_of(config: OffloadConfig) -> str:
-    return accelerator.default_type() if config.device == "auto" else config.device
 
 
 def _facts(passes: Callable[..., PassWatch], *, trains: bool, skip: bool) -> ActivationFacts:

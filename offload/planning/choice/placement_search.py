@@ -12,7 +12,7 @@ Shares are whole per cents. The search is deterministic, in the order of classes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from offload.planning.plan.sizes import CLASSES, Placements
 from offload.tiers.ledger import StateClass
@@ -43,8 +43,8 @@ def filled(
     """Placements filled tier by tier, possibly repeated. `min_percent`: what is worth a split."""
     without = {c: without_files(tiers) for c, tiers in open_tiers.items()}
     for tiers_of in (open_tiers, without) if without != open_tiers else (open_tiers,):
-        for order in _orders(tiers_of):
-            lowest = _whole({c: tiers[-1] for c, tiers in tiers_of.items()})
+        lowest = {c: Placement.on(tiers[-1]) for c, tiers in tiers_of.items()}
+        for order in itertools.permutations(each for each in CLASSES if each in tiers_of):
             placements: Placements = {**named, **lowest}
             for tier, placed in itertools.product(TIERS, order):
                 if tier in open_tiers[placed][:-1]:
@@ -69,10 +69,6 @@ def near(
             for more in there:
                 if more is not placed:
                     yield _raised(lowered, more, device, lacking, 1)
-
-
-def _whole(homes: Mapping[StateClass, Tier]) -> dict[StateClass, Placement]:
-    return {placed: Placement.on(tier) for placed, tier in homes.items()}
 
 
 def _raised(
@@ -103,11 +99,6 @@ def _raised(
     max_percent = min(round(100 * share_of(here, source)), most_percent)
     percent = _largest(max_percent, lacks)
     return moved(percent) if percent >= min(min_percent, max_percent) else placements
-
-
-def _orders(open_tiers: OpenTiers) -> Iterable[tuple[StateClass, ...]]:
-    """The orders of the open classes."""
-    return itertools.permutations(each for each in CLASSES if each in open_tiers)
 
 
 def without_files(tiers: Sequence[Tier]) -> tuple[Tier, ...]:

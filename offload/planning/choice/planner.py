@@ -18,7 +18,6 @@ from offload.planning.plan.builder import within_gpu_budget
 from offload.planning.plan.estimate import MemoryEstimate
 from offload.planning.plan.plan import Hardware, Plan
 from offload.planning.step.memory import PlannedMemory
-from offload.swap.threads.worker import available_cores
 from offload.tiers.errors import BudgetError
 from offload.zero.groups.model_shape import ModelShape
 
@@ -47,14 +46,6 @@ def resolved_config(config: OffloadConfig, plan: Plan, device: str) -> OffloadCo
     return chosen_config(config.resolved(), plan).model_copy(update={"device": device})
 
 
-def update_threads(plan: Plan, ranks_here: int) -> int:
-    """Return the number of threads for the CPU's updates; `ranks_here` share the machine's cores.
-    Beside a GPU the model's thread and I/O keep a core each: a kernel launched late costs more than
-    an optimizer with two threads fewer."""
-    cores = available_cores() // ranks_here
-    return max(1, cores - 2 if plan.gpu else cores)
-
-
 def make_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
     """Make the plan of a model on some hardware. Raise BudgetError if a budget cannot work."""
     best = solve(config, model, hardware).best
@@ -66,11 +57,6 @@ def check_plan(best: Candidate) -> None:
     """Raise BudgetError, naming the missing bytes and the key, if a tier cannot hold its part."""
     if best.shortfalls:
         raise BudgetError(best.shortfalls[0].message)
-
-
-def lay_out_plan(config: OffloadConfig, model: ModelShape, hardware: Hardware) -> Plan:
-    """Make the plan that the configuration describes, whether or not it fits (see `shortfalls`)."""
-    return solve(config, model, hardware).best.plan
 
 
 # ---------------------------------------------------------------- of a run

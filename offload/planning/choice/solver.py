@@ -350,7 +350,10 @@ def _slowest_link_s(plan: Plan, config: OffloadConfig, speeds: Speeds) -> float:
     links = [_nvme_s(plan, passes, config.optimizer.in_backward is True, speeds)]
     if plan.gpu:
         links += _beside_gpu_s(plan, passes, speeds)
-    links += [_link_s(plan, passes, tier) for tier in TIERS if tier.bytes_per_s]
+    for tier in TIERS:
+        if tier.bytes_per_s:  # its states are read and written in place by a CPU
+            weights, gradients, records = _used(plan, tier)
+            links.append(2 * (passes * (weights + gradients) + records) / tier.bytes_per_s)
     return max(links) + _BESIDE * sum(links)
 
 
@@ -381,12 +384,6 @@ def _beside_gpu_s(plan: Plan, passes: int, speeds: Speeds) -> list[float]:
         / (speeds.device_to_host_bytes_per_s or NOMINAL.device_to_host_bytes_per_s),
         2 * records / speeds.host_bytes_per_s,
     ]  # fmt: skip
-
-
-def _link_s(plan: Plan, passes: int, tier: Tier) -> float:
-    """Seconds of the link of a further tier, whose states nothing has copies of on a CPU."""
-    weights, gradients, records = _used(plan, tier)
-    return 2 * (passes * (weights + gradients) + records) / tier.bytes_per_s
 
 
 def _used(plan: Plan, tier: Tier) -> list[int]:

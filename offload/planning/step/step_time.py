@@ -249,10 +249,11 @@ class _Pipeline:
         group, moved, plan = move.action.group, move.nbytes, self._plan
         there_s = self._clocks[COMPUTE].free_s
         numel = self._experts.used[group] * plan.groups[group].layout.shard_trainable
-        seconds = gradient_s(
-            numel, self._config.precision, self._speeds,
-            summed=plan.groups[group].summed, first=move.action.number == 0,
-        )  # fmt: skip
+        itemsize = ITEMSIZE[self._config.precision]
+        into = 4 if plan.groups[group].summed else itemsize
+        # copied into its accumulator in host memory, or added there
+        traffic = itemsize + into * (1 if move.action.number == 0 else 2)
+        seconds = numel * traffic / self._speeds.host_bytes_per_s
         before_s = self._carry(READ, there_s, moved.read)
         if plan.gpu:
             there_s = self._carry(TO_HOST, there_s, moved.to_host)
@@ -482,10 +483,3 @@ def update_traffic(kept: RecordFormat, itemsize: int, gradient_itemsize: int) ->
     """The bytes per parameter of one update: everything but the gradient is read and written."""
     record = sum(field.dtype.itemsize / field.block for field in kept.fields)
     return gradient_itemsize + 2 * (itemsize + record)
-
-
-def gradient_s(numel: int, precision: str, speeds: Speeds, *, summed: bool, first: bool) -> float:
-    """Seconds for copying a gradient into its accumulator in host memory, or adding it there."""
-    into = 4 if summed else ITEMSIZE[precision]
-    traffic = ITEMSIZE[precision] + into * (1 if first else 2)
-    return numel * traffic / speeds.host_bytes_per_s
