@@ -229,11 +229,27 @@ class Returning(nn.Module):
         return self.change(self.linear(x))
 
 
+class Gated(nn.Module):
+    """Adds the mean of all tokens by a gate that is still closed, and counts its calls."""
+
+    def __init__(self, gates: bool) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1)) if gates else 0.0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls = self.calls + 1  # a new tensor, of the same version
+        return x + self.gate * x.mean((0, 1)) if torch.is_tensor(self.gate) else x + self.calls
+
+
 OTHER = nn.Parameter(torch.ones(WIDTH))
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "statistics": (lambda: Normed(True), "changes its buffers"),
     "statistics of a batch": (lambda: Normed(False), "of other tokens"),
     "a shift": (lambda: Returning(lambda y: y.roll(1, -2)), "of other tokens"),
+    "a closed gate": (lambda: Gated(True), "of other tokens"),
+    "calls": (lambda: Gated(False), "changes its buffers"),
     "a tuple": (lambda: Returning(lambda y: (y, None)), "something else than one tensor"),
     "another width": (lambda: Returning(lambda y: y[..., :3]), "something else than one tensor"),
     "a wider format": (lambda: Returning(Tensor.double), "float64 of torch.float32"),
