@@ -209,7 +209,7 @@ class _Search:
             if run is not None:
                 beside["holes"] = holes_nbytes(there, peak)
             elif resolve(config.budget.device, there, there) > there - context:
-                beside["room for the pass"] = int(_ROOM * there)
+                beside["a fifth for the pass"] = int(_ROOM * there)
         # what is left of a GPU is known where the batch is, or where a budget says it
         self._knows_gpu = run is not None or config.budget.device is not None
         self._config = self._with_open_budgets(config, libraries)

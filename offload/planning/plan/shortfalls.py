@@ -18,8 +18,9 @@ from offload.tiers.tier import TIERS, Medium, Tier
 from offload.tiers.units import format_bytes, in_one_unit
 
 SMALLER_PASS = (
-    "make the pass smaller: a smaller batch, placement.activations.checkpoint: true, or, for "
-    "causal language models of transformers, loss.chunked: true"
+    "make the pass smaller: a smaller batch, shorter sequences, in training also "
+    "placement.activations.checkpoint: true, or, for causal language models of transformers, "
+    "loss.chunked: true"
 )
 
 
@@ -46,7 +47,7 @@ def _of_gpu(plan: Plan, there: int, beside: Mapping[str, int]) -> Iterator[Short
         Tier.DEVICE, needed, there, "budget.gpu",
         f"budget.gpu: {limit}{free} is {short} short of the {total} needed "
         f"({breakdown(plan, Tier.DEVICE)} + {' + '.join(terms)}); raise budget.gpu, or "
-        f"{SMALLER_PASS}",
+        f"{SMALLER_PASS if beside['pass'] else 'set a lower budget.device: the pass has the rest'}",
     )  # fmt: skip
 
 
