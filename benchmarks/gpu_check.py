@@ -290,7 +290,7 @@ def _read(path: Path, gpu: str) -> tuple[Record, dict[str, Outcome]]:
         outcomes = {part["name"]: Outcome.from_dict(part) for part in details["parts"]}
         if details["machine"]:
             GpuMachine.from_dict(details["machine"])
-        details["calls"], details["cases"]
+        details["calls"], details["cases"] = [*details["calls"]], {**details["cases"]}
     except (OSError, ValueError, TypeError, KeyError) as error:
         why = f"{type(error).__name__}: {error}"
         raise PathError(

@@ -285,7 +285,8 @@ def test_a_record_of_another_gpu_or_version_is_refused(tmp_path: Path) -> None:
     values = json.loads(other.read_text())
     for change, fragment in (
         (lambda: values["machine"].update(gpu="NVIDIA A10"), "is of NVIDIA A10"),
-        (lambda: values["details"]["parts"].append({"name": "probe"}), "no record of this version"),
+        (lambda: values["details"].update(calls=1), "no record of this version"),
+        (lambda: values["details"].update(calls=[], parts=[{"name": "probe"}]), "no record of "),
     ):
         change()
         other.write_text(json.dumps(values))
