@@ -46,8 +46,7 @@ SAYS = {"ENOSPC": NoSpaceError, "EDQUOT": NoSpaceError}
 
 @pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EDQUOT"])
 @pytest.mark.parametrize(
-    "operation",
-    ["mkdir", "create", "pwrite", "fsync", "exchange", "fsync folder"],
+    "operation", ["mkdir", "create", "pwrite", "fsync", "exchange", "fsync folder"]
 )
 def test_a_save_that_cannot_be_completed_is_an_error_of_its_kind(
     bench: Bench, operation: str, kind: str, long: bool

@@ -10,10 +10,7 @@ from torch import nn
 import offload
 from offload.pages.pictures import Picture
 from offload.runs import page
-from tests.offload.engine_cases import (
-    NVME,
-    config,
-)
+from tests.offload.engine_cases import NVME, config
 from tests.offload.plain_training import DECAY, LR, MakeEngine
 
 

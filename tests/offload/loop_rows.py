@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -32,13 +33,33 @@ def row(
 ) -> Callable[[Loop], Loop]:  # fmt: skip
     """`keys` are the configuration's."""
 
-    def add(loop: Loop) -> Loop:
+    def append(loop: Loop) -> Loop:
         ROWS.append(
             Row(section=section, text=text, loop=loop, build=build, prepare=prepare, keys=keys)
         )
         return loop
 
-    return add
+    return append
+
+
+def add(section: str, text: str, name: str, loop: Loop, **keys: Any) -> None:
+    """A row whose loop is one call."""
+    loop.__name__ = name
+    row(section, text, **keys)(loop)
+
+
+def at(part: str, section: str, text: str, **keys: Any) -> Callable[[Callable[..., Any]], Loop]:
+    """A row whose loop is `Trial.train` with the decorated function as `part`."""
+
+    def decorate(function: Callable[..., Any]) -> Loop:
+        def loop(t: Trial) -> Numbers:
+            changed: dict[str, Any] = {part: partial(function, t)}
+            return t.train(**changed)
+
+        loop.__name__ = function.__name__
+        return row(section, text, **keys)(loop)
+
+    return decorate
 
 
 def array(tensor: Tensor) -> Any:
@@ -49,78 +70,49 @@ def array(tensor: Tensor) -> Any:
 # ------------------------------------------------------------------------------------- zeroing
 ZEROING = "Zeroing gradients"
 
-
-@row(ZEROING, "`optimizer.zero_grad()` after the step")
-def zero_after(t: Trial) -> Numbers:
-    return t.train()
-
-
-@row(ZEROING, "`optimizer.zero_grad()` before the forward")
-def zero_before(t: Trial) -> Numbers:
-    return t.train(before=lambda: t.optimizer.zero_grad(), zero=None)
-
-
-@row(ZEROING, "`optimizer.zero_grad()` between forward and backward")
-def zero_between(t: Trial) -> Numbers:
-    return t.train(extra=lambda: t.optimizer.zero_grad(), zero=None)
+add(ZEROING, "`optimizer.zero_grad()` after the step", "zero_after", lambda t: t.train())
+add(ZEROING, "`optimizer.zero_grad()` before the forward", "zero_before",
+    lambda t: t.train(before=lambda: t.optimizer.zero_grad(), zero=None))  # fmt: skip
+add(ZEROING, "`optimizer.zero_grad()` between forward and backward", "zero_between",
+    lambda t: t.train(extra=lambda: t.optimizer.zero_grad(), zero=None))  # fmt: skip
+add(ZEROING, "`optimizer.zero_grad(set_to_none=False)`", "zero_to_zeros",
+    lambda t: t.train(zero=lambda: t.optimizer.zero_grad(set_to_none=False)))  # fmt: skip
+add(ZEROING, "`model.zero_grad()`", "model_zero",
+    lambda t: t.train(zero=lambda: t.model.zero_grad()))  # fmt: skip
 
 
-@row(ZEROING, "`optimizer.zero_grad(set_to_none=False)`")
-def zero_to_zeros(t: Trial) -> Numbers:
-    return t.train(zero=lambda: t.optimizer.zero_grad(set_to_none=False))
+@at("zero", ZEROING, "`p.grad = None`")
+def set_none(t: Trial) -> None:
+    for p in t.params:
+        p.grad = None
 
 
-@row(ZEROING, "`model.zero_grad()`")
-def model_zero(t: Trial) -> Numbers:
-    return t.train(zero=lambda: t.model.zero_grad())
+@at("zero", ZEROING, "`del p.grad`")
+def delete_grad(t: Trial) -> None:
+    for p in t.params:
+        del p.grad
 
 
-@row(ZEROING, "`p.grad = None`")
-def set_none(t: Trial) -> Numbers:
-    def clear() -> None:
-        for p in t.params:
-            p.grad = None
-
-    return t.train(zero=clear)
-
-
-@row(ZEROING, "`del p.grad`")
-def delete_grad(t: Trial) -> Numbers:
-    def clear() -> None:
-        for p in t.params:
-            del p.grad
-
-    return t.train(zero=clear)
+@at("zero", ZEROING, "`p.grad.zero_()`, `p.grad.detach_().zero_()`, `p.grad.data.zero_()`")
+def zero_in_place(t: Trial) -> None:
+    for number, p in enumerate(t.params):
+        assert p.grad is not None
+        if number % 3 == 0:
+            p.grad.zero_()
+        elif number % 3 == 1:
+            p.grad.detach_()
+            p.grad.zero_()
+        else:
+            p.grad.data.zero_()
 
 
-@row(ZEROING, "`p.grad.zero_()`, `p.grad.detach_().zero_()`, `p.grad.data.zero_()`")
-def zero_in_place(t: Trial) -> Numbers:
-    def clear() -> None:
-        for number, p in enumerate(t.params):
-            assert p.grad is not None
-            if number % 3 == 0:
-                p.grad.zero_()
-            elif number % 3 == 1:
-                p.grad.detach_()
-                p.grad.zero_()
-            else:
-                p.grad.data.zero_()
-
-    return t.train(zero=clear)
+add(ZEROING, "never: gradients of all steps add up", "never_zero", lambda t: t.train(zero=None))
 
 
-@row(ZEROING, "never: gradients of all steps add up")
-def never_zero(t: Trial) -> Numbers:
-    return t.train(zero=None)
-
-
-@row(ZEROING, "some parameters' `p.grad = None` before the step")
-def some_none(t: Trial) -> Numbers:
-    def clear() -> None:
-        for p in t.params[::3]:
-            p.grad = None
-
-    return t.train(clip=clear)
+@at("clip", ZEROING, "some parameters' `p.grad = None` before the step")
+def some_none(t: Trial) -> None:
+    for p in t.params[::3]:
+        p.grad = None
 
 
 # ------------------------------------------------------------------------------- accumulation
@@ -139,14 +131,10 @@ def accumulate(t: Trial, passes: int, divide: bool = True, count: int = 6) -> Nu
     return logged
 
 
-@row(ACCUMULATION, "`(loss / 3).backward()`, a step after every third")
-def accumulated(t: Trial) -> Numbers:
-    return accumulate(t, 3)
-
-
-@row(ACCUMULATION, "the same with `gradient_accumulation_steps: 3`", gradient_accumulation_steps=3)
-def accumulated_and_said(t: Trial) -> Numbers:
-    return accumulate(t, 3)
+add(ACCUMULATION, "`(loss / 3).backward()`, a step after every third", "accumulated",
+    lambda t: accumulate(t, 3))  # fmt: skip
+add(ACCUMULATION, "the same with `gradient_accumulation_steps: 3`", "accumulated_and_said",
+    lambda t: accumulate(t, 3), gradient_accumulation_steps=3)  # fmt: skip
 
 
 @row(ACCUMULATION, "`gradient_accumulation_steps: 3` and a step after every pass, as DeepSpeed "
@@ -158,68 +146,48 @@ def accumulated_by_others(t: Trial) -> Numbers:
 # ----------------------------------------------------------------------------------- clipping
 CLIPPING = "Clipping"
 
-
-@row(CLIPPING, "`clip_grad_norm_(model.parameters(), 0.05)`")
-def clip_norm(t: Trial) -> Numbers:
-    return t.train(clip=lambda: clip_grad_norm_(t.model.parameters(), 0.05))
+add(CLIPPING, "`clip_grad_norm_(model.parameters(), 0.05)`", "clip_norm",
+    lambda t: t.train(clip=lambda: clip_grad_norm_(t.model.parameters(), 0.05)))  # fmt: skip
 
 
-@row(CLIPPING, "`clip_grad_norm_(..., norm_type=inf)`, and 1, 3 and 0.5")
-def clip_norm_other(t: Trial) -> Numbers:
-    def clip() -> list[Tensor]:
-        return [clip_grad_norm_(t.params, 0.05, norm_type=p) for p in (math.inf, 1, 3.0, 0.5)]
-
-    return t.train(clip=clip)
+@at("clip", CLIPPING, "`clip_grad_norm_(..., norm_type=inf)`, and 1, 3 and 0.5")
+def clip_norm_other(t: Trial) -> list[Tensor]:
+    return [clip_grad_norm_(t.params, 0.05, norm_type=p) for p in (math.inf, 1, 3.0, 0.5)]
 
 
-@row(CLIPPING, "`clip_grad_value_(model.parameters(), 0.001)`, with and without foreach")
-def clip_value(t: Trial) -> Numbers:
-    def clip() -> None:
-        half = len(t.params) // 2
-        clip_grad_value_(t.params[:half], 0.001, foreach=True)
-        clip_grad_value_(t.params[half:], 0.001, foreach=False)
-
-    return t.train(clip=clip)
+@at("clip", CLIPPING, "`clip_grad_value_(model.parameters(), 0.001)`, with and without foreach")
+def clip_value(t: Trial) -> None:
+    half = len(t.params) // 2
+    clip_grad_value_(t.params[:half], 0.001, foreach=True)
+    clip_grad_value_(t.params[half:], 0.001, foreach=False)
 
 
-@row(CLIPPING, "by hand: norms of `p.grad.data`, then `p.grad.data.mul_(coefficient)`")
-def clip_by_hand(t: Trial) -> Numbers:
-    def clip() -> Any:
-        total = sum(p.grad.data.norm(2) ** 2 for p in t.params) ** 0.5  # type: ignore[union-attr]
-        for p in t.params:
-            p.grad.data.mul_(0.05 / (total + 1e-6))  # type: ignore[union-attr]
-        return total
-
-    return t.train(clip=clip)
+@at("clip", CLIPPING, "by hand: norms of `p.grad.data`, then `p.grad.data.mul_(coefficient)`")
+def clip_by_hand(t: Trial) -> Any:
+    total = sum(p.grad.data.norm(2) ** 2 for p in t.params) ** 0.5  # type: ignore[union-attr]
+    for p in t.params:
+        p.grad.data.mul_(0.05 / (total + 1e-6))  # type: ignore[union-attr]
+    return total
 
 
-@row(CLIPPING, "`get_total_norm` and `clip_grads_with_norm_`")
-def clip_in_two(t: Trial) -> Numbers:
-    def clip() -> Tensor:
-        total = nn.utils.get_total_norm([p.grad for p in t.params if p.grad is not None])
-        nn.utils.clip_grads_with_norm_(t.params, 0.05, total)
-        return total
-
-    return t.train(clip=clip)
+@at("clip", CLIPPING, "`get_total_norm` and `clip_grads_with_norm_`")
+def clip_in_two(t: Trial) -> Tensor:
+    total = nn.utils.get_total_norm([p.grad for p in t.params if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(t.params, 0.05, total)
+    return total
 
 
-@row(CLIPPING, "each layer on its own, and the head to another norm")
-def clip_parts(t: Trial) -> Numbers:
-    def clip() -> list[Tensor]:
-        return [clip_grad_norm_(layer.parameters(), 0.02 + 0.01 * i)
-                for i, layer in enumerate(t.model)]  # fmt: skip
-
-    return t.train(clip=clip)
+@at("clip", CLIPPING, "each layer on its own, and the head to another norm")
+def clip_parts(t: Trial) -> list[Tensor]:
+    return [clip_grad_norm_(layer.parameters(), 0.02 + 0.01 * i)
+            for i, layer in enumerate(t.model)]  # fmt: skip
 
 
-@row(CLIPPING, "`clip_grad_norm: 0.05` in the configuration, for plain PyTorch's "
+@at("clip", CLIPPING, "`clip_grad_norm: 0.05` in the configuration, for plain PyTorch's "
      "`clip_grad_norm_`", clip_grad_norm=0.05)  # fmt: skip
-def clip_by_key(t: Trial) -> Numbers:
-    def clip() -> None:
-        if t.engine is None:
-            clip_grad_norm_(t.params, 0.05)
-
-    return t.train(clip=clip)
+def clip_by_key(t: Trial) -> None:
+    if t.engine is None:
+        clip_grad_norm_(t.params, 0.05)
 
 
 # ------------------------------------------------------------------------ reading and changing
@@ -243,17 +211,15 @@ def flat_buffer(t: Trial) -> Numbers:
     return logged
 
 
-@row(GRADIENTS, "`p.grad.mean()`, `.std()`, `.sum()`, `.histc()`, `.tolist()`, `.numpy()`, `[0]`")
-def log_more(t: Trial) -> Numbers:
-    def log() -> list[float]:
-        logged = []
-        for p in t.params:
-            g: Any = p.grad
-            logged += [g.mean(), g.std(), g.sum(), g.histc(4).max(), g.flatten()[0], g[0].sum()]
-            logged += [torch.tensor(g.tolist()).max(), array(g).max(), g.cpu().numpy().min()]
-        return [float(each) for each in logged]
-
-    return t.train(clip=log)
+@at("clip", GRADIENTS,
+    "`p.grad.mean()`, `.std()`, `.sum()`, `.histc()`, `.tolist()`, `.numpy()`, `[0]`")  # fmt: skip
+def log_more(t: Trial) -> list[float]:
+    logged = []
+    for p in t.params:
+        g: Any = p.grad
+        logged += [g.mean(), g.std(), g.sum(), g.histc(4).max(), g.flatten()[0], g[0].sum()]
+        logged += [torch.tensor(g.tolist()).max(), array(g).max(), g.cpu().numpy().min()]
+    return [float(each) for each in logged]
 
 
 class Unused(nn.Module):
@@ -287,64 +253,52 @@ def unused_but_zero(t: Trial) -> Numbers:
     return t.train(clip=log, zero=lambda: t.optimizer.zero_grad(set_to_none=False))
 
 
-@row(GRADIENTS, "masks and slices: `p.grad[0] = 0`, `p.grad.view(-1)[1:3].mul_(2)`, "
+@at("clip", GRADIENTS, "masks and slices: `p.grad[0] = 0`, `p.grad.view(-1)[1:3].mul_(2)`, "
      "`p.grad *= mask`, `p.grad[p.grad < 0] = 0`")  # fmt: skip
-def mask(t: Trial) -> Numbers:
-    def change() -> None:
-        for number, p in enumerate(t.params):
-            assert p.grad is not None
-            if number % 2:
-                p.grad[0] = 0
-                p.grad.view(-1)[1:3].mul_(2)
-            else:
-                p.grad *= (torch.arange(p.numel(), device=ON).view(p.shape) % 3 > 0).float()
-                p.grad[p.grad < -0.01] = 0
-
-    return t.train(clip=change)
+def mask(t: Trial) -> None:
+    for number, p in enumerate(t.params):
+        assert p.grad is not None
+        if number % 2:
+            p.grad[0] = 0
+            p.grad.view(-1)[1:3].mul_(2)
+        else:
+            p.grad *= (torch.arange(p.numel(), device=ON).view(p.shape) % 3 > 0).float()
+            p.grad[p.grad < -0.01] = 0
 
 
-@row(GRADIENTS, "`p.grad.sign_()`, `torch.nan_to_num_(p.grad)`, `p.grad.clamp_(-1, 1)`, "
+@at("clip", GRADIENTS, "`p.grad.sign_()`, `torch.nan_to_num_(p.grad)`, `p.grad.clamp_(-1, 1)`, "
      "`p.grad.pow_(3)`")  # fmt: skip
-def in_place(t: Trial) -> Numbers:
-    def change() -> None:
-        for number, p in enumerate(t.params):
-            assert p.grad is not None
-            if number % 4 == 0:
-                p.grad.sign_()
-            elif number % 4 == 1:
-                torch.nan_to_num_(p.grad)
-            elif number % 4 == 2:
-                p.grad.clamp_(-1e-3, 1e-3)
-            else:
-                p.grad.pow_(3)
-
-    return t.train(clip=change)
+def in_place(t: Trial) -> None:
+    for number, p in enumerate(t.params):
+        assert p.grad is not None
+        if number % 4 == 0:
+            p.grad.sign_()
+        elif number % 4 == 1:
+            torch.nan_to_num_(p.grad)
+        elif number % 4 == 2:
+            p.grad.clamp_(-1e-3, 1e-3)
+        else:
+            p.grad.pow_(3)
 
 
-@row(GRADIENTS, "`p.grad = p.grad * 2 + 0.1 * p.detach()`")
-def set_computed(t: Trial) -> Numbers:
-    def change() -> None:
-        for p in t.params:
-            assert p.grad is not None
-            p.grad = p.grad * 2 + 0.1 * p.detach()
-
-    return t.train(clip=change)
+@at("clip", GRADIENTS, "`p.grad = p.grad * 2 + 0.1 * p.detach()`")
+def set_computed(t: Trial) -> None:
+    for p in t.params:
+        assert p.grad is not None
+        p.grad = p.grad * 2 + 0.1 * p.detach()
 
 
-@row(GRADIENTS, "`p.grad.data = new`, `p.grad.copy_(new)`, `p.grad.data.copy_(new)`")
-def set_data(t: Trial) -> Numbers:
-    def change() -> None:
-        for number, p in enumerate(t.params):
-            assert p.grad is not None
-            new = p.grad.clone() * 0.5 + 0.01
-            if number % 3 == 0:
-                p.grad.data = new
-            elif number % 3 == 1:
-                p.grad.copy_(new)
-            else:
-                p.grad.data.copy_(new)
-
-    return t.train(clip=change)
+@at("clip", GRADIENTS, "`p.grad.data = new`, `p.grad.copy_(new)`, `p.grad.data.copy_(new)`")
+def set_data(t: Trial) -> None:
+    for number, p in enumerate(t.params):
+        assert p.grad is not None
+        new = p.grad.clone() * 0.5 + 0.01
+        if number % 3 == 0:
+            p.grad.data = new
+        elif number % 3 == 1:
+            p.grad.copy_(new)
+        else:
+            p.grad.data.copy_(new)
 
 
 @row(GRADIENTS, "gradients of two tasks, the second projected off the first (PCGrad)")
@@ -365,13 +319,10 @@ def two_tasks(t: Trial) -> Numbers:
     return logged
 
 
-@row(GRADIENTS, "`grads = torch.autograd.grad(loss, params)`; `p.grad = g`")
-def autograd_grad(t: Trial) -> Numbers:
-    def backward(loss: Tensor) -> None:
-        for p, gradient in zip(t.params, torch.autograd.grad(loss, t.params), strict=True):
-            p.grad = gradient
-
-    return t.train(backward=backward)
+@at("backward", GRADIENTS, "`grads = torch.autograd.grad(loss, params)`; `p.grad = g`")
+def autograd_grad(t: Trial, loss: Tensor) -> None:
+    for p, gradient in zip(t.params, torch.autograd.grad(loss, t.params), strict=True):
+        p.grad = gradient
 
 
 @row(GRADIENTS, "`loss.backward(inputs=[the head's parameters])`")
@@ -379,17 +330,15 @@ def backward_inputs(t: Trial) -> Numbers:
     return t.train(backward=lambda loss: loss.backward(inputs=list(t.model[-1].parameters())))
 
 
-@row(GRADIENTS, "`torch._foreach_mul_(grads, 0.5)`, `torch._foreach_add_(grads, params, alpha=0.1)`"
-     )  # fmt: skip
-def foreach(t: Trial) -> Numbers:
-    @torch.no_grad()
-    def change() -> list[Tensor]:
-        gradients: list[Any] = [p.grad for p in t.params]
-        torch._foreach_mul_(gradients, 0.5)
-        torch._foreach_add_(gradients, t.params, alpha=0.1)
-        return list(torch._foreach_norm(gradients))
-
-    return t.train(clip=change)
+@at("clip", GRADIENTS,
+    "`torch._foreach_mul_(grads, 0.5)`, `torch._foreach_add_(grads, params, alpha=0.1)`"
+    )  # fmt: skip
+@torch.no_grad()
+def foreach(t: Trial) -> list[Tensor]:
+    gradients: list[Any] = [p.grad for p in t.params]
+    torch._foreach_mul_(gradients, 0.5)
+    torch._foreach_add_(gradients, t.params, alpha=0.1)
+    return list(torch._foreach_norm(gradients))
 
 
 @row(GRADIENTS, "`p.grad.data_ptr()`")
@@ -397,17 +346,15 @@ def data_pointer(t: Trial) -> Numbers:
     return t.train(clip=lambda: float(t.params[0].grad.data_ptr() > 0))  # type: ignore[union-attr]
 
 
-@row(GRADIENTS, "`copy.deepcopy(p.grad)`, `pickle.dumps(p.grad)`, `torch.save({...: p.grad})`")
-def copied_gradients(t: Trial) -> Numbers:
-    def copies() -> list[float]:
-        file = io.BytesIO()
-        torch.save({n: p.grad for n, p in t.model.named_parameters()}, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
-        copied = [copy.deepcopy(t.params[0].grad), pickle.loads(pickle.dumps(t.params[1].grad))]
-        return [each.sum().item() for each in [*copied, *loaded.values()]]
-
-    return t.train(clip=copies)
+@at("clip", GRADIENTS,
+    "`copy.deepcopy(p.grad)`, `pickle.dumps(p.grad)`, `torch.save({...: p.grad})`")  # fmt: skip
+def copied_gradients(t: Trial) -> list[float]:
+    file = io.BytesIO()
+    torch.save({n: p.grad for n, p in t.model.named_parameters()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    copied = [copy.deepcopy(t.params[0].grad), pickle.loads(pickle.dumps(t.params[1].grad))]
+    return [each.sum().item() for each in [*copied, *loaded.values()]]
 
 
 # ----------------------------------------------------------------------- mixed precision, scaler
@@ -443,13 +390,10 @@ def scaler_overflow(t: Trial) -> Numbers:
     return logged
 
 
-@row(SCALING, "`with torch.autocast('cpu', torch.bfloat16):` around forward and loss")
-def autocast(t: Trial) -> Numbers:
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(ON, torch.bfloat16):
-            return t.loss(x, y)
-
-    return t.train(loss=loss)
+@at("loss", SCALING, "`with torch.autocast('cpu', torch.bfloat16):` around forward and loss")
+def autocast(t: Trial, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast(ON, torch.bfloat16):
+        return t.loss(x, y)
 
 
 # ------------------------------------------------------------------------------------ weights
@@ -460,13 +404,11 @@ def frozen_part(t: Trial) -> None:
     t.model[1].requires_grad_(False)
 
 
-@row(WEIGHTS, "L2 and L1 terms: `loss + 0.01 * sum((p ** 2).sum() for p in model.parameters())`")
-def penalty(t: Trial) -> Numbers:
-    def extra() -> Any:
-        squares = sum((p**2).sum() for p in t.params)
-        return 0.01 * squares + 0.001 * sum(p.abs().sum() for p in t.params)
-
-    return t.train(extra=extra)
+@at("extra", WEIGHTS,
+    "L2 and L1 terms: `loss + 0.01 * sum((p ** 2).sum() for p in model.parameters())`")  # fmt: skip
+def penalty(t: Trial) -> Any:
+    squares = sum((p**2).sum() for p in t.params)
+    return 0.01 * squares + 0.001 * sum(p.abs().sum() for p in t.params)
 
 
 @row(WEIGHTS, "EMA: `shadow[name].lerp_(p.detach(), 0.1)`; evaluated with `p.data.copy_(shadow)`, "
@@ -507,32 +449,26 @@ def averaged_after(t: Trial) -> Numbers:
     return []
 
 
-@row(WEIGHTS, "under `no_grad`: `p.mul_(0.99)`, `p -= 0.01`, `p[0] = 0.3`, `p.copy_(...)`, "
+@at("after", WEIGHTS, "under `no_grad`: `p.mul_(0.99)`, `p -= 0.01`, `p[0] = 0.3`, `p.copy_(...)`, "
      "`nn.init.zeros_(bias)`")  # fmt: skip
-def write_weights(t: Trial) -> Numbers:
-    @torch.no_grad()
-    def write() -> None:
-        for number, p in enumerate(t.params):
-            if p.dim() == 1:
-                nn.init.zeros_(p)
-            elif number % 3 == 0:
-                p.mul_(0.99)
-                p[0] = 0.3
-            elif number % 3 == 1:
-                p -= 0.01
-            else:
-                p.copy_(torch.ones_like(p) * 0.1)
-
-    return t.train(after=write)
+@torch.no_grad()
+def write_weights(t: Trial) -> None:
+    for number, p in enumerate(t.params):
+        if p.dim() == 1:
+            nn.init.zeros_(p)
+        elif number % 3 == 0:
+            p.mul_(0.99)
+            p[0] = 0.3
+        elif number % 3 == 1:
+            p -= 0.01
+        else:
+            p.copy_(torch.ones_like(p) * 0.1)
 
 
-@row(WEIGHTS, "`p.data = p.data * 0.5`")
-def rebind(t: Trial) -> Numbers:
-    def halve() -> None:
-        for p in t.params:
-            p.data = p.data * 0.5
-
-    return t.train(after=halve)
+@at("after", WEIGHTS, "`p.data = p.data * 0.5`")
+def rebind(t: Trial) -> None:
+    for p in t.params:
+        p.data = p.data * 0.5
 
 
 @row(WEIGHTS, "EMA with nothing copied: `backup = p.data`; `p.data = shadow`; evaluate; "
@@ -555,23 +491,17 @@ def moving_average_by_rebinding(t: Trial) -> Numbers:
     return t.train(after=average)
 
 
-@row(WEIGHTS, "under `no_grad`: `p.set_(tensor)`")
-def set_to_another(t: Trial) -> Numbers:
-    @torch.no_grad()
-    def halve() -> None:
-        for p in t.params:
-            p.set_(p * 0.5)
-
-    return t.train(after=halve)
+@at("after", WEIGHTS, "under `no_grad`: `p.set_(tensor)`")
+@torch.no_grad()
+def set_to_another(t: Trial) -> None:
+    for p in t.params:
+        p.set_(p * 0.5)
 
 
-@row(WEIGHTS, "`p.tolist()`, and a frozen `p.numpy()`", prepare=frozen_part)
-def lists_and_arrays(t: Trial) -> Numbers:
-    def look() -> list[float]:
-        lists = [value for p in t.params if p.ndim == 1 for value in p.tolist()]
-        return [*lists, *(float(array(p).sum()) for p in t.model[1].parameters())]
-
-    return t.train(after=look)
+@at("after", WEIGHTS, "`p.tolist()`, and a frozen `p.numpy()`", prepare=frozen_part)
+def lists_and_arrays(t: Trial) -> list[float]:
+    lists = [value for p in t.params if p.ndim == 1 for value in p.tolist()]
+    return [*lists, *(float(array(p).sum()) for p in t.model[1].parameters())]
 
 
 @row(WEIGHTS, "writing to the entries of `model.state_dict()`: `own[name].copy_(x)`")
@@ -666,10 +596,8 @@ class Tied(nn.Module):
         return y
 
 
-@row(WEIGHTS, "weight tying: `head.weight = embed.weight`, `F.linear(h, embed.weight)`",
-     build=Tied)  # fmt: skip
-def tied(t: Trial) -> Numbers:
-    return t.train(clip=lambda: clip_grad_norm_(t.params, 0.05))
+add(WEIGHTS, "weight tying: `head.weight = embed.weight`, `F.linear(h, embed.weight)`", "tied",
+    lambda t: t.train(clip=lambda: clip_grad_norm_(t.params, 0.05)), build=Tied)  # fmt: skip
 
 
 def parametrized(kind: Callable[[nn.Module], nn.Module]) -> Build:
@@ -680,10 +608,8 @@ def parametrized(kind: Callable[[nn.Module], nn.Module]) -> Build:
     return build
 
 
-@row(WEIGHTS, "`parametrizations.weight_norm(layer)`",
-     build=parametrized(nn.utils.parametrizations.weight_norm))  # fmt: skip
-def weight_norm(t: Trial) -> Numbers:
-    return t.train()
+add(WEIGHTS, "`parametrizations.weight_norm(layer)`", "weight_norm",
+    lambda t: t.train(), build=parametrized(nn.utils.parametrizations.weight_norm))  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------- hooks
@@ -803,23 +729,19 @@ def optimizer_hooks(t: Trial) -> Numbers:
 GRAPHS = "Graphs"
 
 
-@row(GRAPHS, "`loss.backward(retain_graph=True)`, then backward again")
-def retain_graph(t: Trial) -> Numbers:
-    def backward(loss: Tensor) -> None:
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    return t.train(backward=backward)
+@at("backward", GRAPHS, "`loss.backward(retain_graph=True)`, then backward again")
+def retain_graph(t: Trial, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
-@row(GRAPHS, "double backward: `torch.autograd.grad(y.sum(), x, create_graph=True)` in the loss")
-def gradient_penalty(t: Trial) -> Numbers:
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        out = t.model(x.requires_grad_())
-        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return ((out - y) ** 2).mean() + 0.1 * gradient.pow(2).sum()
-
-    return t.train(loss=loss)
+@at("loss", GRAPHS,
+    "double backward: `torch.autograd.grad(y.sum(), x, create_graph=True)` in the loss"
+    )  # fmt: skip
+def gradient_penalty(t: Trial, x: Tensor, y: Tensor) -> Tensor:
+    out = t.model(x.requires_grad_())
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return ((out - y) ** 2).mean() + 0.1 * gradient.pow(2).sum()
 
 
 @row(GRAPHS, "double backward by parameters: `torch.autograd.grad(loss, params, create_graph=True)`"
@@ -927,24 +849,20 @@ def sparse_gradients(t: Trial) -> Numbers:
     return t.train(clip=lambda: clip_grad_norm_(t.params, 0.05))
 
 
-@row(GRAPHS, "an `autograd.Function` that keeps a weight as `ctx.w = w`", build=Custom)
-def custom_function(t: Trial) -> Numbers:
-    return t.train()
+add(GRAPHS, "an `autograd.Function` that keeps a weight as `ctx.w = w`", "custom_function",
+    lambda t: t.train(), build=Custom)  # fmt: skip
 
 
-@row(GRAPHS, "evaluation between steps: `model.eval()` under `no_grad`, `inference_mode`")
-def evaluation(t: Trial) -> Numbers:
-    def evaluate() -> list[float]:
-        t.model.eval()
-        x, y = t.data()[0]
-        with torch.no_grad():
-            one = t.loss(x, y).item()
-        with torch.inference_mode():
-            two = t.loss(-x, y).item()
-        t.model.train()
-        return [one, two]
-
-    return t.train(after=evaluate)
+@at("after", GRAPHS, "evaluation between steps: `model.eval()` under `no_grad`, `inference_mode`")
+def evaluation(t: Trial) -> list[float]:
+    t.model.eval()
+    x, y = t.data()[0]
+    with torch.no_grad():
+        one = t.loss(x, y).item()
+    with torch.inference_mode():
+        two = t.loss(-x, y).item()
+    t.model.train()
+    return [one, two]
 
 
 @row(GRAPHS, "a submodule called alone, `model[2](x)`, and a part of the model, `model[:2](x)`")

@@ -11,15 +11,7 @@ import pytest
 import torch
 
 import offload
-from tests.offload.engine_cases import (
-    HOST,
-    NVME,
-    TinyLM,
-    batches,
-    config,
-    on_the_cpu_alone,
-    seeded,
-)
+from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, on_the_cpu_alone, seeded
 
 pytestmark = [
     on_the_cpu_alone("what is compiled is the same"),

@@ -34,13 +34,7 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
-from tests.offload.plain_training import (
-    EVERYWHERE,
-    MakeEngine,
-    floats,
-    square_loss,
-    tokens_loss,
-)
+from tests.offload.plain_training import EVERYWHERE, MakeEngine, floats, square_loss, tokens_loss
 
 pytestmark = MARKS
 

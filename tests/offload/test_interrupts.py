@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import offload
 from offload.process.interrupts import noted_interrupts

@@ -25,14 +25,7 @@ from offload.zero.step import undo_codes
 from offload.zero.step.deferred_updates import SpeculationCounts
 from tests.offload.engine_cases import plan_for_a_gpu
 from tests.offload.test_background_saves import files_of, slow
-from tests.offload.test_speculative_updates import (
-    ON_HOST,
-    Program,
-    draw,
-    engine_of,
-    loss_of,
-    run,
-)
+from tests.offload.test_speculative_updates import ON_HOST, Program, draw, engine_of, loss_of, run
 
 MIXED = {"host": "50%", "nvme": "50%"}
 PLACEMENTS: tuple[dict[str, Any], ...] = (

@@ -14,10 +14,7 @@ from offload.gpt import LanguageModel, generate
 SMALL: dict[str, Any] = {
     "layers": 2, "hidden": 24, "heads": 4, "mlp": 40, "max_sequence": 32,
 }  # fmt: skip
-SHAPES = [
-    {"kv_heads": 2},
-    {"tied": False, "vocab": 300},
-]
+SHAPES = [{"kv_heads": 2}, {"tied": False, "vocab": 300}]
 
 
 def make(checkpoint: bool = False, **sizes: Any) -> LanguageModel:

@@ -84,9 +84,7 @@ def test_a_pipeline(model: Any) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w1")
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(words),
-        pad_token="w0",
-        eos_token="w2",
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="w0", eos_token="w2"
     )
     fast.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     texts = [

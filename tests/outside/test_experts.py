@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.errors import UnsupportedError
-from tests.outside.expert_cases import (
-    Shape,
-    Slices,
-    equal_or_no_tokens,
-    experts,
-    sliced,
-)
+from tests.outside.expert_cases import Shape, Slices, equal_or_no_tokens, experts, sliced
 
 FAST, ALL = 80, 1500  # drawn cases
 WAYS = ("plain", "plain", "autocast", "recomputed", "strided")

@@ -21,11 +21,7 @@ from offload.tiers.tier import Tier
 from offload.zero.groups.cached_layer import CachedLayer
 from tests.offload.kv_cases import Homes
 
-TIERS = {
-    "host": (Tier.HOST,),
-    "nvme": (Tier.NVME,),
-    "mixed": (Tier.NVME, Tier.HOST, Tier.NVME),
-}
+TIERS = {"host": (Tier.HOST,), "nvme": (Tier.NVME,), "mixed": (Tier.NVME, Tier.HOST, Tier.NVME)}
 LAYERS, HEADS, DIM = 2, 2, 8
 PLAIN = LlamaConfig(num_hidden_layers=LAYERS)
 SLIDING = MistralConfig(num_hidden_layers=LAYERS, sliding_window=7)

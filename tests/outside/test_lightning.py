@@ -19,13 +19,7 @@ from torch.utils.data import DataLoader
 
 import offload
 from offload.checkpoint.foreign.exporting import export
-from offload.errors import (
-    CheckpointError,
-    ConfigError,
-    OffloadError,
-    PathError,
-    UnsupportedError,
-)
+from offload.errors import CheckpointError, ConfigError, OffloadError, PathError, UnsupportedError
 from tests.offload.engine_cases import assert_same_bits, assert_scheduler_is_saved, seeded
 from tests.outside.memory import assert_streams
 from tests.outside.trainer_cases import (

@@ -19,12 +19,7 @@ import offload
 from offload.cli import main
 from offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from tests.deepspeed.known_files import KNOWN
-from tests.offload.engine_cases import (
-    assert_same_bits,
-    assert_scheduler_is_saved,
-    config,
-    seeded,
-)
+from tests.offload.engine_cases import assert_same_bits, assert_scheduler_is_saved, config, seeded
 from tests.outside.trainer_cases import (
     ARGUMENTS,
     CLIP,

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor
 
 import offload
-from offload.errors import (
-    CheckpointError,
-    ConfigError,
-    OffloadError,
-    UnsupportedError,
-)
+from offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.pretrained_cases import FILE, assert_same_model, edit, opened, plainly, saved

@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import ModifiedError
-from tests.offload.engine_cases import (
-    DEVICE,
-    HOST,
-    MARKS,
-    NVME,
-    ON,
-    config,
-    seeded,
-)
+from tests.offload.engine_cases import DEVICE, HOST, MARKS, NVME, ON, config, seeded
 
 pytestmark = MARKS
 
