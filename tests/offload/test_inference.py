@@ -47,11 +47,17 @@ def logits(model: nn.Module) -> bytes:
 
 # -------------------------------------------------------------------------------- what it computes
 @pytest.mark.parametrize("parameters", PLACEMENTS, ids=str)
-def test_logits_are_those_in_ram(tmp_path: Path, parameters: Any) -> None:
-    model = build()
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_logits_are_those_in_ram_in_the_format_of_the_weights(
+    tmp_path: Path, parameters: Any, precision: str, dtype: torch.dtype
+) -> None:
+    model = build().to(dtype)
     expected = logits(model)
     assert offload.dispatch(model, placed(tmp_path, parameters)) is model
     with offload.dispatched(model) as dispatched:
+        assert dispatched.config.precision == precision
         assert [logits(model) for _ in range(3)] == [expected] * 3
         assert dispatched.report().tiers["host"].by_class.keys() <= {"parameters"}
         dispatched.check_integrity()
@@ -67,15 +73,6 @@ def test_a_model_of_files_is_never_made(tmp_path: Path) -> None:
     offload.dispatch(model, placed(tmp_path), weights=tmp_path / "w.safetensors")
     with offload.dispatched(model):
         assert logits(model) == logits(plain)
-
-
-@pytest.mark.parametrize("parameters", PLACEMENTS, ids=str)
-def test_the_format_is_that_of_the_weights(tmp_path: Path, parameters: Any) -> None:
-    model = build().bfloat16()
-    expected = logits(model)
-    with offload.dispatched(offload.dispatch(model, placed(tmp_path, parameters))) as dispatched:
-        assert dispatched.config.precision == "bf16"
-        assert logits(model) == expected
 
 
 def test_a_named_precision_casts(tmp_path: Path) -> None:
@@ -129,12 +126,9 @@ def test_weights_in_other_formats_stay_as_they_are(
         assert model.scale.dtype is torch.float32
 
 
-def test_a_model_made_in_inference_mode_is_refused(tmp_path: Path) -> None:
+def test_models_made_in_inference_mode_or_in_another_format_are_refused(tmp_path: Path) -> None:
     with torch.inference_mode(), pytest.raises(UnsupportedError, match="made in inference mode"):
         offload.dispatch(build(), placed(tmp_path))
-
-
-def test_other_weights_than_the_three_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"most weights are torch\.float64"):
         offload.dispatch(nn.Linear(4, 4).double(), placed(tmp_path))
 
@@ -151,8 +145,6 @@ def test_in_inference_mode_and_after_it(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- where weights are
-
-
 def test_else_as_much_as_fits(tmp_path: Path) -> None:
     budget = {"host": "160KiB", "nvme": "64MiB"}
     keys = config(tmp_path, {}, budget=budget, device="cpu", prefetch=1)
