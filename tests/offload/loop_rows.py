@@ -240,9 +240,9 @@ class Unused(nn.Module):
         return y
 
 
-@row(GRADIENTS, "unused parameters: `p.grad is None`, and no update", build=Unused)
-def unused(t: Trial) -> Numbers:
-    return t.train(clip=lambda: [float(p.grad is None) for p in t.params])
+add(GRADIENTS, "unused parameters: `p.grad is None`, and no update", "unused",
+    lambda t: t.train(clip=lambda: [float(p.grad is None) for p in t.params]),
+    build=Unused)  # fmt: skip
 
 
 @row(GRADIENTS, "unused in this pass, zeros since `zero_grad(set_to_none=False)`", build=Unused)
@@ -625,9 +625,9 @@ def hook_before(t: Trial) -> None:
         p.register_hook(halved)
 
 
-@row(HOOKS, "`p.register_hook(fn)` before `initialize`", prepare=hook_before)
-def tensor_hook_before(t: Trial) -> Numbers:
-    return t.train(clip=lambda: clip_grad_norm_(t.params, 0.05))
+add(HOOKS, "`p.register_hook(fn)` before `initialize`", "tensor_hook_before",
+    lambda t: t.train(clip=lambda: clip_grad_norm_(t.params, 0.05)),
+    prepare=hook_before)  # fmt: skip
 
 
 @row(HOOKS, "`p.register_hook(fn)` after `initialize`, and removed again")
@@ -780,14 +780,12 @@ class Checkpointed(nn.Module):
         return y
 
 
-@row(GRAPHS, "`checkpoint(layer, x, use_reentrant=False)`", build=lambda: Checkpointed(False))
-def checkpointed(t: Trial) -> Numbers:
-    return t.train(clip=lambda: clip_grad_norm_(t.params, 0.05))
-
-
-@row(GRAPHS, "`checkpoint(layer, x, use_reentrant=True)`", build=lambda: Checkpointed(True))
-def checkpointed_reentrant(t: Trial) -> Numbers:
-    return t.train(clip=lambda: clip_grad_norm_(t.params, 0.05))
+add(GRAPHS, "`checkpoint(layer, x, use_reentrant=False)`", "checkpointed",
+    lambda t: t.train(clip=lambda: clip_grad_norm_(t.params, 0.05)),
+    build=lambda: Checkpointed(False))  # fmt: skip
+add(GRAPHS, "`checkpoint(layer, x, use_reentrant=True)`", "checkpointed_reentrant",
+    lambda t: t.train(clip=lambda: clip_grad_norm_(t.params, 0.05)),
+    build=lambda: Checkpointed(True))  # fmt: skip
 
 
 @row(GRAPHS, "`torch.func.functional_call(model, dict(model.named_parameters()), x)`, also with "
@@ -922,9 +920,9 @@ def add_param_group(t: Trial) -> Numbers:
     return [*logged, *t.train(3)]
 
 
-@row(OPTIMIZERS, "frozen before `initialize`: `p.requires_grad_(False)`", prepare=frozen_part)
-def frozen(t: Trial) -> Numbers:
-    return t.train(clip=lambda: [float(p.grad is None) for p in t.params])
+add(OPTIMIZERS, "frozen before `initialize`: `p.requires_grad_(False)`", "frozen",
+    lambda t: t.train(clip=lambda: [float(p.grad is None) for p in t.params]),
+    prepare=frozen_part)  # fmt: skip
 
 
 @row(OPTIMIZERS, "frozen after some steps, and unfrozen again")
