@@ -114,8 +114,9 @@ class ActivationConfig(Section):
     beforehand (`offload train`, memest); otherwise false."""
     tiled_mlp: int | None = key(None, example=4096, ge=1, unit="tokens", absent="all at once")
     """Compute MLPs in tiles of so many tokens, and again in backward, so that what is between their
-    matrices exists for one tile alone. For modules named mlp, feed_forward or ffn that compute each
-    token alone (no mixture of experts). Results differ by rounding, and not with placement."""
+    matrices exists for one tile alone; `dispatch` does not. For modules named mlp, feed_forward or
+    ffn that compute each token alone (no mixture of experts). Results differ by rounding, and not
+    with placement."""
 
     @model_validator(mode="after")
     def _check_tiles(self) -> Self:
