@@ -31,13 +31,10 @@ def answers() -> dict[str, Any]:
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "tests.outside.test_liger"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
-    )
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-4000:]
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    return dict(json.loads(ended.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("case", CASES)
