@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LIBRARIES_STAMP := $(VENV)/.libraries-installed
 DOCS_STAMP := $(VENV)/.docs-installed
 BENCH_DIR ?= runs/bench
 WHEELS ?= build/wheels
@@ -23,12 +24,13 @@ GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long torture docs lint typecheck bench null-gpu gpu-check gpu-wheels clean
+.PHONY: help venv demo test test-long test-libraries torture docs lint typecheck bench null-gpu gpu-check gpu-wheels clean
 
 help:
 	@echo "make demo       train a small language model over device, host and nvme, and in plain PyTorch"
 	@echo "make test       all tests"
 	@echo "make test-long  with all cases where a sample is the rule"
+	@echo "make test-libraries  TRL, PEFT, diffusers, Lightning and others, which it installs"
 	@echo "make torture    1,000 kills of runs, 10,000 faults of disks, crafted files, 10,000 steps: hours"
 	@echo "make docs       docs/ as a site, in build/site; a broken link is an error"
 	@echo "make bench      offload beside limits and peers: adam, io, copy, step; JSON in $(BENCH_DIR)"
@@ -58,6 +60,13 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --long $(PYTEST_ARGS)
+
+test-libraries: $(LIBRARIES_STAMP)
+	$(BIN)/python -m pytest $(PARALLEL) tests/libraries $(PYTEST_ARGS)
+
+$(LIBRARIES_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,libraries]'
+	touch $@
 
 # what each file shows, and how often, is printed; in one process after the other, or side by side with -j
 TORTURE := train_kills checkpoint_faults conversion_faults step_faults swap_file_faults \

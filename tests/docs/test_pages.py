@@ -14,6 +14,8 @@ import pytest
 import torch.distributed.fsdp as fsdp
 from torch.distributed.checkpoint import state_dict as dcp_state
 
+from tests.libraries import rows
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCES = ("offload", "tiers", "swap", "zero", "kernels", "tools")
@@ -120,3 +122,7 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
         page.read_text(),
     )
     assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_table_of_libraries_has_the_rows_of_their_tests() -> None:
+    assert rows.PAGE.read_text() == rows.page()

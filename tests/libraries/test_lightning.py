@@ -1,7 +1,6 @@
 """Lightning's Trainer with offload's strategy trains as with its own, a loop of Fabric without one.
 
-Lightning is not among what `make test` installs; this file is run by hand (CONTRIBUTING.md). Last
-run with lightning 2.6.6 and torch 2.11.0.
+`make test-libraries` installs Lightning and runs this file.
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ def test_two_processes_train_as_ddp_does(tmp_path: Path) -> None:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
             "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-            "-m", "tests.outside.lightning_ranks", name, str(tmp_path),
+            "-m", "tests.libraries.lightning_ranks", name, str(tmp_path),
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(

@@ -1,7 +1,6 @@
 """LoRA put in by PEFT before `offload.initialize` trains, saves and merges as without an engine.
 
-PEFT is not among what `make test` installs; this file is run by hand (CONTRIBUTING.md). Last run
-with peft 0.21.2, accelerate 1.15.0, transformers 5.17.0 and torch 2.13.0.
+`make test-libraries` installs PEFT and runs this file.
 """
 
 from __future__ import annotations
@@ -207,9 +206,9 @@ def test_adapters_are_trained_on_a_base_in_4_bits(kind: str, tmp_path: Path) -> 
             trained = values_of(model)
             assert all(torch.equal(trained[name], value) for name, value in values.items())
             model.save_pretrained(tmp_path / "adapter")
-            expected = logits(model)
+            answers = logits(model)
         loaded = peft.PeftModel.from_pretrained(rounded(kind).unload(), tmp_path / "adapter")
-        assert torch.equal(logits(loaded), expected)
+        assert torch.equal(logits(loaded), answers)
 
 
 def test_merging_into_a_base_in_4_bits_rounds_and_says_so(

@@ -10,8 +10,8 @@ import lightning
 import torch
 
 from offload.integrations.lightning import OffloadStrategy
+from tests.libraries.test_lightning import Lit, keys_for, rows
 from tests.offload.engine_cases import seeded
-from tests.outside.test_lightning import Lit, keys_for, rows
 from tests.outside.trainer_cases import values_of
 
 
