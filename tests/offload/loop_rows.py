@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.offload.engine_cases import ON
+from tests.offload.interrupt_points import assert_at_rest
 from tests.offload.loop_trial import OUT, WIDTH, Build, Loop, Row, Trial, blocks
 from tests.offload.test_threads_and_forks import in_thread
 
@@ -223,7 +224,7 @@ def log_more(t: Trial) -> list[float]:
 
 
 class Unused(nn.Module):
-    """One layer takes no part, another only at times."""
+    """One layer takes no part, another only at times, and at times without its bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,8 +235,8 @@ class Unused(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         h = self.a(x).tanh()
-        if self.calls % 2:
-            h = self.b(h).tanh()
+        if self.calls % 3 != 2:
+            h = F.linear(h, self.b.weight, self.b.bias if self.calls % 3 else None).tanh()
         y: Tensor = self.head(h)
         return y
 
@@ -1141,6 +1142,9 @@ def cut_short(t: Trial, error: type[BaseException], where: str) -> Numbers:
     if hook is not None:
         hook.remove()
     t.optimizer.zero_grad()
+    if t.engine is not None:
+        assert_at_rest(t.engine)
+        t.engine.check_integrity()
     return [*logged, *t.train(3)]
 
 

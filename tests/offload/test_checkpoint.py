@@ -196,23 +196,6 @@ def test_persistent_buffers_and_integer_parameters_are_saved_and_others_are_not(
 
 
 # ------------------------------------------------------------------------- saving
-@pytest.mark.sample("nvme")
-@pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
-def test_saving_changes_nothing(tmp_path: Path, placement: dict[str, Any]) -> None:
-    def run(save: bool) -> tuple[list[float], dict[str, Tensor]]:
-        with offload.initialize(seeded(TinyLM), keys_of(tmp_path, placement)) as engine:
-            losses = []
-            for number, tokens in enumerate(batches(5)):
-                losses += losses_of(engine, [tokens])
-                if save:
-                    engine.save_checkpoint(tmp_path / f"saved-{number % 2}")
-            return losses, states_of(engine)
-
-    (losses, states), (expected, expected_states) = run(True), run(False)
-    assert losses == expected
-    assert_same_bits(states, expected_states)
-
-
 def test_any_safetensors_reader_loads_the_model(tmp_path: Path) -> None:
     with offload.initialize(seeded(TinyLM), keys_of(tmp_path, NVME)) as engine:
         losses_of(engine, batches(2))

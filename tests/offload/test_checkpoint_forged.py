@@ -184,11 +184,6 @@ def test_a_version_that_never_was_is_refused(
     assert "format version" in refusal(engine, saved)
 
 
-def test_a_learning_rate_that_is_no_number_is_refused(engine: offload.Engine, saved: Path) -> None:
-    edited(saved, lambda m: numbers(m).update(lr="evil"))
-    assert "could not convert string to float" in refusal(engine, saved)
-
-
 # ------------------------------------------------------------------------- files
 @pytest.mark.parametrize(
     ("change", "fragment"),

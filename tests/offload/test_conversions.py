@@ -1,8 +1,10 @@
-"""Conversions of a model in tiers do what they do to any model, or are refused at the call."""
+"""Conversions of a model in tiers and torch.compile do what they do to any model, or are refused at
+the call with the remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,44 @@ from torch import nn
 
 import offload
 from offload.errors import StateError, UnsupportedError
-from tests.offload.engine_cases import HOST, NVME, config, on_the_cpu_alone, seeded
+from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, on_the_cpu_alone, seeded
 
-pytestmark = on_the_cpu_alone("the table is of a model on the CPU")
+pytestmark = [
+    on_the_cpu_alone("the table is of a model on the CPU, and what is compiled is the same"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the compiler
+]
+TOKENS = batches(1)[0][:, :-1]
 
 
-def build() -> Any:
+def build() -> TinyLM:
+    return TinyLM(blocks=1)
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """What was compiled in one test is not found in the next one."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@contextmanager
+def opened(
+    folder: Path, trains: bool, placement: dict[str, Any], model: Any = None
+) -> Iterator[Any]:
+    model = seeded(build).eval() if model is None else model
+    owner: Any
+    if trains:
+        owner = offload.initialize(model, config(folder, placement))
+    else:
+        parameters = {"parameters": placement["parameters"]}
+        owner = offload.dispatched(offload.dispatch(model, config(folder, parameters)))
+    yield model
+    owner.close("host")
+
+
+# ---------------------------------------------------------------- conversions
+def layers() -> Any:
     return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.LSTM(4, 4))
 
 
@@ -38,14 +72,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
 def test_a_conversion_changes_nothing_or_is_refused_at_the_call(
     trains: bool, placement: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = seeded(build).eval()
-    owner: Any
-    if trains:
-        owner = offload.initialize(model, config(tmp_path, placement))
-    else:
-        parameters = {"parameters": placement["parameters"]}
-        owner = offload.dispatched(offload.dispatch(model, config(tmp_path, parameters)))
-    with owner, torch.no_grad():
+    given = seeded(layers).eval()
+    with opened(tmp_path, trains, placement, given) as model, torch.no_grad():
         x, same = torch.ones(3, 4), dict(model.named_parameters())
         expected = model(x)[0]
         for call, refusal in CALLS.values():
@@ -60,7 +88,7 @@ def test_a_conversion_changes_nothing_or_is_refused_at_the_call(
 
 
 def test_a_closed_dispatched_model_is_called_that(tmp_path: Path) -> None:
-    model = offload.dispatch(build(), config(tmp_path, {"parameters": "nvme"}))
+    model = offload.dispatch(layers(), config(tmp_path, {"parameters": "nvme"}))
     weight = next(model.parameters())
     offload.dispatched(model).close(keep="drop")
     for use in (
@@ -71,3 +99,72 @@ def test_a_closed_dispatched_model_is_called_that(tmp_path: Path) -> None:
             StateError, match=r"(this dispatched model's tiers are closed.*|is not )dispatch"
         ):
             use()
+
+
+# ---------------------------------------------------------------- torch.compile
+def run(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS)
+    return logits
+
+
+def compiled(model: Any, **keys: Any) -> Any:
+    return torch.compile(model, backend="eager", **keys)
+
+
+def at_the_call(model: Any, fullgraph: bool) -> Any:
+    model.compile(backend="eager", fullgraph=fullgraph)
+    return model
+
+
+def a_block_at_the_call(model: Any, fullgraph: bool) -> Any:
+    model.blocks[0].compile(backend="eager", fullgraph=fullgraph)
+    return model
+
+
+def around(model: Any, fullgraph: bool) -> Any:
+    return compiled(model, fullgraph=fullgraph)
+
+
+def around_a_block(model: Any, fullgraph: bool) -> Any:
+    model.blocks[0] = compiled(model.blocks[0], fullgraph=fullgraph)
+    return model
+
+
+def its_forward(model: Any, fullgraph: bool) -> Any:
+    model.forward = compiled(model.forward, fullgraph=fullgraph)
+    return model
+
+
+WAYS: list[Callable[[Any, bool], Any]] = [
+    at_the_call, a_block_at_the_call, around, around_a_block, its_forward
+]  # fmt: skip
+
+
+@pytest.mark.sample("around_a_block")
+@pytest.mark.parametrize("way", WAYS)
+def test_one_graph_is_refused_by_name_and_parts_are_compiled(
+    way: Callable[[Any, bool], Any], tmp_path: Path, long: bool
+) -> None:
+    expected, sample = run(seeded(build).eval()), WAYS.index(way)
+    cases = [(trains, placement) for trains in (True, False) for placement in (HOST, NVME)]
+    for case in cases if long else cases[sample % 4 :][:1]:
+        refused = pytest.raises(RuntimeError, match="leave fullgraph=True")
+        with opened(tmp_path, *case) as model, refused:
+            run(way(model, True))
+        with opened(tmp_path, *case) as model:
+            assert torch.equal(run(way(model, False)), expected)
+
+
+def test_a_model_that_was_compiled_as_one_graph_is_refused_while_it_is_in_tiers(
+    tmp_path: Path,
+) -> None:
+    model = seeded(build).eval()
+    expected = run(model)
+    model.compile(backend="eager", fullgraph=True)
+    with (
+        opened(tmp_path, True, NVME, model),
+        pytest.raises(RuntimeError, match="leave fullgraph=True"),
+    ):
+        run(model)
+    assert torch.equal(run(model), expected)

@@ -4,6 +4,8 @@ Most compare with plain PyTorch. Parameters, gradients and optimizer states are 
 test says otherwise.
 """
 
+from __future__ import annotations
+
 import gc
 import mmap
 import os
@@ -18,8 +20,11 @@ import pytest
 from torch import nn
 
 import offload
+import offload.memory.tier_manager
+import offload.tiered_model
 from offload.errors import StateError
 from offload.swap.io.requests_and_retries import Operation
+from offload.tiers.memory import HostMemory
 from tests.aio import IO_BACKENDS
 from tests.offload.engine_cases import (
     HOST,
@@ -27,14 +32,15 @@ from tests.offload.engine_cases import (
     NVME,
     WIDTH,
     TinyLM,
-    assert_same_bits,
     batches,
     config,
     losses_of,
+    on_the_cpu_alone,
+    plan_for_a_gpu,
     seeded,
-    states_of,
 )
 from tests.offload.plain_training import EVERYWHERE, MakeEngine, floats, square_loss, tokens_loss
+from tests.swap.stream_simulation import CUDA, World
 
 pytestmark = MARKS
 
@@ -195,19 +201,55 @@ def test_an_engine_that_is_collected_on_a_thread_of_its_own_is_closed(
         gc.enable()
 
 
-def test_two_engines_at_once_do_not_disturb_each_other(make: MakeEngine) -> None:
-    alone = []
-    for seed in (0, 1):
-        engine = make(seeded(TinyLM, seed))
-        losses_of(engine, batches(3, seed))
-        alone.append(states_of(engine))
-    first, second = make(seeded(TinyLM, 0)), make(seeded(TinyLM, 1))
-    for a, b in zip(batches(3, 0), batches(3, 1), strict=True):
-        losses = tokens_loss(first.module, a), tokens_loss(second.module, b)
-        for loss in reversed(losses):
-            loss.backward()
-        for engine in (first, second):
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-    assert_same_bits(states_of(first), alone[0])
-    assert_same_bits(states_of(second), alone[1])
+# ------------------------------------------------------------------- beside a device
+# Memory is given back when every stream has done its work. Host memory stands in for the device's,
+# and is not pinned: nothing else waits for the device.
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Plans are those of a machine with a GPU of 1 GiB, without Triton."""
+    world = World(monkeypatch, eager_model=True)
+    monkeypatch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
+    plan_for_a_gpu(monkeypatch, kernels_missing="the test says so")
+    return world
+
+
+@pytest.fixture
+def given_back(monkeypatch: pytest.MonkeyPatch, world: World) -> list[bool]:
+    """For each memory that is given back: whether all streams were done."""
+    real, idle = HostMemory.close, list[bool]()
+
+    def close(memory: HostMemory) -> None:
+        idle.append(all(stream.idle for stream in world.streams))
+        real(memory)
+
+    monkeypatch.setattr(HostMemory, "close", close)
+    return idle
+
+
+@on_the_cpu_alone("host memory stands in for the device's")
+def test_memory_is_given_back_when_every_stream_has_done_its_work(
+    tmp_path: Path, world: World, given_back: list[bool]
+) -> None:
+    budget = {"device": "2MiB", "host": "16MiB", "nvme": "64MiB"}
+    engine = offload.initialize(seeded(TinyLM), config(tmp_path, HOST, budget=budget))
+    losses_of(engine, batches(1))
+    # a kernel on a stream that the engine does not know, and copies on all others
+    for stream in (world.stream(CUDA), *world.streams):
+        stream.put(lambda: None)
+    engine.close()
+    assert given_back == [True, True], "the memories of the device and of the host"
+
+
+@on_the_cpu_alone("host memory stands in for the device's")
+@pytest.mark.parametrize("what", ["SlotPool", "DeviceHomes", "ActivationTier"])
+def test_memory_is_given_back_where_the_devices_part_cannot_be_opened(
+    tmp_path: Path, world: World, given_back: list[bool], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def broken(*args: Any, **keys: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(offload.memory.tier_manager, what, broken)
+    keys = config(tmp_path, {**HOST, "activations": {"tier": "host"}})
+    with pytest.raises(ZeroDivisionError):
+        offload.initialize(seeded(TinyLM), keys)
+    assert given_back == [True, True]

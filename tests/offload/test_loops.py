@@ -14,9 +14,16 @@ from tests.offload.loop_page import PAGE, line, page
 from tests.offload.loop_rows import ROWS
 from tests.offload.loop_trial import Row, Trial, blocks, configuration, result
 
-pytestmark = [pytest.mark.sample(5), *MARKS]
+pytestmark = MARKS
+# what no other test trains, beside every fifth
+ALWAYS = (
+    "unused", "autograd_grad", "sparse_gradients", "tied", "gradient_penalty", "checkpointed",
+    "checkpointed_reentrant", "evaluation", "scheduler", "add_param_group", "frozen_later",
+    "unfrozen", "closure", "data_loader", "two_engines", "stop_in_forward", "stop_in_backward",
+)  # fmt: skip
 
 
+@pytest.mark.sample(*[row.name for row in ROWS][::5], *ALWAYS)
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 def test_a_loop_comes_to_what_the_page_says(row: Row, long: bool) -> None:
     """On nvme; on the host, too, with --long, where the page tells them apart, and of a fourth."""

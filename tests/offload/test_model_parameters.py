@@ -1,4 +1,4 @@
-"""Parameters as models have them: tied, frozen, without gradients, written to, or none at all.
+"""Buffers, models without anything to train, state dicts, and what is written in `gathered`.
 
 Most compare with plain PyTorch. Parameters, gradients and optimizer states are on nvme unless a
 test says otherwise.
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from offload.errors import UnsupportedError
 from tests.offload.engine_cases import (
+    HOST,
     MARKS,
+    NVME,
     ON,
     WIDTH,
     TinyLM,
@@ -23,94 +24,17 @@ from tests.offload.engine_cases import (
     losses_of,
     parameters_of,
     seeded,
+    states_of,
 )
 from tests.offload.plain_training import (
     EVERYWHERE,
     MakeEngine,
     check,
     floats,
-    noise,
     square_loss,
-    tokens_loss,
 )
 
 pytestmark = MARKS
-
-
-# ----------------------------------------------------------------------- parameters
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("placement", EVERYWHERE)
-def test_tied_weights_are_one_parameter_with_the_sum_of_both_gradients(
-    make: MakeEngine, placement: Any
-) -> None:
-    engine = check(make, TinyLM, tokens_loss, batches(3), placement)
-    model: Any = engine.module
-    assert model.head.weight is model.embed.weight
-    saved = model.state_dict()
-    assert bits(saved["head.weight"]) == bits(saved["embed.weight"])
-
-
-def test_a_frozen_parameter_stays_as_it_is_and_has_no_optimizer_state(make: MakeEngine) -> None:
-    before = {n: p.clone() for n, p in seeded(TinyLM).named_parameters() if not p.requires_grad}
-    engine = check(make, TinyLM, tokens_loss, batches(3))
-    after = parameters_of(engine)
-    assert before
-    assert_same_bits({name: after[name] for name in before}, before)
-    states = engine.optimizer.state_dict()["state"]
-    assert len(states) == sum(p.requires_grad for p in engine.module.parameters())
-
-
-def test_requiring_a_gradient_of_a_frozen_parameter_later_is_an_error_that_names_it(
-    make: MakeEngine,
-) -> None:
-    engine = make(seeded(TinyLM))
-    model: Any = engine.module
-    model.blocks[1].gain.requires_grad_()
-    tokens_loss(model, batches(1)[0]).backward()
-    with pytest.raises(UnsupportedError, match=r"blocks\.1\.gain was frozen"):
-        engine.optimizer.step()
-
-
-def test_freezing_a_parameter_later_stops_its_updates_as_in_torch(make: MakeEngine) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
-
-    engine = check(make, build, square_loss, floats())
-    model: Any = engine.module
-    model[0].weight.requires_grad_(False)
-    before = parameters_of(engine)
-    square_loss(model, noise(4, WIDTH)).backward()
-    engine.optimizer.step()
-    assert set(differing(before, parameters_of(engine))) == {"0.bias", "2.weight", "2.bias"}
-
-
-class TwoWays(nn.Module):
-    """Uses `left` or `right`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
-        self.way = "left"
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = getattr(self, self.way)(x)
-        return y
-
-
-def test_a_parameter_without_gradient_is_skipped_not_decayed_and_not_counted(
-    make: MakeEngine,
-) -> None:
-    def loss_of(model: Any, x: Tensor) -> Tensor:
-        model.way = "right" if x[0, 0] > 0 else "left"
-        return square_loss(model, x)
-
-    data = [x.clone() for x in floats(5)]
-    for x, sign in zip(data, (-1, -1, 1, -1, 1), strict=True):
-        x[0, 0] = sign
-    engine = check(make, TwoWays, loss_of, data)
-    model: Any = engine.module
-    assert engine.values.read_state(model.left.weight)["step"] == 3
-    assert engine.values.read_state(model.right.bias)["step"] == 2
 
 
 def test_buffers_follow_as_without_the_engine(make: MakeEngine) -> None:
@@ -123,25 +47,6 @@ def test_buffers_follow_as_without_the_engine(make: MakeEngine) -> None:
     model: Any = engine.module
     assert model[1].num_batches_tracked == 4
     assert model[1].running_mean.abs().sum() > 0
-
-
-# ----------------------------------------------------------------------- odd sizes, odd moments
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("placement", EVERYWHERE)
-def test_inference_mode_gives_the_bits_of_no_grad_and_leaves_training_alone(
-    make: MakeEngine, placement: Any
-) -> None:
-    engine = make(seeded(TinyLM), placement)
-    losses_of(engine, batches(2))
-    tokens = batches(1)[0][:, :-1]
-    with torch.inference_mode():
-        inferred = engine.module(tokens)
-        assert not engine.module.embed.weight.is_inference()
-    with torch.no_grad():
-        assert torch.equal(inferred, engine.module(tokens))
-    losses_of(engine, batches(1))
 
 
 @pytest.mark.sample(3)
@@ -158,3 +63,61 @@ def test_a_model_without_anything_to_train_can_be_evaluated(
     engine.optimizer.step()
     engine.optimizer.zero_grad()
     engine.check_integrity()
+
+
+# ----------------------------------------------------------------------- state dicts, gathered
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_state_dict_is_a_copy_and_loading_it_goes_back_there(
+    make: MakeEngine, precision: str
+) -> None:
+    engine = make(seeded(TinyLM), precision=precision)
+    losses_of(engine, batches(2))
+    saved_model = engine.module.state_dict()
+    saved_optimizer = engine.optimizer.state_dict()
+    kept = {name: value.clone() for name, value in saved_model.items()}
+    masters = {i: s["exp_avg"].clone() for i, s in saved_optimizer["state"].items()}
+    expected = losses_of(engine, batches(3, seed=5))
+    after = states_of(engine)
+
+    assert_same_bits(saved_model, kept)
+    assert all(bits(s["exp_avg"]) == bits(masters[i]) for i, s in saved_optimizer["state"].items())
+    engine.module.load_state_dict(saved_model)
+    engine.optimizer.load_state_dict(saved_optimizer)
+    if precision == "fp16":
+        return  # the loss scale is no part of either
+    assert losses_of(engine, batches(3, seed=5)) == expected
+    assert_same_bits(states_of(engine), after)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_dicts_continue_a_run_in_another_engine_bit_for_bit(
+    make: MakeEngine, precision: str
+) -> None:
+    first = make(seeded(TinyLM), HOST, precision=precision)
+    losses_of(first, batches(3))
+    second = make(seeded(TinyLM, seed=8), NVME, precision=precision)
+    losses_of(second, batches(1, seed=7))
+    second.module.load_state_dict(first.module.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert losses_of(second, batches(3, seed=5)) == losses_of(first, batches(3, seed=5))
+    assert_same_bits(states_of(second), states_of(first))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_what_is_written_in_gathered_stays_and_becomes_the_master(
+    make: MakeEngine, placement: Any, precision: str
+) -> None:
+    engine = make(seeded(TinyLM), placement, precision=precision)
+    losses_of(engine, batches(2))
+    model: Any = engine.module
+    before = parameters_of(engine)
+    with engine.gathered(model.norm), torch.no_grad():
+        model.norm.weight.fill_(1.5)
+    after = parameters_of(engine)
+    assert differing(before, after) == ["norm.weight"]
+    assert (after["norm.weight"] == 1.5).all()
+    assert (engine.values.read(model.norm.weight, "master") == 1.5).all()

@@ -1,4 +1,4 @@
-"""What models do besides calling their modules once in order, and checkpointed blocks.
+"""What models do besides calling their modules once in order.
 
 Most compare with plain PyTorch. Parameters, gradients and optimizer states are on nvme unless a
 test says otherwise.
@@ -12,7 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from offload.errors import UnsupportedError
 from tests.offload.engine_cases import (
@@ -25,7 +24,6 @@ from tests.offload.engine_cases import (
     TinyLM,
     assert_same_bits,
     batches,
-    losses_of,
     parameters_of,
     seeded,
 )
@@ -190,26 +188,6 @@ def test_between_steps_a_parameter_in_ram_never_shows_half_an_update(
         assert_same_bits({"weight": model.embed.weight.detach()}, {"weight": final})
 
 
-def test_a_parameter_in_no_param_group_is_left_alone_as_in_torch(make: MakeEngine) -> None:
-    model = seeded(TinyLM)
-    before = model.blocks[0].mlp[0].weight.detach().clone()
-    others = [p for p in model.parameters() if p is not model.blocks[0].mlp[0].weight]
-    engine = make(model, parameters=[p for p in others if p.requires_grad])
-    model.loss(batches(1)[0]).backward()
-    engine.optimizer.step()
-    after = engine.values.full(model.blocks[0].mlp[0].weight)
-    assert_same_bits({"weight": before}, {"weight": after})
-
-
-def test_a_released_parameter_reads_as_what_it_is(make: MakeEngine) -> None:
-    engine = make(seeded(TinyLM))
-    losses_of(engine, batches(1))
-    model: Any = engine.module
-    outside = model.norm.weight.detach().clone()
-    with engine.gathered(model.norm.weight):
-        assert torch.equal(outside, model.norm.weight)
-
-
 CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "to(dtype=)": lambda p: p.to(dtype=torch.float64),
     "to(device, dtype=)": lambda p: p.to(ON, dtype=torch.bfloat16),
@@ -264,28 +242,6 @@ def test_what_reads_memory_by_its_address_is_refused_for_a_released_parameter(
         safetensors.torch.save({"weight": weight})
     saved = safetensors.torch.load(safetensors.torch.save({"weight": weight.detach().clone()}))
     assert torch.equal(saved["weight"], weight)
-
-
-# ----------------------------------------------------------------------- checkpointing
-class Checkpointed(TinyLM):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__(blocks=3)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("placement", EVERYWHERE)
-def test_checkpointed_blocks_train_as_plain_ones(
-    make: MakeEngine, placement: Any, use_reentrant: bool
-) -> None:
-    check(make, lambda: Checkpointed(use_reentrant), tokens_loss, batches(3), placement)
 
 
 def test_save_on_cpu_around_the_model_still_sees_its_activations(make: MakeEngine) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
-from torch.utils.data import DataLoader, Dataset
 
 import offload
 from offload.errors import StateError
@@ -235,27 +234,3 @@ def test_a_forked_child_reads_what_was_there_or_is_told_why_not(
         assert "StateError" in said["gradient"]
         assert child_says(lambda: kept.sum().item()) == repr(kept.sum().item())
         losses_of(engine, batches(2))
-
-
-class Tokens(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Tensor:  # a forked child cannot use CUDA
-        return batches(6, on="cpu")[index]
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-def test_a_data_loader_that_forks_workers_simply_works(
-    engine: offload.Engine, tmp_path: Path
-) -> None:
-    with offload.initialize(seeded(TinyLM), config(tmp_path, **BLOCKS)) as alone:
-        expected = losses_of(alone, batches(6) * 2)
-    losses = []
-    for _ in range(2):  # workers are forked again, while an update is pending
-        loader = DataLoader(
-            Tokens(), batch_size=None, num_workers=2, multiprocessing_context="fork"
-        )
-        for tokens in loader:
-            losses += losses_of(engine, [tokens.to(ON)])
-    assert losses == expected

@@ -1,19 +1,30 @@
-"""`report().waits`: for what the thread that trains has waited."""
+"""`report()`: for what the thread that trains has waited; what is in memory is not read again, and
+what is used up is never written."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import offload
 from offload.memory import tier_manager
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.lanes import Lane, WaitFor
-from tests.offload.engine_cases import NVME, TinyLM, batches, seeded
+from tests.offload.engine_cases import (
+    NVME,
+    TinyLM,
+    batches,
+    config,
+    losses_of,
+    on_a_gpu_too,
+    seeded,
+)
 from tests.offload.plain_training import MakeEngine
 
 SLOW_S = 0.05
@@ -64,3 +75,27 @@ def test_the_profiler_shows_phases_by_name(make: MakeEngine) -> None:
     assert {
         "offload: gather blocks.0", "offload: reduce blocks.0", "offload: wait for update",
     } <= names  # fmt: skip
+
+
+def trained(folder: Path, **keys: Any) -> offload.engine.Report:
+    keys = {"optimizer": {"chunk": 2048}, **keys}
+    model = seeded(lambda: TinyLM(blocks=12))
+    with offload.initialize(model, config(folder, NVME, **keys)) as engine:
+        losses_of(engine, batches(4))
+        engine.settle()
+        return engine.report()
+
+
+@on_a_gpu_too
+def test_with_room_for_everything_nothing_is_read_back(tmp_path: Path) -> None:
+    assert trained(tmp_path).bytes_moved["nvme read"] == 0
+
+
+@on_a_gpu_too
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, {"in_backward": True}], ids=["behind it", "in backward"])
+def test_gradients_that_find_room_until_they_are_used_up_are_never_written(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    report = trained(tmp_path, optimizer={"chunk": 2048, **keys})
+    assert report.tiers["nvme"].peak_by_class.get("gradients", 0) == 0
