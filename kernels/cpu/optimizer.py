@@ -37,23 +37,8 @@ import numpy as np
 
 from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.cpu.noise import Noise
-from offload.kernels.cpu.step_loop import (
-    ARGUMENTS,
-    KEY,
-    NUMEL,
-    SCALES,
-    replay_loop,
-    step_loop,
-)
-from offload.kernels.floats import (
-    Array,
-    Float,
-    Runner,
-    check_input,
-    check_output,
-    numel_of,
-    serial,
-)
+from offload.kernels.cpu.step_loop import ARGUMENTS, KEY, NUMEL, SCALES, replay_loop, step_loop
+from offload.kernels.floats import Array, Float, Runner, check_input, check_output, numel_of, serial
 from offload.kernels.rules import Scalars, StateFormat
 from offload.kernels.variants import Master, master_of, names_of_states, variant_code
 

@@ -16,14 +16,7 @@ import torch
 
 from offload.kernels.cpu.gradients import Action
 from offload.kernels.floats import norm_blocks
-from offload.kernels.gpu.triton_launch import (
-    check,
-    fits,
-    float_of,
-    launch,
-    loaded,
-    numel_of,
-)
+from offload.kernels.gpu.triton_launch import check, fits, float_of, launch, loaded, numel_of
 
 _UNROLL = 32  # rows in flight per warp: 4 KiB of fp32
 

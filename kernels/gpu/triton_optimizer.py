@@ -17,14 +17,7 @@ import torch
 from offload.kernels.cpu.int8 import BLOCK as CODE_BLOCK
 from offload.kernels.cpu.noise import Noise
 from offload.kernels.floats import Float
-from offload.kernels.gpu.triton_launch import (
-    check,
-    fits,
-    float_of,
-    launch,
-    loaded,
-    numel_of,
-)
+from offload.kernels.gpu.triton_launch import check, fits, float_of, launch, loaded, numel_of
 from offload.kernels.rules import Scalars, StateFormat, is_signed
 from offload.kernels.variants import NO_GRADIENT, Master, master_of, names_of_states
 

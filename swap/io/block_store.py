@@ -29,8 +29,6 @@ from offload.tiers.tier import Extent
 from offload.tiers.units import format_bytes, round_up
 
 GROWTH_NBYTES = 256 << 20  # files grow in steps: a reservation costs a journal entry
-
-
 _BRIEF_NBYTES = 512 << 10  # for so few, letting go of the GIL takes longer than the checksum
 
 

@@ -27,7 +27,6 @@ class CachedPiece(Protocol):
 
     def next_use(self) -> float:
         """Uses from now until it is needed: below 0 if that is now, infinity if never."""
-        ...
 
     def can_evict(self) -> bool: ...
 
@@ -35,11 +34,9 @@ class CachedPiece(Protocol):
 
     def write_back(self) -> None:
         """Start to write back a dirty copy. Does nothing if it is clean or being written back."""
-        ...
 
     def transit(self) -> Callable[[], object] | None:
         """Return a function that waits until this copy's moves end; None if it is not moving."""
-        ...
 
 
 class EvictionPolicy(Protocol):
@@ -54,17 +51,14 @@ class EvictionPolicy(Protocol):
         `held` has all copies of the pool by identity, the oldest first. The victim must be one that
         can be evicted, and one that `may_make_room` for what is needed `before`.
         """
-        ...
 
     def may_make_room(self, piece: CachedPiece, before: float | None) -> bool:
         """Whether `piece` may go for something that is needed `before` uses from now. None stands
         for a demand, for which everything may go."""
-        ...
 
     def write_back_order(self, pieces: Iterable[CachedPiece]) -> Sequence[CachedPiece]:
         """Return copies in the order in which they are written back, if they are dirty, to make
         room."""
-        ...
 
 
 class FurthestNextUse:

@@ -42,21 +42,17 @@ class Quantizer(Protocol):
 
     def stored_nbytes(self, nbytes: int) -> int:
         """Stored bytes of a buffer of `nbytes`. ValueError where it cannot be stored."""
-        ...
 
     def quantize(self, values: torch.Tensor, stored: torch.Tensor) -> None:
         """Fill `stored` from `values` (both 1D uint8). The values may be rounded. UnsupportedError
         for values that cannot be stored."""
-        ...
 
     def update(self, values: torch.Tensor, stored: torch.Tensor) -> None:
         """Like `quantize`, but what is `stored` and has the new values already is kept, as
         far as parts of the buffer can be told apart. After an error, `stored` is unchanged."""
-        ...
 
     def dequantize(self, stored: torch.Tensor, values: torch.Tensor) -> None:
         """Fill `values` from `stored` (both 1D uint8)."""
-        ...
 
 
 class Undoable(Protocol):
@@ -65,25 +61,20 @@ class Undoable(Protocol):
     @property
     def old_nbytes(self) -> OldBytes:
         """The number of bytes of all pieces' old versions, by where they are kept."""
-        ...
 
     def has_views(self) -> bool:
         """Whether a view of a copy in memory is alive, and would show what is written."""
-        ...
 
     def keep_old(self) -> bool:
         """Keep the old version of every piece that is written from here on, in the home's tier,
         until `drop_old` or `go_back`. Returns False if there is no memory for it."""
-        ...
 
     def drop_old(self) -> None:
         """Accept what was written, also what is still on its way, and drop the old versions."""
-        ...
 
     def go_back(self) -> None:
         """Restore the bytes from the time of `keep_old`. Waits for what is on its way; for callers
         that have no view of what was written."""
-        ...
 
 
 class Snapshot(Protocol):
@@ -94,15 +85,12 @@ class Snapshot(Protocol):
 
     def host_piece(self, piece: int) -> HostPiece | None:
         """The piece in host memory; None where it has to be read."""
-        ...
 
     def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
         """Fill `destination` (host memory, whole pages, at least the piece's bytes)."""
-        ...
 
     def let_go(self, piece: int) -> None:
         """Let go of a piece that is not needed any more. Idempotent."""
-        ...
 
 
 class State(abc.ABC):

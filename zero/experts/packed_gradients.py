@@ -19,11 +19,7 @@ import torch
 
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
-from offload.zero.gradients.gradient_handles import (
-    CLEARED,
-    GradientHandles,
-    there,
-)
+from offload.zero.gradients.gradient_handles import CLEARED, GradientHandles, there
 from offload.zero.tensors.paged import Operation, PagedTensor
 
 aten = torch.ops.aten

@@ -59,19 +59,15 @@ class WholeGradients(Protocol):
 
     def prepare(self) -> None:
         """Forget what is in `.grad` from before the engine."""
-        ...
 
     def arrived(self, row: torch.Tensor) -> None:
         """Note that a parameter, which may be a row, got a gradient."""
-        ...
 
     def follow(self) -> None:
         """Apply to the rows that users set `.grad` to None."""
-        ...
 
     def forget(self, why: str) -> None:
         """Forget all gradients, which are used up."""
-        ...
 
 
 class GradientSource:

@@ -30,15 +30,12 @@ class Prefetchable(Protocol):
     @property
     def in_place(self) -> bool:
         """Whether it never moves."""
-        ...
 
     def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
         """Start to fetch it, as `State.prefetch` does. Return False if there is no room."""
-        ...
 
     def note_use(self) -> None:
         """Note a use, as `State.note_use` does."""
-        ...
 
 
 class Fetchable(Protocol):
@@ -47,7 +44,6 @@ class Fetchable(Protocol):
     @property
     def index(self) -> int:
         """Its number in the trace."""
-        ...
 
     @property
     def state(self) -> Prefetchable: ...

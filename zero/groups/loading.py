@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from offload.zero.step.optimizer_state import OptimizerState
 
 ValuesOf = Callable[[ParamSpec], torch.Tensor]
-
-
 _PIECE_NUMEL = 1 << 22
 
 

@@ -49,7 +49,6 @@ class WeightHomes(Protocol):
     ) -> State:  # fmt: skip
         """Return the state of a group's parameters. Elements from `trainable` on are not updated;
         those before it are parts of `stride` elements, each in pieces of its own (None: one)."""
-        ...
 
 
 class WeightStore:

@@ -78,7 +78,6 @@ class KeptTensor(Protocol):
 
     def tensor(self) -> torch.Tensor:
         """Return its values as they were when it was kept, without a graph."""
-        ...
 
 
 class Keeper(Protocol):
@@ -86,7 +85,6 @@ class Keeper(Protocol):
 
     def keep(self, tensor: torch.Tensor) -> KeptTensor | None:
         """Return an object that gives the values back; None if the tensor stays."""
-        ...
 
 
 # A tensor kept as it is, and its version. Autograd leaves it to hooks to check that it was not

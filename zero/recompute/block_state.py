@@ -34,8 +34,6 @@ _NOT_STATE = (frozenset(vars(nn.Module())) - {"training"}) | {
     "forward", "_apply", "_compiled_call_impl"
 }  # fmt: skip
 _PLAIN = (torch.Tensor, FakeTensor)
-
-
 _CONTAINERS = frozenset({list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter})
 
 

@@ -44,11 +44,9 @@ class Holder(Protocol):
 
     def computing(self, unit: Unit) -> AbstractContextManager[None]:
         """Hold a unit's parameters around its own forward in a backward pass."""
-        ...
 
     def versions(self, unit: Unit) -> tuple[int, ...]:
         """Return numbers that change with every update of its parameters."""
-        ...
 
 
 class Recomputation:

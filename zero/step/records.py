@@ -43,8 +43,6 @@ _STATE_DTYPES: dict[StateFormat, np.dtype[Any]] = {
     StateFormat.BF16: np.dtype(np.uint16),
     StateFormat.INT8: np.dtype(np.uint8),
 }
-
-
 _MASTERS = ("low", "master")
 
 

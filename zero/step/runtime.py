@@ -60,7 +60,6 @@ class Homes(WeightHomes, Protocol):
     @property
     def activations(self) -> Keeper | None:
         """The tier of saved activations; None if they stay on the device."""
-        ...
 
     def gradients(
         self, index: int, name: str, numel: int, itemsize: int, next_use: NextUse
@@ -75,11 +74,9 @@ class Homes(WeightHomes, Protocol):
 
     def device_work(self) -> DeviceWork:
         """Return the device's streams and memory for updates and gradients beside the model."""
-        ...
 
     def shared_memory(self) -> SharedMemory:
         """Return memory where the model computes, for buffers that belong to several ranks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

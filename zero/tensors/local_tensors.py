@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from offload.zero.tensors.paged import PagedTensor
 

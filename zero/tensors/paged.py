@@ -55,20 +55,16 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """The name for errors."""
-        ...
 
     def reading(self) -> AbstractContextManager[torch.Tensor]:
         """Provide the values inside; they must not be written to, and may be gone afterwards."""
-        ...
 
     def writing(self) -> AbstractContextManager[torch.Tensor]:
         """Provide the values inside, as a tensor whose contents become the source's at the end."""
-        ...
 
     def answer(self, operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation on the whole tensor, without its values; NotImplemented
         if they are needed. `args` are those after the tensor itself."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,6 @@ _NEVER_IN_A_GRAPH = frozenset(
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 Function = Callable[..., Any]
-
-
 _DATA: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.data
 
 
@@ -83,19 +81,15 @@ class Values(Protocol):
 
     def reading(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Provide gathered parameters inside."""
-        ...
 
     def gathered(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Provide gathered parameters inside, and keep what is written to them."""
-        ...
 
     def adopt_changes(self) -> None:
         """Keep what was written to parameters that are always gathered."""
-        ...
 
     def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
         """Keep what a forward wrote to parameters of its group."""
-        ...
 
 
 class ReleasedParameters:
