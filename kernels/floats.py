@@ -37,7 +37,6 @@ class Float(IntEnum):
 
     @property
     def nbytes(self) -> int:
-        """Bytes per element."""
         return self.storage.itemsize
 
 

@@ -20,8 +20,6 @@ class Master(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The options of one kernel."""
-
     rule: Rule
     flag: bool  # of the rule's scalars
     grad: Float | None  # None: a gradient of zeros, which is not read

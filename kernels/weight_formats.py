@@ -20,7 +20,6 @@ _SCALE_NBYTES = 4
 
 
 def _fp32(value: float) -> float:
-    """The nearest fp32 number."""
     nearest: float = struct.unpack("f", struct.pack("f", value))[0]
     return nearest
 
@@ -78,7 +77,6 @@ class WeightFormat:
         return _lines(numel // self.group_size * _SCALE_NBYTES)
 
     def codes_nbytes(self, numel: int) -> int:
-        """Bytes of the codes alone."""
         return numel * self.quant_type.bits // 8
 
     def stored_nbytes(self, numel: int) -> int:

@@ -38,8 +38,6 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Facts about a device."""
-
     name: str
     memory_nbytes: int
     compute_capability: str
@@ -162,7 +160,6 @@ class Accelerator:
 
     # ---------------------------------------------------------------- streams
     def stream(self, device: torch.device) -> Stream:
-        """A new stream."""
         made: Stream = self._module.Stream(device)
         return made
 

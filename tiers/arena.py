@@ -61,7 +61,6 @@ class Arena:
         return [(start, start + self._free_sizes[start]) for start in self._free_offsets]
 
     def is_free(self, start: int, stop: int) -> bool:
-        """Whether all of `[start, stop)` is free."""
         before = bisect.bisect_right(self._free_offsets, start) - 1
         if before < 0:
             return False

@@ -18,8 +18,6 @@ from offload.tiers.units import format_bytes
 
 
 class StateClass(enum.StrEnum):
-    """The classes of state."""
-
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"

@@ -62,7 +62,6 @@ class Pins:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that are pinned."""
         return sum(self._extents[i].stop - self._extents[i].start for i in list(self._pinned))
 
     def use(self, start: int, stop: int) -> None:

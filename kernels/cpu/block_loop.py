@@ -8,18 +8,7 @@ from numba.core import cgutils
 from offload.kernels.cpu.int8 import BLOCK, decode_int8, encode_int8, scale_bits_for
 from offload.kernels.cpu.lanes import F32, I8, I32, I64, WIDTH, Lanes, Value
 from offload.kernels.cpu.loops import sweep
-from offload.kernels.cpu.rule_lanes import RULES
-from offload.kernels.cpu.step_parts import (
-    Operands,
-    load_gradient,
-    load_weight,
-    moments_of,
-    new_weight,
-    random_halves,
-    root_of,
-    store_weight,
-)
-from offload.kernels.variants import Variant
+from offload.kernels.cpu.step_parts import Operands
 
 # Elements per round of the second sweep: the root of one vector hides behind the codes of another.
 _BURST = 2 * WIDTH
@@ -28,11 +17,9 @@ _BURST = 2 * WIDTH
 class Blocks:
     """Emits the loop over blocks, for 8-bit states."""
 
-    def __init__(self, builder: ir.IRBuilder, variant: Variant, at: Operands) -> None:
-        self.builder = builder
-        self.variant = variant
-        self.at = at
-        self.weight_last = RULES[variant.rule].weight_last
+    def __init__(self, builder: ir.IRBuilder, at: Operands) -> None:
+        self.builder, self.at = builder, at
+        self.signed = at.variant.signed
         # Per state: the new values of a block (in the order of lanes), and their largest magnitude.
         room = ir.ArrayType(F32, BLOCK)
         self.fresh = [cgutils.alloca_once(builder, room) for _ in at.states]
@@ -54,49 +41,46 @@ class Blocks:
 
     def _update(self, number: Value, start: Value, end: Value) -> None:
         """First sweep: new states into the buffer, with their largest magnitudes."""
-        builder, variant, at = self.builder, self.variant, self.at
+        builder, at = self.builder, self.at
         old = [builder.load(self._scale(place, number)) for place in range(len(at.states))]
         for width, places in self.largest.items():
             for place in places:
                 builder.store(Lanes(builder, width).constant(I32, 0), place)
 
         def step(vector: Lanes, index: Value) -> Iterator[None]:
-            g = load_gradient(vector, variant, at, index)
-            p = load_weight(vector, variant, at, index)
+            g, p = at.load_gradient(vector, index), at.load_weight(vector, index)
             states = [
                 decode_int8(vector, array, index, vector.splat(bits), signed)
-                for array, bits, signed in zip(at.states, old, variant.signed, strict=True)
+                for array, bits, signed in zip(at.states, old, self.signed, strict=True)
             ]
             yield
-            new, way = moments_of(vector, variant, at, g, p, states)
+            new, way = at.moments(vector, g, p, states)
             for place, value in enumerate(new):
                 vector.store_raw(value, self.fresh[place], builder.sub(index, start))
                 self._note_magnitude(vector, place, value)
-            if not self.weight_last:
-                p = new_weight(vector, variant, at, p, root_of(vector, variant, at, way))
-                store_weight(vector, variant, at, p, index)
+            if not at.rule.weight_last:
+                p = at.new_weight(vector, p, at.root(vector, way))
+                at.store_weight(vector, p, index)
 
         sweep(builder, start, end, WIDTH, step)
 
     def _encode(self, scales: Sequence[tuple[Value, Value]], start: Value, end: Value) -> None:
         """Second sweep: from the buffer to bytes."""
-        builder, variant, at = self.builder, self.variant, self.at
+        builder, at = self.builder, self.at
 
         def step(vector: Lanes, index: Value) -> Iterator[None]:
             inside = builder.sub(index, start)
             fresh = [vector.load_raw(F32, array, inside) for array in self.fresh]
-            way = root_of(vector, variant, at, fresh) if self.weight_last else ()
-            noise = random_halves(vector, at, index, at.key, shift=4)
+            way = at.root(vector, fresh) if at.rule.weight_last else ()
+            noise = at.random_halves(vector, index, at.key, shift=4)
             yield
             for place, value in enumerate(fresh):
                 bits, keep = scales[place]
-                signed = variant.signed[place]
-                code = encode_int8(vector, value, bits, noise[place], signed)
+                code = encode_int8(vector, value, bits, noise[place], self.signed[place])
                 vector.store_code(code, keep, at.states[place], index)
-            if self.weight_last:
-                p = load_weight(vector, variant, at, index)
-                p = new_weight(vector, variant, at, p, way)
-                store_weight(vector, variant, at, p, index)
+            if at.rule.weight_last:
+                p = at.new_weight(vector, at.load_weight(vector, index), way)
+                at.store_weight(vector, p, index)
 
         if at.states:
             sweep(builder, start, end, _BURST, step)
@@ -104,7 +88,7 @@ class Blocks:
     def _note_magnitude(self, vector: Lanes, place: int, value: Value) -> None:
         where = self.largest[vector.width][place]
         # What has no sign needs none taken off; a NaN with one is larger than infinity, too.
-        if self.variant.signed[place]:
+        if self.signed[place]:
             magnitude = vector.magnitude_bits(value)
         else:
             magnitude = self.builder.bitcast(value, vector.of(I32))
@@ -119,7 +103,7 @@ class Blocks:
             for width, places in self.largest.items()
         )
         largest = builder.select(builder.icmp_unsigned(">", wide, single), wide, single)
-        bits, finite = scale_bits_for(builder, largest, self.variant.signed[place])
+        bits, finite = scale_bits_for(builder, largest, self.signed[place])
         builder.store(bits, self._scale(place, number))
         return bits, builder.sext(finite, I8)
 

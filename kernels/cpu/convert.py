@@ -19,15 +19,13 @@ Beyond the largest finite value both give infinity. Decoding is exact.
 
 from collections.abc import Iterator
 from enum import IntEnum
-from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.extending import intrinsic
 
 from offload.kernels.cpu import jit
-from offload.kernels.cpu.lanes import I16, Lanes, Value
+from offload.kernels.cpu.lanes import Lanes, Value
 from offload.kernels.cpu.loops import sweep
 from offload.kernels.floats import Array, Float, check_input, check_output, numel_of
 
@@ -35,7 +33,6 @@ _FP32 = np.dtype(np.float32)
 _UINT16 = np.dtype(np.uint16)
 _INT16 = np.dtype(np.int16)
 _BURST = 64
-_DIGEST = jit.digest(__file__)
 
 
 class _Conversion(IntEnum):
@@ -79,49 +76,23 @@ def join_master(high: Array, low: Array, out: Array) -> None:
     _kernel(_Conversion.JOIN << 2)(high, low, out, 0, numel)
 
 
-@cache
-def _kernel(code: int) -> jit.Kernel:
-    """kernel(a, b, c, lo, hi) with the arrays in the order of the public function."""
-    plan = jit.plan(code, _DIGEST)
-
-    def convert(a, b, c, lo, hi):  # type: ignore[no-untyped-def]
-        _convert(plan, a, b, c, lo, hi)
-
-    return jit.compiled(convert)
-
-
-@intrinsic(prefer_literal=True)
-def _convert(typing, plan, a, b, c, lo, hi):  # type: ignore[no-untyped-def]
-    code = jit.variant_of(plan)
-    if code is None:
-        return None
+def _emit(builder: ir.IRBuilder, code: int, arrays: Any, lo: Value, hi: Value) -> None:
+    """Emit the loop over elements lo .. hi, of arrays in the order of the public function."""
     conversion, kind = _Conversion(code >> 2), Float(code & 3)
+    a, b, c = (array.data for array in arrays)
 
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        first, second, third = jit.pointers(context, builder, signature, args, 1, 4)
-        lo, hi = jit.integers(context, builder, signature, args, 4, 6)
+    def step(vector: Lanes, index: Value) -> Iterator[None]:
+        if conversion is _Conversion.ENCODE:
+            vector.store(kind, vector.load(Float.FP32, a, index), b, index)
+        elif conversion is _Conversion.DECODE:
+            vector.store(Float.FP32, vector.load(kind, a, index), b, index)
+        elif conversion is _Conversion.SPLIT:
+            vector.store_split(vector.load(Float.FP32, a, index), b, c, index)
+        else:
+            vector.store_raw(vector.load_split(a, b, index), c, index)
+        yield
 
-        def step(vector: Lanes, index: Value) -> Iterator[None]:
-            return _step(vector, conversion, kind, first, second, third, index)
-
-        sweep(builder, lo, hi, _BURST, step)
-        return context.get_dummy_value()
-
-    return jit.returns_nothing(plan, a, b, c, lo, hi), emit
+    sweep(builder, lo, hi, _BURST, step)
 
 
-def _step(
-    vector: Lanes, conversion: _Conversion, kind: Float, a: Value, b: Value, c: Value, index: Value
-) -> Iterator[None]:
-    if conversion is _Conversion.ENCODE:
-        vector.store(kind, vector.load(Float.FP32, a, index), b, index)
-    elif conversion is _Conversion.DECODE:
-        vector.store(Float.FP32, vector.load(kind, a, index), b, index)
-    elif conversion is _Conversion.SPLIT:
-        high, low = vector.split(vector.load(Float.FP32, a, index))
-        vector.store_raw(high, b, index)
-        vector.store_raw(low, c, index)
-    else:
-        joined = vector.join(vector.load_raw(I16, a, index), vector.load_raw(I16, b, index))
-        vector.store_raw(joined, c, index)
-    yield
+_kernel = jit.kernels_of(_emit, jit.digest(__file__))

@@ -22,13 +22,12 @@ format is to nearest even, `kernels.cpu.convert`; additions are single fp32 addi
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from offload.kernels.cpu import jit
 from offload.kernels.cpu.lanes import F64, I64, STORAGE, WIDTH, Lanes, Value
@@ -46,7 +45,6 @@ from offload.kernels.floats import (
 )
 
 SUM_LANES = 32  # partial sums within a block; fixed, since the bits of a partial follow from it
-_DIGEST = jit.digest(__file__)
 _FP32 = np.dtype(np.float32)
 _FP64 = np.dtype(np.float64)
 
@@ -64,7 +62,7 @@ def copy_gradient(
     numel = numel_of("dst", dst)
     check_output("dst", dst, dst_float.storage, numel)
     check_input("src", src, src_float.storage, numel)
-    _run(gradient_loop(Action.COPY, dst_float, src_float), dst, src, partials, run)
+    _run(Action.COPY | dst_float << 1 | src_float << 3, dst, src, partials, run)
 
 
 def add_gradient(
@@ -74,19 +72,11 @@ def add_gradient(
     numel = numel_of("dst", dst)
     check_output("dst", dst, _FP32, numel)
     check_input("src", src, src_float.storage, numel)
-    _run(gradient_loop(Action.ADD, Float.FP32, src_float), dst, src, partials, run)
-
-
-def _run(loop: jit.Kernel, dst: Array, src: Array, partials: Array, run: Runner) -> None:
-    blocks = norm_blocks(dst.shape[0])
-    check_output("partials", partials, _FP64, blocks)
-    run(partial(loop, dst, src, partials), blocks)
+    _run(Action.ADD | Float.FP32 << 1 | src_float << 3, dst, src, partials, run)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The options fixed at compile time."""
-
     action: Action
     dst: Float
     src: Float
@@ -94,43 +84,30 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Pointers:
-    """Start of each array."""
-
     dst: Value
     src: Value
     partials: Value
 
 
-@cache
-def gradient_loop(action: Action, dst: Float, src: Float) -> jit.Kernel:
-    """kernel(dst, src, partials, lo, hi), where lo and hi count blocks."""
-    plan = jit.plan(action | dst << 1 | src << 3, _DIGEST)
-
-    def gradient(dst, src, partials, lo, hi):  # type: ignore[no-untyped-def]
-        _accumulate(plan, dst, src, partials, dst.size, lo, hi)
-
-    return jit.compiled(gradient)
+def _run(code: int, dst: Array, src: Array, partials: Array, run: Runner) -> None:
+    blocks = norm_blocks(dst.shape[0])
+    check_output("partials", partials, _FP64, blocks)
+    run(partial(_kernel(code), dst, src, partials), blocks)
 
 
-@intrinsic(prefer_literal=True)
-def _accumulate(typing, plan, dst, src, partials, numel, lo, hi):  # type: ignore[no-untyped-def]
-    code = jit.variant_of(plan)
-    if code is None:
-        return None
+def _emit(builder: ir.IRBuilder, code: int, arrays: Any, lo: Value, hi: Value) -> None:
+    """Emit the loop over blocks lo .. hi."""
     variant = Variant(Action(code & 1), Float(code >> 1 & 3), Float(code >> 3 & 3))
+    at, numel = Pointers(*(array.data for array in arrays)), arrays[0].nitems
+    with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+        start = builder.mul(number, I64(NORM_BLOCK))
+        limit = builder.add(start, I64(NORM_BLOCK))
+        end = builder.select(builder.icmp_signed("<", limit, numel), limit, numel)
+        total = block(builder, variant, at, start, end)
+        builder.store(total, builder.gep(at.partials, [number]))
 
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        at = Pointers(*jit.pointers(context, builder, signature, args, 1, 4))
-        numel, lo, hi = jit.integers(context, builder, signature, args, 4, 7)
-        with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
-            start = builder.mul(number, I64(NORM_BLOCK))
-            limit = builder.add(start, I64(NORM_BLOCK))
-            end = builder.select(builder.icmp_signed("<", limit, numel), limit, numel)
-            total = block(builder, variant, at, start, end)
-            builder.store(total, builder.gep(at.partials, [number]))
-        return context.get_dummy_value()
 
-    return jit.returns_nothing(plan, dst, src, partials, numel, lo, hi), emit
+_kernel = jit.kernels_of(_emit, jit.digest(__file__))
 
 
 def block(builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value) -> Value:

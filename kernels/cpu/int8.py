@@ -37,27 +37,10 @@ as zeroed memory. A block with an infinity or a NaN gets a NaN as its scale and 
 reads as NaN everywhere, now and after every later step. Values from 1.75 * 2**127 on may read as
 infinity.
 
-Why this code. Adam over 1500 steps on gradients of N(0.3, 1) times a scale of its own per element,
-2**N(0, sigma), blocks of 256, betas 0.9 and 0.999: error of the update m / sqrt(v) against fp64,
-relative, over the second half of the run:
-
-    exp_avg / exp_avg_sq                            sigma 0   sigma 2   sigma 4
-    bf16 / bf16, stochastic                           0.017     0.017     0.017
-    linear / linear, scale = absmax                   0.028     0.64      0.92
-    fp32 / 5+3, rounded to nearest                    0.94      0.91      1.03
-    fp32 / 5+3, scale = absmax                        0.113     0.117     0.196
-    fp32 / 5+3                                        0.098     0.098     0.183
-    4+3 / 5+3 (this one)                              0.125     0.126     0.230
-    3+4 / 4+4                                         0.077     0.138     0.661
-
-Linear codes lose what is small in its block, rounding to nearest makes v stick, and more mantissa
-bits at the price of exponent bits pay only where all gradients of a block are alike. A scale that
-follows the largest value exactly moves the whole grid in every step, and each move costs another
-rounding; with a power of two an element that has not changed keeps its byte. Rounding is then the
-only noise: v changes by a thousandth per step, so a step of an eighth makes it a random walk of
-about a quarter of its value, with mean zero. Updates carry it as a jitter of the learning rate per
-element of about 10 %. Dettmers et al., "8-bit optimizers via block-wise quantization" (2022),
-use a table of 256 values, a scale = absmax and rounding to nearest; no table is needed here.
+Linear codes, codes with other exponents and scales that follow the largest value exactly are worse:
+benchmarks/records/kernels.md. Updates carry the rounding as a jitter of the learning rate per
+element of about 10 %. (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022,
+use a table of 256 values, a scale = absmax and rounding to nearest.)
 """
 
 from llvmlite import ir

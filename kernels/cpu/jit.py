@@ -13,12 +13,14 @@ as the other, and later processes would run it.
 
 import hashlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
 from numba import njit
 from numba.core import types
+from numba.extending import intrinsic
 
 PLAN_BITS = 14  # beside 48 bits of digest: the sum fits an int64
 
@@ -62,6 +64,48 @@ def compiled(function: Callable[..., Any], cache: bool = True) -> Kernel:
         return _njit(function, cache)
     except RuntimeError:  # no folder for the cache: compile in every process
         return _njit(function, cache=False)
+
+
+# Emits the work of a variant on three arrays (their structures, with `data` and `nitems`), over a
+# range of whatever its kernels count.
+Emit = Callable[[ir.IRBuilder, int, Any, Any, Any], None]
+
+_emitters: dict[int, Emit] = {}  # by the digest of their sources
+
+
+def kernels_of(emit: Emit, sources_digest: int) -> Callable[[int], Kernel]:
+    """A function of a variant, which returns kernel(a, b, c, lo, hi)."""
+    _emitters[sources_digest] = emit
+
+    @cache
+    def kernel_of(variant: int) -> Kernel:
+        made = plan(variant, sources_digest)
+
+        def kernel(a, b, c, lo, hi):  # type: ignore[no-untyped-def]
+            _emitted(made, a, b, c, lo, hi)
+
+        kernel.__qualname__ = f"{emit.__module__}.{emit.__qualname__}"
+        return compiled(kernel)
+
+    return kernel_of
+
+
+@intrinsic(prefer_literal=True)
+def _emitted(typing, plan, a, b, c, lo, hi):  # type: ignore[no-untyped-def]
+    variant = variant_of(plan)
+    if variant is None:
+        return None
+    write = _emitters[int(plan.literal_value) >> PLAN_BITS]
+
+    def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        arrays = [
+            context.make_array(kind)(context, builder, arg)
+            for kind, arg in zip(signature.args[1:4], args[1:4], strict=True)
+        ]
+        write(builder, variant, arrays, *integers(context, builder, signature, args, 4, 6))
+        return context.get_dummy_value()
+
+    return returns_nothing(plan, a, b, c, lo, hi), emit
 
 
 def pointers(

@@ -18,10 +18,8 @@ Bytes of memory moved per parameter by Adam with a bf16 gradient and weight (fp3
     INT8, 1.02 each                    16      14     16          10
 
 Steps that were missed can be made before, in the same pass (`Missed`): each with a gradient of
-zeros and its own numbers, with the bits that one pass per step would have given. 50 missed steps of
-AdamW with a split master on 4 M elements, on one Zen 5 core, in 10**9 parameters per second and
-step, in one pass each and in one for all: fp32 states 2.8 and 6.2, bf16 states 3.1 and 4.0, 8-bit
-states 2.4 and 2.6. Larger or smaller pieces (`step_loop.SPAN`) change nothing: arithmetic limits.
+zeros and its own numbers, with the bits that one pass per step would have given, in up to half of
+the time (benchmarks/records/kernels.md).
 
 With a split or fp32 master and FP32 states the results are exact in the sense that they agree with
 an fp32 optimizer's; weights are rounded to nearest even on the way out (`kernels.cpu.convert`).

@@ -50,14 +50,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from offload.kernels.cpu import jit
 from offload.kernels.cpu.lanes import (
@@ -92,12 +91,9 @@ _MAGIC_BITS = 0x4B400000
 _INF_BITS = 0x7F800000
 _UINT8 = np.dtype(np.uint8)
 _UINT32 = np.dtype(np.uint32)
-_DIGEST = jit.digest(__file__, "weight_formats.py")
 
 
 class Action(IntEnum):
-    """The operation of a kernel."""
-
     QUANTIZE = 0
     DEQUANTIZE = 1
 
@@ -137,48 +133,33 @@ def _groups(values: Array, weights: WeightFormat) -> int:
     return groups
 
 
-@cache
 def kernel(action: Action, weights: WeightFormat, kind: Float) -> jit.Kernel:
     """kernel(values, words, codes, lo, hi), where lo and hi count groups."""
     size = GROUP_SIZES.index(weights.group_size)
-    plan = jit.plan(action | weights.quant_type << 1 | kind << 3 | size << 5, _DIGEST)
-
-    def quantization(values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
-        _convert(plan, values, words, codes, lo, hi)
-
-    return jit.compiled(quantization)
+    return _kernel(action | weights.quant_type << 1 | kind << 3 | size << 5)
 
 
-@intrinsic(prefer_literal=True)
-def _convert(typing, plan, values, words, codes, lo, hi):  # type: ignore[no-untyped-def]
-    code = jit.variant_of(plan)
-    if code is None:
-        return None
+def _emit(builder: ir.IRBuilder, code: int, arrays: Any, lo: Value, hi: Value) -> None:
     action, kind = Action(code & 1), Float(code >> 3 & 3)
     weights = WeightFormat(QuantType(code >> 1 & 3), GROUP_SIZES[code >> 5])
+    at = Pointers(*(array.data for array in arrays))
+    if action is Action.QUANTIZE:
+        with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+            _quantize_group(CodeLanes(builder), weights, kind, at, number)
+        return
+    line = builder.and_(builder.ptrtoint(at.values, I64), I64(LINE_NBYTES - 1))
+    with builder.if_else(builder.icmp_unsigned("==", line, I64(0))) as (aligned, unaligned):
+        for path, streams in ((aligned, True), (unaligned, False)):
+            with path, cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+                _dequantize_group(CodeLanes(builder), weights, kind, at, number, streams)
+    builder.fence("seq_cst")  # other threads read what was written past the caches
 
-    def emit(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        at = Pointers(*jit.pointers(context, builder, signature, args, 1, 4))
-        lo, hi = jit.integers(context, builder, signature, args, 4, 6)
-        if action is Action.QUANTIZE:
-            with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
-                _quantize_group(CodeLanes(builder), weights, kind, at, number)
-            return context.get_dummy_value()
-        line = builder.and_(builder.ptrtoint(at.values, I64), I64(LINE_NBYTES - 1))
-        with builder.if_else(builder.icmp_unsigned("==", line, I64(0))) as (aligned, unaligned):
-            for path, streams in ((aligned, True), (unaligned, False)):
-                with path, cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
-                    _dequantize_group(CodeLanes(builder), weights, kind, at, number, streams)
-        builder.fence("seq_cst")  # other threads read what was written past the caches
-        return context.get_dummy_value()
 
-    return jit.returns_nothing(plan, values, words, codes, lo, hi), emit
+_kernel = jit.kernels_of(_emit, jit.digest(__file__, "weight_formats.py"))
 
 
 @dataclass(frozen=True, slots=True)
 class Pointers:
-    """Start of each array."""
-
     values: Value
     words: Value
     codes: Value

@@ -7,8 +7,6 @@ to the same values again; any other values are rounded to nearest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from offload.kernels.cpu.convert import decode, encode
@@ -23,24 +21,17 @@ _INF_BITS = np.uint32(0x7F800000)
 _CARRY = np.uint32(0x200000)  # from 1.75 on, the next exponent
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A state as it is kept: fp32, uint16 bits of bf16, or uint8 codes with a scale per block."""
-
-    values: Array
-    scales: Array | None = None
-
-
-def decode_state(stored: Stored, kind: StateFormat, *, signed: bool) -> Array:
-    """fp32 values (numel,), new memory."""
+def decode_state(stored: Array, scales: Array | None, kind: StateFormat, *, signed: bool) -> Array:
+    """fp32 values (numel,), new memory, of a state as it is kept: fp32, uint16 bits of bf16, or
+    uint8 codes with a scale per block."""
     if kind is StateFormat.FP32:
-        return np.array(stored.values, dtype=np.float32)
+        return np.array(stored, dtype=np.float32)
     if kind is StateFormat.BF16:
-        out = np.empty(stored.values.shape, dtype=np.float32)
-        decode(np.ascontiguousarray(stored.values), out, Float.BF16)
+        out = np.empty(stored.shape, dtype=np.float32)
+        decode(np.ascontiguousarray(stored), out, Float.BF16)
         return out
-    assert stored.scales is not None, "8-bit states have scales"
-    return decode_int8(stored.values, stored.scales, signed=signed)
+    assert scales is not None, "8-bit states have scales"
+    return decode_int8(stored, scales, signed=signed)
 
 
 def decode_int8(codes: Array, scales: Array, *, signed: bool) -> Array:
@@ -55,18 +46,20 @@ def decode_int8(codes: Array, scales: Array, *, signed: bool) -> Array:
     return (values.view(np.uint32) | (wide & 0x80) << 24).view(np.float32)
 
 
-def encode_state(values: Array, target: Stored, kind: StateFormat, *, signed: bool) -> None:
-    """Store fp32 `values` (numel,) in the arrays of `target`. Starts at a block boundary."""
+def encode_state(
+    values: Array, stored: Array, scales: Array | None, kind: StateFormat, *, signed: bool
+) -> None:
+    """Store fp32 `values` (numel,), which start at a block boundary."""
     values = np.ascontiguousarray(values, dtype=np.float32)
     if kind is StateFormat.FP32:
-        target.values[:] = values
+        stored[:] = values
     elif kind is StateFormat.BF16:
-        encode(values, target.values, Float.BF16)
+        encode(values, stored, Float.BF16)
     else:
-        assert target.scales is not None, "8-bit states have scales"
-        for number in range(len(target.scales)):
+        assert scales is not None, "8-bit states have scales"
+        for number in range(len(scales)):
             span = slice(number * BLOCK, min((number + 1) * BLOCK, len(values)))
-            target.values[span], target.scales[number] = _best_code(values[span], signed)
+            stored[span], scales[number] = _best_code(values[span], signed)
 
 
 def _best_code(block: Array, signed: bool) -> tuple[Array, np.float32]:

@@ -19,16 +19,7 @@ from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.cpu.lanes import I8, I32, I64, WIDTH, Lanes, Value, has_wide_registers
 from offload.kernels.cpu.loops import sweep
 from offload.kernels.cpu.rule_lanes import RULES
-from offload.kernels.cpu.step_parts import (
-    Operands,
-    load_gradient,
-    load_weight,
-    moments_of,
-    new_weight,
-    random_halves,
-    root_of,
-    store_weight,
-)
+from offload.kernels.cpu.step_parts import Operands
 from offload.kernels.floats import Float
 from offload.kernels.rules import StateFormat
 from offload.kernels.variants import Variant, without_gradient
@@ -95,9 +86,9 @@ def _step(typing, plan, arguments, constants, lo, hi):  # type: ignore[no-untype
         lo, hi = jit.integers(context, builder, signature, args, 3, 5)
         operands = load_operands(builder, variant, packed, scalars)
         if variant.states is StateFormat.INT8:
-            Blocks(builder, variant, operands).loop(lo, hi)
+            Blocks(builder, operands).loop(lo, hi)
         else:
-            _elements(builder, variant, operands, lo, hi)
+            _elements(builder, operands, lo, hi)
         return context.get_dummy_value()
 
     return jit.returns_nothing(plan, arguments, constants, lo, hi), emit
@@ -117,45 +108,39 @@ def load_operands(
     def uint32(place: int) -> Value:
         return builder.trunc(number(place), I32)
 
-    count = RULES[variant.rule].constants
-    blocked = variant.states is StateFormat.INT8
+    count = variant.state_count if variant.states is StateFormat.INT8 else 0
+    constants = range(RULES[variant.rule].constants)
     return Operands(
-        start(GRAD),
-        start(WEIGHT),
-        start(EXTRA),
+        variant, start(GRAD), start(WEIGHT), start(EXTRA),
         [start(STATES + place) for place in range(variant.state_count)],
-        [start(SCALES + place) for place in range(variant.state_count if blocked else 0)],
-        uint32(KEY),
-        uint32(WEIGHT_KEY),
-        uint32(FIRST),
-        number(NUMEL),
-        [builder.load(builder.gep(scalars, [I64(place)])) for place in range(count)],
-    )
+        [start(SCALES + place) for place in range(count)],
+        uint32(KEY), uint32(WEIGHT_KEY), uint32(FIRST), number(NUMEL),
+        [builder.load(builder.gep(scalars, [I64(place)])) for place in constants],
+    )  # fmt: skip
 
 
-def _elements(builder: ir.IRBuilder, variant: Variant, at: Operands, lo: Value, hi: Value) -> None:
+def _elements(builder: ir.IRBuilder, at: Operands, lo: Value, hi: Value) -> None:
     """Emit the loop over elements lo .. hi, for states without a scale."""
-    kind = Float.FP32 if variant.states is StateFormat.FP32 else Float.BF16
+    kind = Float.FP32 if at.variant.states is StateFormat.FP32 else Float.BF16
 
     def step(vector: Lanes, index: Value) -> Iterator[None]:
-        g = load_gradient(vector, variant, at, index)
-        p = load_weight(vector, variant, at, index)
+        g, p = at.load_gradient(vector, index), at.load_weight(vector, index)
         states = [vector.load(kind, array, index) for array in at.states]
         yield
-        new, way = moments_of(vector, variant, at, g, p, states)
-        p = new_weight(vector, variant, at, p, root_of(vector, variant, at, way))
+        new, way = at.moments(vector, g, p, states)
+        p = at.new_weight(vector, p, at.root(vector, way))
         yield
         store_states(vector, index, new)
-        store_weight(vector, variant, at, p, index)
+        at.store_weight(vector, p, index)
 
     def store_states(vector: Lanes, index: Value, new: Sequence[Value]) -> None:
         if kind is Float.FP32:
             for value, array in zip(new, at.states, strict=True):
                 vector.store(kind, value, array, index)
             return
-        halves = random_halves(vector, at, index, at.key)
+        halves = at.random_halves(vector, index, at.key)
         for place, value in enumerate(new):
-            bits = vector.add_noise(value, halves[place], signed=variant.signed[place])
+            bits = vector.add_noise(value, halves[place], signed=at.variant.signed[place])
             vector.store_bf16(bits, at.states[place], index)
 
     sweep(builder, lo, hi, BURST, step)

@@ -16,9 +16,7 @@ may take either.) It is escaped where the byte of an element has no number for i
 what a code holds. If a section gets no slab for escaped values, it ends there, and `undoable_step`
 takes back what it did.
 
-On a Zen 4 core, a step with a split master takes 0.39 ns per element in cache and 0.5 beyond, an
-undoable one 0.76 and 0.95, to undo it 0.54 and 0.7: arithmetic limits, and the slower memory is,
-the less it matters.
+An undoable step takes twice the time of a step in cache: benchmarks/records/kernels.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,13 +29,14 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from offload.kernels.cpu import jit, step_parts
+from offload.kernels.cpu import jit
 from offload.kernels.cpu.lanes import F32, I8, I16, I32, I64, WIDTH, Lanes, Value
 from offload.kernels.cpu.loops import sweep
 from offload.kernels.cpu.noise import Noise
 from offload.kernels.cpu.optimizer import step_arguments
 from offload.kernels.cpu.rule_lanes import RULES
 from offload.kernels.cpu.step_loop import NUMEL, load_operands
+from offload.kernels.cpu.step_parts import Operands
 from offload.kernels.cpu.undo_code import BLOCK, FIELDS, SECTION, SLAB, can_undo, lengths
 from offload.kernels.floats import Array, Float, Runner, check_output, serial
 from offload.kernels.rules import Scalars, StateFormat
@@ -172,7 +171,7 @@ def _block(typing, plan, undo, arguments, numbers, differences, words, lo, hi, w
         first = RULES[variant.rule].constants
         shares = [builder.load(builder.gep(numbers, [I64(first + place)])) for place in range(3)]
         place = cgutils.alloca_once_value(builder, word)
-        block = _Block(builder, variant, at, shares, bytes_, words, place)
+        block = _Block(builder, at, shares, bytes_, words, place)
         sweep(builder, lo, hi, WIDTH, block.restore if undoing else block.record)
         return builder.load(place)
 
@@ -184,20 +183,18 @@ class _Block:
     """Emits the work on a block; `place` is where the number of the next word is kept."""
 
     builder: ir.IRBuilder
-    variant: Variant
-    at: step_parts.Operands
+    at: Operands
     shares: Sequence[Value]
     bytes: Value
     words: Value
     place: Value
 
     def record(self, vector: Lanes, index: Value) -> Iterator[None]:
-        builder, variant, at = self.builder, self.variant, self.at
+        builder, at = self.builder, self.at
         g, before = self._loaded(vector, index)
         yield
-        states, way = step_parts.moments_of(vector, variant, at, g, before[_P], before[:_P])
-        way = step_parts.root_of(vector, variant, at, way)
-        p = step_parts.new_weight(vector, variant, at, before[_P], way)
+        states, way = at.moments(vector, g, before[_P], before[:_P])
+        p = at.new_weight(vector, before[_P], at.root(vector, way))
         fields, escaped = list[Value](), list[tuple[Value, Value]]()
 
         def old(place: int, x: Value) -> Value:
@@ -206,7 +203,7 @@ class _Block:
             code = builder.sub(bits, builder.sub(x, vector.constant(I32, most // 2)))
             code = vector.unsigned_min(code, vector.constant(I32, most))
             values = [bits]
-            if place == _P and variant.master is Master.FP32:
+            if place == _P and at.variant.master is Master.FP32:
                 weight = builder.zext(vector.load_raw(I16, at.weight, index), vector.of(I32))
                 unlike = builder.icmp_unsigned("!=", weight, self._rounded(vector, bits))
                 code = builder.select(unlike, vector.constant(I32, most), code)
@@ -221,14 +218,14 @@ class _Block:
         vector.store_raw(byte, self.bytes, index)
         for value, array in zip(states, at.states, strict=True):
             vector.store(Float.FP32, value, array, index)
-        step_parts.store_weight(vector, variant, at, p, index)
+        at.store_weight(vector, p, index)
         with self._if_any(vector, reduce(builder.or_, [mask for _, mask in escaped])):
             for value, mask in escaped:
                 word = self._move_on(vector, mask)
                 vector.store_raw(vector.compressed(value, mask), self.words, word)
 
     def restore(self, vector: Lanes, index: Value) -> Iterator[None]:
-        builder, variant, at = self.builder, self.variant, self.at
+        builder, at = self.builder, self.at
         g, after = self._loaded(vector, index)
         byte = vector.load_code(self.bytes, index)
         weights = list[Value]()
@@ -240,7 +237,7 @@ class _Block:
             mask = builder.icmp_unsigned("==", code, vector.constant(I32, most))
             x = builder.bitcast(x, vector.of(I32))
             values = [builder.add(builder.sub(x, vector.constant(I32, most // 2)), code)]
-            if place == _P and variant.master is Master.FP32:
+            if place == _P and at.variant.master is Master.FP32:
                 values.append(self._rounded(vector, x))
             merged = [cgutils.alloca_once_value(builder, value) for value in values]
             with self._if_any(vector, mask):
@@ -254,7 +251,7 @@ class _Block:
         *states, p = self._inverted(vector, g, after, old)
         for bits, array in zip(states, at.states, strict=True):
             vector.store_raw(bits, array, index)
-        if variant.master is Master.SPLIT:  # the bits of a NaN, too
+        if at.variant.master is Master.SPLIT:  # the bits of a NaN, too
             high, low = vector.split_bits(p)
             vector.store_raw(high, at.weight, index)
             vector.store_raw(low, at.extra, index)
@@ -265,22 +262,21 @@ class _Block:
 
     def _loaded(self, vector: Lanes, index: Value) -> tuple[Value, list[Value]]:
         """The gradient, and m, v and p."""
-        g = step_parts.load_gradient(vector, self.variant, self.at, index)
         states = [vector.load(Float.FP32, array, index) for array in self.at.states]
-        return g, [*states, step_parts.load_weight(vector, self.variant, self.at, index)]
+        return self.at.load_gradient(vector, index), [*states, self.at.load_weight(vector, index)]
 
     def _inverted(
         self, vector: Lanes, g: Value, new: Sequence[Value], old: Callable[[int, Value], Value]
     ) -> Sequence[Value]:
         """The bits of the old m, v and p, which `old` makes of the place and the x of each."""
-        _, c1, _, c2, _, _, decay, rate = c = step_parts.constants(vector, self.at)
+        _, c1, _, c2, _, _, decay, rate = c = self.at.constants(vector)
         m, v, p = new
-        way = step_parts.root_of(vector, self.variant, self.at, [m, v])
-        x = self._before(vector, p, rate, RULES[self.variant.rule].direction(vector, way), _P)
+        way = self.at.root(vector, [m, v])
+        x = self._before(vector, p, rate, self.at.rule.direction(vector, way), _P)
         x = vector.maximum(x, vector.constant(F32, -np.inf))  # which is no NaN
         p = old(_P, x)
         g = vector.mul(g, c[0])
-        if not self.variant.flag:  # not decoupled
+        if not self.at.variant.flag:  # not decoupled
             g = vector.fma(decay, self.builder.bitcast(p, vector.of(F32)), g)
         moments = []
         for place, (each, factor) in enumerate([(m, c1), (v, vector.mul(c2, g))]):
@@ -298,7 +294,7 @@ class _Block:
     def _rounded(self, vector: Lanes, p: Value) -> Value:
         """The weight beside an fp32 master; both are bits in i32 lanes."""
         value = self.builder.bitcast(p, vector.of(F32))
-        half = self.builder.bitcast(vector.encode(self.variant.weight, value), vector.of(I16))
+        half = self.builder.bitcast(vector.encode(self.at.variant.weight, value), vector.of(I16))
         return self.builder.zext(half, vector.of(I32))
 
     def _if_any(self, vector: Lanes, mask: Value) -> Any:

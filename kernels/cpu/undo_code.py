@@ -18,9 +18,6 @@ per element and 8 KiB at least:
 Sections take slabs as they need them from those of the whole array, since escaped values come in
 heaps: the first gradients of a word after a long time leave no trace of its old m. A block begins
 only if all its old values would fit into the section's slab.
-
-In the training of a small transformer 4 to 6 % of a byte per element are escaped values from step 5
-on, and at step 2, where v grows most, more than there is room for.
 """
 
 from collections.abc import Sequence

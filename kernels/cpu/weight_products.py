@@ -2,15 +2,9 @@
 
     out[m, n] = sum over k of x[m, k] * w[n, k]        x (M, K), w (N, K), fp32 sums
 
-w are the values that `kernels.cpu.quantization` dequantizes to, in registers and nowhere else. On
-one core, 4096 x 4096 weights, groups of 64, milliseconds: straight from codes / dequantized and
-then multiplied by PyTorch (bf16); of one row, `torch._weight_int4pack_mm_for_cpu`, which needs
-codes in an order of its own, takes 0.45:
-
-    rows of x        1            4            8           16
-    INT8       1.01 / 3.15  1.49 / 3.28  3.30 / 3.17  6.01 / 3.73
-    INT4       0.67 / 2.74  1.20 / 2.57  2.61 / 2.79  4.94 / 3.63
-    NF4        0.73 / 2.76  1.11 / 2.71  2.33 / 2.91  4.27 / 3.64
+w are the values that `kernels.cpu.quantization` dequantizes to, in registers and nowhere else: for
+MAX_ROWS rows of x a half to a quarter of the time of dequantizing and a product by PyTorch
+(benchmarks/records/kernels.md).
 
 The order of a sum is fixed. It has 16 lanes. K is cut into spans of 32, and a lane gets two
 elements of each, one after the other, by fused multiply-adds:

@@ -98,8 +98,6 @@ def optimizer_step(
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """The options fixed at compile time."""
-
     constants: tuple[int, ...]
     num_warps: int
     draws: bool  # whether something is rounded stochastically

@@ -234,7 +234,6 @@ class Backlog:
         self._lent.append((slot, mark))
 
     def raise_failure(self) -> None:
-        """Raise what went wrong in a write."""
         if self._failure is not None:
             raise self._failure.again()
 

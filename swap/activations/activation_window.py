@@ -35,7 +35,6 @@ class WindowSlot:
         return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # `self.tensor` and `storage`
 
     def free(self) -> None:
-        """Give the range back to the window."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._window.arena.free(self.offset_bytes)
 

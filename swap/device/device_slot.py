@@ -35,7 +35,6 @@ class Links:
     record_copy: HostCopy = field(default_factory=HostCopy)
 
     def close(self) -> None:
-        """Wait for every copy."""
         try:
             self.to_device.close()
         finally:

@@ -110,7 +110,6 @@ class Bucket:
         self.additions: dict[int, Addition] = {}  # of filled ranges by index
 
     def add_all(self) -> None:
-        """Make the additions of everything that has landed."""
         try:
             for index, add in self.additions.items():
                 add(self.destination[self.run.places[index - self.run.first]])

@@ -54,7 +54,6 @@ class IOWatch:
     # ---- with the lock held
 
     def began(self, piece: IOPiece) -> None:
-        """Record that a call is about to move the piece."""
         if not self._moving:
             self._looks = 0
         self._moving[piece] = time.monotonic()

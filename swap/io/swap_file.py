@@ -41,8 +41,6 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 @dataclass(frozen=True)
 class DirectoryReport:
-    """The result of `check_directory`."""
-
     path: Path  # absolute, links resolved
     free_nbytes: int  # for this user
 

@@ -82,7 +82,6 @@ class TimeoutThread(threading.Thread, Generic[R]):
             self.run()
 
     def run(self) -> None:
-        """Make the call, in this thread."""
         assert self._call is not None, "a thread makes one call"
         function, args = self._call
         try:

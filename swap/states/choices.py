@@ -35,13 +35,11 @@ class Table:
     _shares: dict[int, tuple[float, int]] = field(default_factory=dict)  # the last, and its pass
 
     def begin_pass(self) -> None:
-        """Begin a forward pass of the whole model."""
         self.chosen = {}
         self.settled_at = None
         self._uses = 0
 
     def use(self, item: int) -> None:
-        """Record that the forward pass uses `item`."""
         self._passes += not self._uses
         self._uses += 1
         self.chosen.pop(item, None)

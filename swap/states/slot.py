@@ -129,7 +129,6 @@ class Slot:
         return self.lease is not None and self.lease.in_use()
 
     def has_arrived(self) -> bool:
-        """Whether every transfer into the slot is done."""
         return not self.arrivals or all(arrival.done() for arrival in self.arrivals.values())
 
     # ---------------------------------------------------------------- what a device does with it

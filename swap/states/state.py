@@ -124,7 +124,6 @@ class State(abc.ABC):
         self.pieces = max(1, self._trainable_pieces + behind)
 
     def span(self, piece: int) -> slice:
-        """The bytes of a piece within the buffer."""
         behind = piece - self._trainable_pieces
         if behind >= 0:
             start, end = self.trainable_nbytes + behind * self.piece_nbytes, self.nbytes

@@ -127,7 +127,6 @@ class VersionedFile:
         return FileSnapshot(self._store, blocks)
 
     def free(self) -> None:
-        """Forget all pieces, and give back their extents."""
         for block in self._blocks:
             if block is not None:
                 self._store.free(block)

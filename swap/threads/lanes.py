@@ -41,7 +41,6 @@ def be_worker() -> None:
 
 
 def is_worker() -> bool:
-    """Whether this thread called `be_worker`."""
     return _this_thread.is_worker
 
 
@@ -57,7 +56,6 @@ class Lane:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count a wait."""
         began = time.perf_counter()
         try:
             with profiled(f"wait for {self.kind}"):

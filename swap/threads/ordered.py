@@ -61,7 +61,6 @@ class OrderedWork:
 
     @property
     def pending(self) -> int:
-        """Jobs that have not ended."""
         with self._lock:
             return len(self._waiting) + (self._oldest is not None)
 

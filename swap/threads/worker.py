@@ -25,7 +25,6 @@ _MIN_SHARE = 1 << 16  # elements; waking a thread costs more than it does for fe
 
 
 def available_cores() -> int:
-    """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
 
 

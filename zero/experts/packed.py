@@ -69,5 +69,4 @@ class ExpertTable:
     packed: dict[str, PackedParam] = field(default_factory=dict)  # by their names in the module
 
     def rows_of(self, expert: int) -> dict[str, nn.Parameter]:
-        """Return an expert's rows of the packed parameters."""
         return {name: packed.rows[expert] for name, packed in self.packed.items()}

@@ -36,7 +36,6 @@ class PackedValues:
         self._shown: dict[PackedParam, list[int]] = {}  # and the digests of their rows
 
     def whole(self, packed: PackedParam) -> torch.Tensor:
-        """Return a copy of the values."""
         for group, _ in packed.places:
             group.pending_update.begin_missed()
         made = torch.empty(

@@ -190,7 +190,6 @@ class GradientHandles:
         self._agreed = False
 
     def prepare(self) -> None:
-        """Make all handles."""
         for key, param in self.params.items():
             self._handles[key] = self._made(key)
             param.grad = None
@@ -292,7 +291,6 @@ class GradientHandles:
                     self.packed.arrived(self.params[key])
 
     def clear(self, why: str) -> None:
-        """Clear every parameter's gradient."""
         self._let_go(range(len(self.states)), why)
 
     def _let_go(self, groups: Sequence[int], why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 import torch
@@ -20,34 +20,27 @@ Take = Callable[[int, int, torch.Tensor], None]
 
 
 class GradientHooks:
-    """The hooks on all trainable parameters of one store."""
+    """The hooks on `params`, all trainable parameters of one store."""
 
-    def __init__(self, store: WeightStore, take: Take) -> None:
+    def __init__(self, store: WeightStore, params: Collection[nn.Parameter], take: Take) -> None:
         self._store = store
+        self._params = params
         self._take = take
         self._hook = _Hook(self)
-        for param in self._params():
+        for param in params:
             # the handle is not kept: of thousands of parameters they are as many KiB
             param.register_post_accumulate_grad_hook(self._hook)
 
-    def _params(self) -> Iterator[nn.Parameter]:
-        for group in self._store.groups:
-            for param, spec in zip(group.params, group.layout.params, strict=True):
-                if spec.trainable:
-                    yield param
-
     @defer_signals
     def arrived(self, param: torch.Tensor) -> None:
-        """Note that a gradient of `param` has arrived from autograd."""
         with self._store.one_thread:
             place = self._store.group_of(param)
             assert place is not None, "hooked as one of a group"
             self._take(place[0].index, place[1], param)
 
     def remove(self) -> None:
-        """Take the hooks off."""
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter has its own
-            for param in self._params():
+            for param in self._params:
                 hooks = param._post_accumulate_grad_hooks or {}
                 for number in [number for number, each in hooks.items() if each is self._hook]:
                     del hooks[number]

@@ -107,13 +107,11 @@ class GradientAccumulator:
         return True
 
     def _passed(self, index: int, passes: int) -> None:
-        """Note how many passes a parameter has now."""
         self._having[int(self.passes[index])] -= 1
         self._having[passes] += 1
         self.passes[index] = passes
 
     def _opened(self) -> torch.Tensor:
-        """Return the accumulator, opened if it is not."""
         if self._open is None:
             self.landed.wait()
             buffer = self.state.tensor() if self.has_any else self.state.blank()
@@ -131,7 +129,6 @@ class GradientAccumulator:
         self.close()
 
     def scale(self, index: int, factor: float) -> None:
-        """Multiply a parameter's gradient."""
         self._factors[index] *= factor  # until the values are used
 
     def factor(self, index: int) -> float:
@@ -139,7 +136,6 @@ class GradientAccumulator:
         return self._factors.item(index) * self._share
 
     def drop(self, indices: Sequence[int]) -> None:
-        """Forget the gradients of some parameters."""
         self._arrive()  # nothing may be added to what the next gradient is copied to
         for index in indices:
             self._passed(index, 0)
@@ -207,7 +203,6 @@ class GradientAccumulator:
         self.state.discard()
 
     def clear(self) -> None:
-        """Forget all gradients."""
         self._arrive()
         self._open = None
         self.passes[:] = 0

@@ -61,7 +61,6 @@ class GradientNorms:
         }
 
     def invalidate(self) -> None:
-        """Note that a gradient has changed."""
         self._norms = None
 
     def of(self, places: Sequence[Place], loss_scale: float) -> torch.Tensor:

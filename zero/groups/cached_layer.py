@@ -39,7 +39,6 @@ class CachedLayer:
 
     @property
     def token_numel(self) -> int:
-        """The elements of one token."""
         return self.heads * (self.key_dim + self.value_dim)
 
     def token_nbytes(self, itemsize: int, *, int8: bool = False) -> int:

@@ -135,7 +135,6 @@ class Fetcher:
             self._fetch_all(self.trace.ahead(self._depth))
 
     def fetch_ahead(self) -> None:
-        """Start to fetch the items that are used next."""
         if not self._any_moves or not self._fetch_announced():
             return
         # the last use of an announced item prefetches from the trace, not each of them

@@ -166,7 +166,6 @@ class ParamGroup:
         ]
 
     def own_classes(self) -> list[tuple[torch.nn.Parameter, type]]:
-        """Return the parameters with their original classes."""
         return [(param, classes.own) for param, _, classes, _ in self._managed]
 
     @property
@@ -239,12 +238,6 @@ class ParamGroup:
             for param, _, classes, empty in self._managed:
                 param.__class__ = classes.released  # first: the placeholder must not be read
                 hold(param, empty)
-
-    def show_released(self, param: torch.nn.Parameter, kind: type) -> None:
-        """Give a parameter the class of released parameters again, unless it was gathered
-        meanwhile."""
-        if not self.is_gathered:
-            param.__class__ = kind
 
     def enter(self, user: object, *, calls: bool = False) -> None:
         """Note that `user` (a module's call, a `gathered`) needs the parameters; it must call

@@ -62,7 +62,6 @@ class ParamSpec(ParamShape):
         return self.offset + self.numel
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's view of its flat buffer."""
         return flat[self.offset : self.stop].view(self.shape)
 
 
@@ -77,7 +76,6 @@ class Layout:
 
     @property
     def shard_trainable(self) -> int:
-        """Trainable elements of one rank's shard."""
         return self.numel_trainable // self.ranks
 
     @property

@@ -139,18 +139,14 @@ def group_parameters(
             home.update((id(param), len(groups)) for param in fresh)
             named = {rules.names_of(param): param for param in fresh}
             params_by_names.update(named)
-            shapes = (
-                ParamShape(
-                    names, tuple(local_of(param).shape), param.requires_grad and not frozen
-                )
-                for names, param in named.items()
-            )  # fmt: skip
+            shapes = tuple(
+                ParamShape(names, tuple(local_of(p).shape), p.requires_grad and not frozen)
+                for names, p in named.items()
+            )
+            spread, packed = rules.ep_sizes.get(unit.table, 1), unit.is_packed
             groups.append(
-                GroupShape(
-                    unit.name, tuple(shapes), table=unit.table, packed=unit.is_packed,
-                    ep_size=rules.ep_sizes.get(unit.table, 1),
-                )
-            )  # fmt: skip
+                GroupShape(unit.name, shapes, table=unit.table, packed=packed, ep_size=spread)
+            )
         unit.groups = sorted({home[id(param)] for param in params})
         units.append(unit)
     chosen = experts_per_token_of(model) if any(group.table for group in groups) else None
@@ -169,6 +165,9 @@ def _check_classes(block_classes: Sequence[str], model: nn.Module) -> None:
                 f"groups.blocks: the model has no module of class {name} with parameters; "
                 f"it has {', '.join(sorted(classes))}"
             )
+
+
+Units = Iterator[tuple[Unit, list[nn.Parameter]]]
 
 
 class _Rules:
@@ -207,9 +206,7 @@ class _Rules:
         """Return a parameter's names; for a row, those of its packed parameter with its number."""
         return self._rows.get(id(param)) or tuple(self._names[id(param)])
 
-    def units(
-        self, module: nn.Module, name: str = ""
-    ) -> Iterator[tuple[Unit, list[nn.Parameter]]]:  # fmt: skip
+    def units(self, module: nn.Module, name: str = "") -> Units:
         """Yield units depth first: a block or small subtree is one unit, else own parameters, then
         children. Experts are units behind the one around them."""
         if id(module) in self._tables:
@@ -232,9 +229,7 @@ class _Rules:
             else:
                 yield from self.units(child, path)
 
-    def _whole(
-        self, module: nn.Module, name: str, *, repeated: bool
-    ) -> Iterator[tuple[Unit, list[nn.Parameter]]]:
+    def _whole(self, module: nn.Module, name: str, *, repeated: bool) -> Units:
         """Yield a module as one unit, but for the experts in it."""
         within = list(self._tables_within(module, name))
         apart = {id(param) for _, table in within for param in table.parameters()}
@@ -314,10 +309,7 @@ class _Rules:
             else:
                 yield from self._tables_within(child, path)
 
-    def _experts_of(
-        self, table: nn.Module, name: str
-    ) -> Iterator[tuple[Unit, list[nn.Parameter]]]:  # fmt: skip
-        """Yield each expert as a unit, with its parameters."""
+    def _experts_of(self, table: nn.Module, name: str) -> Units:
         self.ep_sizes[name] = ep_size_of(table)
         if id(table) not in self._packed_tables:
             for child_name, expert in _listed(table):

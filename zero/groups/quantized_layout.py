@@ -44,28 +44,19 @@ def refusal(shape: Sequence[int], weights: WeightFormat) -> str | None:
     """
     if len(shape) < 2:
         return f"it has {len(shape)} dimensions, and only matrices are stored in fewer bits"
-    row, size = shape[-1], weights.group_size
-    if weights.quant_type is not QuantType.NF4:
-        if row % size:
-            return f"its rows of {row} elements are no whole groups of {size}"
-        return None
-    numel = math.prod(shape)
-    if numel % size:
-        return f"its {numel} elements are no whole groups of {size}"
-    return None
+    numel, size = math.prod(shape), weights.group_size
+    if weights.quant_type is not QuantType.NF4 and shape[-1] % size:
+        return f"its rows of {shape[-1]} elements are no whole groups of {size}"
+    return f"its {numel} elements are no whole groups of {size}" if numel % size else None
 
 
 def lay_out_quantized(layout: Layout, itemsize: int) -> QuantizedLayout:
     """Return the stored buffer of one rank's group, whose elements have `itemsize` bytes in a slot.
     Each parameter can be stored as its spec says (see `refusal`)."""
-    parts = []
-    end = 0
+    parts, end = [], 0
     for spec in layout.params:
-        weights = spec.stored
-        nbytes = spec.numel * itemsize
-        stored = nbytes
-        if weights is not None:
-            stored = weights.stored_nbytes(spec.numel)
+        weights, nbytes = spec.stored, spec.numel * itemsize
+        stored = nbytes if weights is None else weights.stored_nbytes(spec.numel)
         begin = spec.offset * itemsize
         values, there = slice(begin, begin + nbytes), slice(end, end + stored)
         parts.append(QuantizedPart(spec, values, there, weights))

@@ -59,15 +59,13 @@ class Storage:
         stored = [param for param in params if self.stores(param)]
         if not stored:
             raise ConfigError(f"storage.weights: {self.format.name}: {self._why_none(params)}")
-        refused = [p.names[0] for p in stored if refusal(p.shape, self.format) is not None]
-        for param in stored:
-            why = refusal(param.shape, self.format)
-            if why is not None:
-                raise ConfigError(
-                    f"storage.group_size: {self.format.group_size}: {param.names[0]} cannot be "
-                    f"stored in {self.format.name}: {why}; set another storage.group_size, or add "
-                    f"to storage.skip what has such a shape ({_listing(refused)})"
-                )
+        refused = {p.name: why for p in stored if (why := refusal(p.shape, self.format))}
+        for name, why in refused.items():
+            raise ConfigError(
+                f"storage.group_size: {self.format.group_size}: {name} cannot be stored in "
+                f"{self.format.name}: {why}; set another storage.group_size, or add to "
+                f"storage.skip what has such a shape ({_listing(list(refused))})"
+            )
 
     def _why_none(self, params: Sequence[ParamShape]) -> str:
         frozen = [param for param in params if not param.trainable]

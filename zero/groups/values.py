@@ -165,12 +165,10 @@ class ParameterValues(WeightValues):
         return tuple(kept.states) if kept.master is Master.NONE else (*kept.states, "master")
 
     def read_steps(self, param: nn.Parameter) -> int:
-        """Return how often the optimizer has updated a trained parameter."""
         group, index = self._first(param)
         return int(self._state_of(group).steps[index])
 
     def write_steps(self, param: nn.Parameter, steps: int) -> None:
-        """Set how often the optimizer has updated a trained parameter."""
         for row in self._store.rows_of(param):
             group, index = self._find(row)
             group.pending_update.wait()  # also for missed steps: the step count includes them

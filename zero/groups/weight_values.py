@@ -48,8 +48,11 @@ class WeightValues:
         """Provide full parameters for reading and writing. A parameter that was written keeps
         exactly what was written: its master becomes that value."""
         plain, packed = self._apart(params)
-        with self._packed.shown(packed, keep=True), self._gathered(plain):
-            yield
+        groups = self._groups_of(plain)
+        with self._packed.shown(packed, keep=True), self._entered(groups):
+            before = [_digests(group) for group in groups]
+            with ending_with(lambda: self._accept_changes(groups, before)):
+                yield
 
     def _apart(
         self, params: Sequence[nn.Parameter]
@@ -58,14 +61,6 @@ class WeightValues:
         pairs = [(param, self._store.packed_of(param)) for param in params]
         packed = [each for _, each in pairs if each is not None]
         return [param for param, each in pairs if each is None], list(dict.fromkeys(packed))
-
-    @contextmanager
-    def _gathered(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        groups = self._groups_of(params)
-        with self._entered(groups):
-            before = [_digests(group) for group in groups]
-            with ending_with(lambda: self._accept_changes(groups, before)):
-                yield
 
     def _groups_of(self, params: Sequence[nn.Parameter]) -> list[ParamGroup]:
         return list(dict.fromkeys(self._find(param)[0] for param in params))

@@ -50,7 +50,6 @@ class WriteTracker:
         self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
 
     def note_update(self) -> None:
-        """Note that an update was submitted."""
         self.version += 1
         self.updated_at = self.version
 

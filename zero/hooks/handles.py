@@ -106,8 +106,12 @@ class SavedTensor:
         if parked is not None:
             forget_values(self._detached)
 
+    @property
+    def changed(self) -> bool:
+        return self._detached._version != self._version
+
     def tensor(self) -> torch.Tensor:
-        if self._detached._version != self._version:
+        if self.changed:
             _refuse(self._detached, self._version, f"a tensor of shape {tuple(self._shape)}")
         return self._detached if self._parked is None else self._parked.tensor()
 

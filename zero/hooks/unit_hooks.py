@@ -369,7 +369,6 @@ class _Guard:
         )
 
     def remove(self) -> None:
-        """Also the hooks that torch has."""
         for handle in self.registered:
             handle.remove()
         if self.module._compiled_call_impl is self:

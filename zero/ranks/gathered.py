@@ -267,16 +267,8 @@ class ReplicatedState(SharedState):
         update: Callable[[], Transfer[None] | None], rank: int,
     ) -> None:  # fmt: skip
         super().__init__(home, part, itemsize, gatherer, update, rank * home.pieces_per_stride)
-        self._outdated = False
-        self._frozen_outdated = False
-
-    @property
-    def in_place(self) -> bool:  # type: ignore[override]
-        return self.home.in_place
-
-    @property
-    def at_home_on_device(self) -> bool:  # type: ignore[override]
-        return self.home.at_home_on_device
+        self.in_place, self.at_home_on_device = home.in_place, home.at_home_on_device
+        self._outdated = self._frozen_outdated = False
 
     @property
     def is_outdated(self) -> bool:

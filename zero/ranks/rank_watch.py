@@ -68,8 +68,6 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """One rank's record."""
-
     beat: int  # counts up while the rank lives
     doing: Sequence[str] = ()  # the collectives that it is in
     left: str | None = None  # why, "" if it has simply closed its engine
@@ -157,8 +155,8 @@ class RankWatch:
         watched, limit = self._begin(what, groups, members, on_device)
         try:
             if not watched.is_queued:
-                for group in groups:
-                    limit_waits(group, limit)
+                for group in groups:  # not in every PyTorch: then the limit is `timeout_s`
+                    getattr(group, "set_timeout", lambda _: None)(limit)
             with self.lane.waiting():
                 yield limit
         except RuntimeError as error:
@@ -354,15 +352,6 @@ def _find_missing(
 
 def _place_of(record: RankRecord) -> str:
     return " and ".join(record.doing) or "none of the engine's collectives"
-
-
-def limit_waits(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Limit how long collectives of `group` wait from now on, those in progress excepted."""
-    set_timeout = getattr(
-        group, "set_timeout", None
-    )  # not in every PyTorch: then it is `timeout_s`
-    if set_timeout is not None:
-        set_timeout(limit)
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -189,7 +189,6 @@ class Ranks:
         )
 
     def _texts(self, mine: str) -> list[str]:
-        """Return every rank's text."""
         said = mine.encode()[:_MAX_TEXT_NBYTES].ljust(_MAX_TEXT_NBYTES, b"\0")
         rows = self._gather(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
@@ -315,7 +314,6 @@ def _group_of(ranks: Sequence[int], limit: timedelta, backend: str | None = None
 
 
 def end_world() -> None:
-    """End the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

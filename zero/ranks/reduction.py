@@ -222,8 +222,6 @@ class Reductions:
 
 
 class SharedReductions(Reductions):
-    """The reductions of a rank among others."""
-
     has_others = True
 
     def __init__(

@@ -46,7 +46,6 @@ class _ModuleState:
 
     @classmethod
     def of(cls, module: nn.Module, path: str) -> _ModuleState:
-        """Return the state that a module has now."""
         attributes = {name: v for name, v in vars(module).items() if name not in _NOT_STATE}
         return cls(module, path, attributes, dict(module._buffers))
 

@@ -82,7 +82,6 @@ class _RecomputedBlock:
         unit.module.forward = self
 
     def remove(self) -> None:
-        """Let the block have the forward again that it had before."""
         if self._overrides:
             self._unit.module.forward = self.own
         else:

@@ -42,16 +42,6 @@ class _Alias:
         return self.tensor._version != self._version
 
 
-class _Kept(SavedTensor):
-    """A kept tensor once its block has run. Unlike autograd's own it may be changed."""
-
-    __slots__ = ()
-
-    @property
-    def changed(self) -> bool:
-        return self._detached._version != self._version
-
-
 class SelectiveCheckpoint:
     """One block's products, in the order they were computed."""
 
@@ -78,9 +68,10 @@ class SelectiveCheckpoint:
             return None
         return pytree.tree_map_only(_Alias, self._saved, outputs)
 
-    def _saved(self, alias: _Alias) -> _Kept:
+    def _saved(self, alias: _Alias) -> SavedTensor:
+        """Return a kept tensor once its block has run. Unlike autograd's it may be changed."""
         parked = None if self._keeper is None else self._keeper.keep(alias.tensor)
-        return _Kept(alias.tensor, parked)
+        return SavedTensor(alias.tensor, parked)
 
     @contextmanager
     def calls_again(self) -> Iterator[None]:
@@ -165,9 +156,9 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 def _is_lost(outputs: Any | None) -> bool:
     """Return whether outputs of a call were changed in place: in its block (None) or outside."""
     leaves = pytree.tree_leaves(outputs)
-    return outputs is None or any(leaf.changed for leaf in leaves if isinstance(leaf, _Kept))
+    return outputs is None or any(leaf.changed for leaf in leaves if isinstance(leaf, SavedTensor))
 
 
 def _restored(outputs: Any) -> Any:
     """Return new tensors each time: autograd writes its graph into what an operation returns."""
-    return pytree.tree_map_only(_Kept, lambda saved: _detached(saved.tensor()), outputs)
+    return pytree.tree_map_only(SavedTensor, lambda saved: _detached(saved.tensor()), outputs)

@@ -72,8 +72,6 @@ class Terms:
 
 @dataclass(slots=True)
 class GroupUpdate:
-    """One group's pending update."""
-
     state: OptimizerState
     segments: Sequence[Segment]
     ready: Transfer[None]

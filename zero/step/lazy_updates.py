@@ -61,7 +61,6 @@ class LazyUpdates:
         return self._first + len(self._steps)
 
     def begin_step(self, hyper_of: HyperOf) -> None:
-        """Note the numbers of a step that is made."""
         for number, table in enumerate(self._tables):
             step: list[Hyper | None] = [None] * len(self._states[table.groups[0].index].steps)
             for packed in table.packed.values():
@@ -128,7 +127,6 @@ class LazyUpdates:
         return updates
 
     def lacks(self, state: OptimizerState) -> bool:
-        """Return whether a group has missed any step."""
         return state.group.index in self._lacks
 
     def overdue(self) -> list[ParamGroup]:
@@ -140,7 +138,6 @@ class LazyUpdates:
         ]  # fmt: skip
 
     def behind(self) -> list[ParamGroup]:
-        """Return groups that have missed any step."""
         return [self._states[index].group for index in self._lacks]
 
 

@@ -34,8 +34,6 @@ from offload.tiers.units import round_up
 if TYPE_CHECKING:
     import torch
 
-    from offload.kernels.cpu.state_codec import Stored
-
 STAGGER_NBYTES = 17 * 64
 ALIGN_NBYTES = 512  # of arrays that share a staging buffer on a device
 _STATE_DTYPES: dict[StateFormat, np.dtype[Any]] = {
@@ -104,7 +102,6 @@ class RecordFormat:
         return [*offsets, max(end, 64)]  # an optimizer without states has records all the same
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a record of `numel` elements."""
         return self.offsets(numel)[-1]
 
     def arrays(self, record: torch.Tensor, numel: int) -> dict[str, Array]:
@@ -164,22 +161,22 @@ class RecordFormat:
         from offload.kernels.cpu.state_codec import decode_state
 
         stored = self._stored(arrays, name, span)
-        return decode_state(stored, self.state_format, signed=is_signed(name))
+        return decode_state(*stored, self.state_format, signed=is_signed(name))
 
     def write_state(self, arrays: dict[str, Array], name: str, span: slice, values: Array) -> None:
         """Overwrite part of a state; what `read_state` gave is kept exactly."""
         from offload.kernels.cpu.state_codec import encode_state
 
         stored = self._stored(arrays, name, span)
-        encode_state(values, stored, self.state_format, signed=is_signed(name))
+        encode_state(values, *stored, self.state_format, signed=is_signed(name))
 
-    def _stored(self, arrays: dict[str, Array], name: str, span: slice) -> Stored:
-        from offload.kernels.cpu.state_codec import Stored
-
+    def _stored(
+        self, arrays: dict[str, Array], name: str, span: slice
+    ) -> tuple[Array, Array | None]:
+        """Return part of a state as it is kept, and the scales of 8-bit states."""
         if self.state_format is not StateFormat.INT8:
-            return Stored(arrays[name][span])
-        scales = self.field_spans(span)[_scale(name)]
-        return Stored(arrays[name][span], arrays[_scale(name)][scales])
+            return arrays[name][span], None
+        return arrays[name][span], arrays[_scale(name)][self.field_spans(span)[_scale(name)]]
 
 
 def _scale(name: str) -> str:

@@ -81,8 +81,6 @@ class Homes(WeightHomes, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """The settings of a runtime."""
-
     dtype: torch.dtype
     device: torch.device
     chunk_numel: int
@@ -203,7 +201,6 @@ class Runtime:
         layout = part.layout
 
         def local() -> GradientAccumulator:
-            """Make an accumulator of the whole group, before other ranks' gradients come to it."""
             return GradientAccumulator(
                 name, [spec for spec in layout.params if spec.trainable], self.own, accumulate,
                 lambda itemsize: self._homes.gradients(
@@ -228,7 +225,8 @@ class Runtime:
             ]
         )  # fmt: skip
         self.gradients.prepare()
-        self._gradient_hooks = GradientHooks(self.store, self._take)
+        params = self.gradients.params.values()
+        self._gradient_hooks = GradientHooks(self.store, params, self._take)
 
     # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:

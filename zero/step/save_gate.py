@@ -51,7 +51,6 @@ class SaveGate:
             return False
 
     def holds_back(self, index: int) -> bool:
-        """Return whether a group may not be overwritten yet."""
         with self._lock:
             return index in self._held and index not in self._admitted
 
@@ -64,7 +63,6 @@ class SaveGate:
                 self._wanted.move_to_end(index, last=False)
 
     def await_admission(self, index: int) -> None:
-        """Block until a group may be overwritten."""
         while not self.admits(index):
             self.want(index)
             with self._lock:

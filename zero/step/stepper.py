@@ -85,7 +85,6 @@ class PassCounts:
         return max((int(each.max()) for each in passes if each.size), default=0)
 
     def forget(self) -> None:
-        """Begin to count from 0."""
         for passes in (*self._all, *self.readable):
             passes[:] = 0
 

@@ -65,23 +65,17 @@ def hold(param: torch.Tensor, values: torch.Tensor) -> None:
         param.data = values
         return
     if param.dtype is not values.dtype:
-        spec = param._spec
-        assert spec.tensor_meta is not None, "of a tensor with values"
-        param._spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=values.dtype))
+        param._spec = _spec_of(param, values.dtype)
         param.data = rebuilt(values, param._spec)  # the format that the wrapper shows
     param._local_tensor = values
 
 
 def forget_values(tensor: torch.Tensor) -> None:
     """Let `tensor` hold no memory; it keeps sharing its version counter."""
-    if type(tensor) is torch.Tensor:
-        tensor.data = _empty(tensor.dtype, tensor.device)
-        return
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     if is_dtensor(tensor):
-        tensor._local_tensor = empty
+        tensor._local_tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     else:
-        tensor.data = empty
+        tensor.data = _empty(tensor.dtype, tensor.device)
 
 
 @functools.cache
@@ -100,13 +94,13 @@ def rebuilt(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return `local` as a part of a tensor that is spread over ranks as `param` is."""
-    if not is_dtensor(param):
-        return local
+    return rebuilt(local, _spec_of(param, local.dtype)) if is_dtensor(param) else local
+
+
+def _spec_of(param: DTensor, dtype: torch.dtype) -> DTensorSpec:
     spec = param._spec
     assert spec.tensor_meta is not None, "of a tensor with values"
-    return rebuilt(
-        local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    )  # fmt: skip
+    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
 
 @torch.no_grad()

@@ -216,7 +216,7 @@ class ReleasedParameters:
             return self._differentiate(function, params, args, kwargs)
         if name == "as_strided":
             function = functools.partial(_as_strided, function)
-        groups = list(dict.fromkeys(self._group_of(param) for param in params))
+        groups = list(dict.fromkeys(self._place_of(param)[0] for param in params))
         is_quantized = all(group.is_left_quantized for group in groups)
         if is_quantized and not torch.is_grad_enabled() and not in_transform():
             result = compute(function, name, args, kwargs, self._stored)
@@ -228,18 +228,17 @@ class ReleasedParameters:
             return self._in_graph(function, name, args, kwargs, params)
         return self._paged(function, args, kwargs, params)
 
-    def _group_of(self, param: nn.Parameter) -> ParamGroup:
+    def _place_of(self, param: nn.Parameter) -> tuple[ParamGroup, int]:
         place = self._find(param)
         assert place is not None, "released parameters are managed ones"
-        return place[0]
+        return place
 
     def _name_of(self, param: nn.Parameter) -> str:
         packed = self._packed_of(param)
         if packed is not None:
             return packed.name
-        place = self._find(param)
-        assert place is not None, "released parameters are managed ones"
-        return place[0].layout.params[place[1]].name
+        group, index = self._place_of(param)
+        return group.layout.params[index].name
 
     def _check(self, params: Sequence[nn.Parameter]) -> None:
         if self.closed is not None:
@@ -257,12 +256,11 @@ class ReleasedParameters:
         other value."""
         if type(value) not in self._released:
             return None
-        place = self._find(value)
-        assert place is not None, "released parameters are managed ones"
-        quantizer, stored = place[0].state.quantized()
+        group, index = self._place_of(value)
+        quantizer, stored = group.state.quantized()
         assert isinstance(quantizer, WeightQuantizer), "of frozen weights"
-        part = quantizer.layout.parts[place[1]]
-        return StoredParam(part, stored[part.stored], quantizer, place[0].dtype)
+        part = quantizer.layout.parts[index]
+        return StoredParam(part, stored[part.stored], quantizer, group.dtype)
 
     # ---------------------------------------------------------------- packed ones
     def hide(self, packed: PackedParam, dtype: torch.dtype, device: torch.device) -> None:
@@ -308,7 +306,7 @@ class ReleasedParameters:
         refuse_in_transforms(self._name_of(params[0]))
         with self._values.reading(params):
             for param in params:
-                self._handles.note(self._group_of(param))
+                self._handles.note(self._place_of(param)[0])
             session = Session(self._handles)
             session.open()
             try:
@@ -331,7 +329,7 @@ class ReleasedParameters:
         if any(is_dtensor(param) for param in params):
             with self._values.gathered(params):
                 for param in params:
-                    self._handles.note(self._group_of(param))
+                    self._handles.note(self._place_of(param)[0])
                 result = function(*args, **kwargs)
                 return mapped(result, lambda value: self._apart(value, params))
         name = getattr(function, "__name__", "")
@@ -368,7 +366,8 @@ class ReleasedParameters:
             return function(*args, **kwargs)
         finally:
             for param, kind in released:
-                self._group_of(param).show_released(param, kind)
+                if not self._place_of(param)[0].is_gathered:  # meanwhile
+                    param.__class__ = kind
 
     def _assign(self, param: nn.Parameter, value: Any) -> None:
         """Set `param.data = value`."""
