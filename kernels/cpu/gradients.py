@@ -75,20 +75,6 @@ def add_gradient(
     _run(Action.ADD | Float.FP32 << 1 | src_float << 3, dst, src, partials, run)
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    action: Action
-    dst: Float
-    src: Float
-
-
-@dataclass(frozen=True, slots=True)
-class Pointers:
-    dst: Value
-    src: Value
-    partials: Value
-
-
 def _run(code: int, dst: Array, src: Array, partials: Array, run: Runner) -> None:
     blocks = norm_blocks(dst.shape[0])
     check_output("partials", partials, _FP64, blocks)
@@ -97,71 +83,74 @@ def _run(code: int, dst: Array, src: Array, partials: Array, run: Runner) -> Non
 
 def _emit(builder: ir.IRBuilder, code: int, arrays: Any, lo: Value, hi: Value) -> None:
     """Emit the loop over blocks lo .. hi."""
-    variant = Variant(Action(code & 1), Float(code >> 1 & 3), Float(code >> 3 & 3))
-    at, numel = Pointers(*(array.data for array in arrays)), arrays[0].nitems
+    dst, src, partials = (array.data for array in arrays)
+    numel, floats = arrays[0].nitems, (Float(code >> 1 & 3), Float(code >> 3 & 3))
+    block = _Block(builder, Action(code & 1), *floats, dst, src)
     with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
         start = builder.mul(number, I64(NORM_BLOCK))
         limit = builder.add(start, I64(NORM_BLOCK))
         end = builder.select(builder.icmp_signed("<", limit, numel), limit, numel)
-        total = block(builder, variant, at, start, end)
-        builder.store(total, builder.gep(at.partials, [number]))
+        builder.store(block.emit(start, end), builder.gep(partials, [number]))
 
 
 _kernel = jit.kernels_of(_emit, jit.digest(__file__))
 
 
-def block(builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value) -> Value:
-    """Emit the work on elements start .. end; the value is their sum of squares, fp64."""
-    whole = builder.sub(end, builder.urem(builder.sub(end, start), I64(SUM_LANES)))
-    lanes = _vectors(builder, variant, at, start, whole)
-    sums = Lanes(builder, WIDTH)
-    memory = cgutils.alloca_once(builder, ir.ArrayType(F64, SUM_LANES))
-    for place, value in enumerate(lanes):
-        sums.store_raw(value, memory, I64(place * WIDTH))
-    _elements(builder, variant, at, memory, whole, end)
-    low, high = (sums.load_raw(F64, memory, I64(i)) for i in range(0, SUM_LANES, WIDTH))
-    return sums.sum_of(sums.add(low, high))
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Emits the work on a block; `dst` and `src` are the starts of the arrays."""
 
+    builder: ir.IRBuilder
+    action: Action
+    dst_float: Float
+    src_float: Float
+    dst: Value
+    src: Value
 
-def _vectors(
-    builder: ir.IRBuilder, variant: Variant, at: Pointers, start: Value, end: Value
-) -> list[Value]:
-    """Rounds of SUM_LANES elements; the lanes' sums stay in registers."""
-    vector = Lanes(builder, WIDTH)
-    places = range(SUM_LANES // WIDTH)
-    totals = [cgutils.alloca_once(builder, vector.of(F64)) for _ in places]
-    for total in totals:
-        builder.store(vector.constant(F64, 0.0), total)
-    with cgutils.for_range_slice(builder, start, end, I64(SUM_LANES), I64) as (index, _):
-        indices = [builder.add(index, I64(place * WIDTH)) for place in places]
-        pairs = zip(indices, totals, strict=True)
-        interleave([_step(vector, variant, at, *pair) for pair in pairs])
-    return [builder.load(total) for total in totals]
+    def emit(self, start: Value, end: Value) -> Value:
+        """Emit the work on elements start .. end; the value is their sum of squares, fp64."""
+        builder = self.builder
+        whole = builder.sub(end, builder.urem(builder.sub(end, start), I64(SUM_LANES)))
+        lanes = self._vectors(start, whole)
+        sums = Lanes(builder, WIDTH)
+        memory = cgutils.alloca_once(builder, ir.ArrayType(F64, SUM_LANES))
+        for place, value in enumerate(lanes):
+            sums.store_raw(value, memory, I64(place * WIDTH))
+        self._elements(memory, whole, end)
+        low, high = (sums.load_raw(F64, memory, I64(i)) for i in range(0, SUM_LANES, WIDTH))
+        return sums.sum_of(sums.add(low, high))
 
+    def _vectors(self, start: Value, end: Value) -> list[Value]:
+        """Rounds of SUM_LANES elements; the lanes' sums stay in registers."""
+        builder, vector = self.builder, Lanes(self.builder, WIDTH)
+        places = range(SUM_LANES // WIDTH)
+        totals = [cgutils.alloca_once(builder, vector.of(F64)) for _ in places]
+        for total in totals:
+            builder.store(vector.constant(F64, 0.0), total)
+        with cgutils.for_range_slice(builder, start, end, I64(SUM_LANES), I64) as (index, _):
+            indices = [builder.add(index, I64(place * WIDTH)) for place in places]
+            pairs = zip(indices, totals, strict=True)
+            interleave([self._step(vector, *pair) for pair in pairs])
+        return [builder.load(total) for total in totals]
 
-def _elements(
-    builder: ir.IRBuilder, variant: Variant, at: Pointers, memory: Value, start: Value, end: Value
-) -> None:
-    """The last fewer than SUM_LANES elements of an array, each into its lane."""
-    with cgutils.for_range_slice(builder, start, end, I64(1), I64) as (index, _):
-        lane = builder.sub(index, start)
-        single = Lanes(builder, 1)
-        total = builder.bitcast(builder.gep(memory, [I64(0), lane]), single.of(F64).as_pointer())
-        interleave([_step(single, variant, at, index, total)])
+    def _elements(self, memory: Value, start: Value, end: Value) -> None:
+        """The last fewer than SUM_LANES elements of an array, each into its lane."""
+        builder, single = self.builder, Lanes(self.builder, 1)
+        with cgutils.for_range_slice(builder, start, end, I64(1), I64) as (index, _):
+            lane = builder.gep(memory, [I64(0), builder.sub(index, start)])
+            total = builder.bitcast(lane, single.of(F64).as_pointer())
+            interleave([self._step(single, index, total)])
 
-
-def _step(
-    vector: Lanes, variant: Variant, at: Pointers, index: Value, total: Value
-) -> Iterator[None]:
-    """One vector of elements: load, (yield), compute, store, and add the squares to *total."""
-    raw = vector.load_raw(STORAGE[variant.src], at.src, index)
-    value = vector.decode(variant.src, raw)
-    if variant.action is Action.ADD:
-        value = vector.add(vector.load(variant.dst, at.dst, index), value)
-    yield
-    same = variant.action is Action.COPY and variant.dst is variant.src
-    stored = raw if same else vector.encode(variant.dst, value)
-    vector.store_raw(stored, at.dst, index)
-    value = vector.decode(variant.dst, stored)
-    wide, builder = vector.widen(value), vector.builder
-    builder.store(vector.fma(wide, wide, builder.load(total)), total)
+    def _step(self, vector: Lanes, index: Value, total: Value) -> Iterator[None]:
+        """One vector of elements: load, (yield), compute, store, and add the squares to *total."""
+        raw = vector.load_raw(STORAGE[self.src_float], self.src, index)
+        value = vector.decode(self.src_float, raw)
+        if self.action is Action.ADD:
+            value = vector.add(vector.load(self.dst_float, self.dst, index), value)
+        yield
+        same = self.action is Action.COPY and self.dst_float is self.src_float
+        stored = raw if same else vector.encode(self.dst_float, value)
+        vector.store_raw(stored, self.dst, index)
+        wide = vector.widen(vector.decode(self.dst_float, stored))
+        builder = self.builder
+        builder.store(vector.fma(wide, wide, builder.load(total)), total)

@@ -50,7 +50,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -395,14 +395,10 @@ def _extremes(vector: CodeLanes, loaded: Sequence[Value]) -> tuple[Value, Value]
     builder = vector.builder
     ups = [builder.bitcast(value, vector.of(I32)) for value in loaded]
     sign = vector.constant(I32, 0x80000000)
-    zero = vector.constant(I32, 0)
-    extremes = []
-    for lanes in (ups, [builder.xor(bits, sign) for bits in ups]):
-        upper = zero
-        for bits in lanes:
-            upper = vector.signed_max(upper, bits)
-        extremes.append(vector.largest(upper))  # none is negative
-    return extremes[0], extremes[1]
+    downs = [builder.xor(bits, sign) for bits in ups]
+    # lanes of which none is negative
+    up, down = (reduce(vector.signed_max, each, vector.constant(I32, 0)) for each in (ups, downs))
+    return vector.largest(up), vector.largest(down)
 
 
 def _scale(vector: CodeLanes, quant: QuantType, up: Value, down: Value) -> tuple[Value, Value]:

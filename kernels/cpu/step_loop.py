@@ -11,12 +11,12 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from offload.kernels.cpu import jit
-from offload.kernels.cpu.block_loop import Blocks
-from offload.kernels.cpu.int8 import BLOCK
-from offload.kernels.cpu.lanes import I8, I32, I64, WIDTH, Lanes, Value, has_wide_registers
+from offload.kernels.cpu.int8 import BLOCK, decode_int8, encode_int8, scale_bits_for
+from offload.kernels.cpu.lanes import F32, I8, I32, I64, WIDTH, Lanes, Value, has_wide_registers
 from offload.kernels.cpu.loops import sweep
 from offload.kernels.cpu.rule_lanes import RULES
 from offload.kernels.cpu.step_parts import Operands
@@ -27,13 +27,15 @@ from offload.kernels.variants import Variant, without_gradient
 # Elements per round of a loop: a round loads from all arrays, computes, then stores. 128 fill the
 # 32 registers of AVX-512 (4 operands of 8 vectors; 256 spill), 16 are what AVX2's 16 can hold.
 BURST = 128 if has_wide_registers() else WIDTH
+# Elements per round of the second sweep: the root of one vector hides behind the codes of another.
+_CODE_BURST = 2 * WIDTH
 SPAN = 2048  # elements on which several steps are made in turn: 24 KiB of fp32 weight and states
 # Places in the kernel's `arguments`: addresses, then numbers.
 GRAD, WEIGHT, EXTRA, STATES, SCALES, KEY, WEIGHT_KEY, FIRST, NUMEL = 0, 1, 2, 3, 6, 8, 9, 10, 11
 ARGUMENTS = 12
 _DIGEST = jit.digest(
-    __file__, "cpu/block_loop.py", "cpu/int8.py", "cpu/noise.py", "cpu/rule_lanes.py",
-    "rules.py", "cpu/step_parts.py", "variants.py",
+    __file__, "cpu/int8.py", "cpu/noise.py", "cpu/rule_lanes.py", "rules.py", "cpu/step_parts.py",
+    "variants.py",
 )  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def _step(typing, plan, arguments, constants, lo, hi):  # type: ignore[no-untype
         lo, hi = jit.integers(context, builder, signature, args, 3, 5)
         operands = load_operands(builder, variant, packed, scalars)
         if variant.states is StateFormat.INT8:
-            Blocks(builder, operands).loop(lo, hi)
+            _Blocks(builder, operands).loop(lo, hi)
         else:
             _elements(builder, operands, lo, hi)
         return context.get_dummy_value()
@@ -144,3 +146,101 @@ def _elements(builder: ir.IRBuilder, at: Operands, lo: Value, hi: Value) -> None
             vector.store_bf16(bits, at.states[place], index)
 
     sweep(builder, lo, hi, BURST, step)
+
+
+class _Blocks:
+    """Emits the loop over blocks, for 8-bit states."""
+
+    def __init__(self, builder: ir.IRBuilder, at: Operands) -> None:
+        self.builder, self.at = builder, at
+        self.signed = at.variant.signed
+        # Per state: the new values of a block (in the order of lanes), and their largest magnitude.
+        room = ir.ArrayType(F32, BLOCK)
+        self.fresh = [cgutils.alloca_once(builder, room) for _ in at.states]
+        self.largest = {
+            width: [cgutils.alloca_once(builder, ir.VectorType(I32, width)) for _ in at.states]
+            for width in (WIDTH, 1)
+        }
+
+    def loop(self, lo: Value, hi: Value) -> None:
+        builder = self.builder
+        with cgutils.for_range_slice(builder, lo, hi, I64(1), I64) as (number, _):
+            start = builder.mul(number, I64(BLOCK))
+            limit = builder.add(start, I64(BLOCK))
+            numel = self.at.numel
+            end = builder.select(builder.icmp_signed("<", limit, numel), limit, numel)
+            self._update(number, start, end)
+            scales = [self._new_scale(place, number) for place in range(len(self.at.states))]
+            self._encode(scales, start, end)
+
+    def _update(self, number: Value, start: Value, end: Value) -> None:
+        """First sweep: new states into the buffer, with their largest magnitudes."""
+        builder, at = self.builder, self.at
+        old = [builder.load(self._scale(place, number)) for place in range(len(at.states))]
+        for width, places in self.largest.items():
+            for place in places:
+                builder.store(Lanes(builder, width).constant(I32, 0), place)
+
+        def step(vector: Lanes, index: Value) -> Iterator[None]:
+            g, p = at.load_gradient(vector, index), at.load_weight(vector, index)
+            states = [
+                decode_int8(vector, array, index, vector.splat(bits), signed)
+                for array, bits, signed in zip(at.states, old, self.signed, strict=True)
+            ]
+            yield
+            new, way = at.moments(vector, g, p, states)
+            for place, value in enumerate(new):
+                vector.store_raw(value, self.fresh[place], builder.sub(index, start))
+                self._note_magnitude(vector, place, value)
+            if not at.rule.weight_last:
+                p = at.new_weight(vector, p, at.root(vector, way))
+                at.store_weight(vector, p, index)
+
+        sweep(builder, start, end, WIDTH, step)
+
+    def _encode(self, scales: Sequence[tuple[Value, Value]], start: Value, end: Value) -> None:
+        """Second sweep: from the buffer to bytes."""
+        builder, at = self.builder, self.at
+
+        def step(vector: Lanes, index: Value) -> Iterator[None]:
+            inside = builder.sub(index, start)
+            fresh = [vector.load_raw(F32, array, inside) for array in self.fresh]
+            way = at.root(vector, fresh) if at.rule.weight_last else ()
+            noise = at.random_halves(vector, index, at.key, shift=4)
+            yield
+            for place, value in enumerate(fresh):
+                bits, keep = scales[place]
+                code = encode_int8(vector, value, bits, noise[place], self.signed[place])
+                vector.store_code(code, keep, at.states[place], index)
+            if at.rule.weight_last:
+                p = at.new_weight(vector, at.load_weight(vector, index), way)
+                at.store_weight(vector, p, index)
+
+        if at.states:
+            sweep(builder, start, end, _CODE_BURST, step)
+
+    def _note_magnitude(self, vector: Lanes, place: int, value: Value) -> None:
+        where = self.largest[vector.width][place]
+        # What has no sign needs none taken off; a NaN with one is larger than infinity, too.
+        if self.signed[place]:
+            magnitude = vector.magnitude_bits(value)
+        else:
+            magnitude = self.builder.bitcast(value, vector.of(I32))
+        seen = vector.unsigned_max(magnitude, self.builder.load(where))
+        self.builder.store(seen, where)
+
+    def _new_scale(self, place: int, number: Value) -> tuple[Value, Value]:
+        """The bits of the block's new scale, stored; and the bits to keep of its bytes."""
+        builder = self.builder
+        wide, single = (
+            Lanes(builder, width).largest(builder.load(places[place]))
+            for width, places in self.largest.items()
+        )
+        largest = builder.select(builder.icmp_unsigned(">", wide, single), wide, single)
+        bits, finite = scale_bits_for(builder, largest, self.signed[place])
+        builder.store(bits, self._scale(place, number))
+        return bits, builder.sext(finite, I8)
+
+    def _scale(self, place: int, number: Value) -> Value:
+        scales = self.builder.bitcast(self.at.scales[place], I32.as_pointer())
+        return self.builder.gep(scales, [number])

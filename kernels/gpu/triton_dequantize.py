@@ -28,11 +28,5 @@ def dequantize_weights(
     check("words", words, torch.int32, groups, values)
     check("codes", codes, torch.uint8, weights.codes_nbytes(numel), values)
     constants = (int(weights.quant_type), int(kind), weights.group_size, _BLOCK)
-    launch(
-        loaded("triton_dequantize_kernel", "dequantize_kernel"),
-        -(-numel // _BLOCK),
-        (values, words, codes),
-        (groups,),
-        constants,
-        _WARPS,
-    )
+    kernel, programs = loaded("triton_dequantize_kernel", "dequantize_kernel"), -(-numel // _BLOCK)
+    launch(kernel, programs, (values, words, codes), (groups,), constants, _WARPS)

@@ -50,14 +50,8 @@ def _run(action: Action, dst: torch.Tensor, src: torch.Tensor, partials: torch.T
         or not fits(partials, blocks, where)
     ):
         constants = _known[variant] = _checked(action, dst, src, partials)
-    launch(
-        loaded("triton_gradient_kernel", "gradient_kernel"),
-        blocks,
-        (dst, src, partials),
-        (numel,),
-        constants,
-        1,
-    )
+    kernel = loaded("triton_gradient_kernel", "gradient_kernel")
+    launch(kernel, blocks, (dst, src, partials), (numel,), constants, num_warps=1)
 
 
 def _checked(

@@ -74,26 +74,16 @@ def optimizer_step(
     if noise is None and variant.draws:
         raise ValueError("noise: expected with stochastic rounding (16- or 8-bit), got None")
     noise = noise or _NO_NOISE
-    constants = scalars.constants.tolist()
-    unused = weight  # a pointer that is not followed
-    launch(
-        loaded("triton_step_kernel", "step_kernel"),
-        -(-numel // _BLOCK),
-        (
-            *(given or (unused,)), weight, *(extras or (unused,)), *_padded(states, 3, unused),
-            *_padded(scales, 2, unused),
-        ),
-        (
-            numel,
-            noise.key,
-            noise.weight_key,
-            noise.first & 0xFFFFFFFF,
-            *constants,
-            *[0.0] * (_CONSTANTS - len(constants)),
-        ),
-        variant.constants,
-        variant.num_warps,
+    unused = [weight]  # pointers that are not followed
+    tensors = (
+        *(given or unused), weight, *(extras or unused), *states, *unused * (3 - len(states)),
+        *scales, *unused * (2 - len(scales)),
     )  # fmt: skip
+    constants = scalars.constants.tolist()
+    constants += [0.0] * (_CONSTANTS - len(constants))
+    numbers = numel, noise.key, noise.weight_key, noise.first & 0xFFFFFFFF, *constants
+    kernel, programs = loaded("triton_step_kernel", "step_kernel"), -(-numel // _BLOCK)
+    launch(kernel, programs, tensors, numbers, variant.constants, variant.num_warps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +147,3 @@ def _check_states(
     blocks = -(-numel // CODE_BLOCK)
     for name, scale in zip(names, scales, strict=bool(scales)):
         check(f"scales of {name}", scale, torch.float32, blocks, weight)
-
-
-def _padded(
-    tensors: Sequence[torch.Tensor], count: int, unused: torch.Tensor
-) -> Sequence[torch.Tensor]:
-    return [*tensors, *[unused] * (count - len(tensors))]

@@ -16,6 +16,7 @@ import bisect
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,28 +36,23 @@ from offload.tiers.units import round_up
 OWNER = "saved activations"
 
 
+@dataclass(eq=False, repr=False)
 class Backlog:
     """The pieces in a window. `lock` guards it: methods acquire it, or say that it must be held."""
 
-    def __init__(
-        self, window: ActivationWindow, store: BlockStore | None, disk_nbytes: int,
-        lock: threading.RLock,
-    ) -> None:  # fmt: skip
-        """Without a `store` the window is the pieces' home: nothing leaves it. At most
-        `disk_nbytes` are stored at a time."""
-        self.window = window
-        self.store = store
-        self.lock = lock
-        self.stored_nbytes = 0  # on disk, or being written
-        self._disk_nbytes = disk_nbytes
-        self._unwritten: dict[SavedPiece, None] = {}  # in the order they were filled
-        self._unwritten_nbytes = 0
-        self._clean: list[SavedPiece] = []  # the first saved first
-        self._moving: dict[SavedPiece, Transfer[Any]] = {}
-        # of dead pieces: still viewed, or a copy
-        self._lent: list[tuple[WindowSlot, StreamEvent]] = []
-        self.disk_full: TierFullError | NoSpaceError | None = None  # the last refusal
-        self._failure: Failure | None = None  # a write that failed
+    window: ActivationWindow
+    store: BlockStore | None  # without one the window is the pieces' home: nothing leaves it
+    disk_nbytes: int  # that are stored at a time, at most
+    lock: threading.RLock
+    stored_nbytes: int = 0  # on disk, or being written
+    disk_full: TierFullError | NoSpaceError | None = None  # the last refusal
+    _unwritten: dict[SavedPiece, None] = field(default_factory=dict)  # in the order of filling
+    _unwritten_nbytes: int = 0
+    _clean: list[SavedPiece] = field(default_factory=list)  # the first saved first
+    _moving: dict[SavedPiece, Transfer[Any]] = field(default_factory=dict)
+    # of dead pieces: still viewed, or a copy
+    _lent: list[tuple[WindowSlot, StreamEvent]] = field(default_factory=list)
+    _failure: Failure | None = None  # a write that failed
 
     # ---------------------------------------------------------------- slots
     def demand(self, nbytes: int) -> WindowSlot | None:
@@ -145,10 +141,10 @@ class Backlog:
         slot = piece.slot
         assert slot is not None, "a piece to be written is in the window"
         assert self.store is not None, "without a store nothing leaves"
-        if self.stored_nbytes + slot.nbytes > self._disk_nbytes:
-            free = max(0, self._disk_nbytes - self.stored_nbytes)
+        if self.stored_nbytes + slot.nbytes > self.disk_nbytes:
+            free = max(0, self.disk_nbytes - self.stored_nbytes)
             self.disk_full = TierFullError(
-                "nvme", OWNER, slot.nbytes, free, self._disk_nbytes,
+                "nvme", OWNER, slot.nbytes, free, self.disk_nbytes,
                 "raise budget.nvme or lower the batch size",
             )  # fmt: skip
             return False

@@ -24,13 +24,11 @@ from offload.tiers.accelerator import Stream
 from offload.tiers.tier import Residency
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Token:
     """Held by everything that was packed from one storage. Its death frees the bytes."""
 
-    __slots__ = ("__weakref__", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
 
 @dataclass(slots=True, eq=False)
@@ -120,10 +118,6 @@ class SavedStorage:
     given_out: bool = False  # `on_device` is what was given out
     given_to: Stream | None = None  # ... to this stream, which has waited for its arrival
     ahead: DeviceCopy | None = None  # brought to the device before its use
-
-    def is_for(self, stream: Stream | None) -> bool:
-        """Whether work of `stream` may use the bytes on the device."""
-        return not self.given_out or self.given_to == stream
 
     def covers(self, start_bytes: int, stop_bytes: int, version: int, itemsize: int) -> bool:
         """Whether a tensor over that range of the storage can be made from this record."""

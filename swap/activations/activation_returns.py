@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -53,22 +54,23 @@ class CopiesInFlight:
                 self._nbytes -= held
 
 
+@dataclass(eq=False, repr=False)
 class ActivationReturns:
     """Brings records back. The backlog's lock guards it."""
 
-    def __init__(
-        self, backlog: Backlog, links: Links, copies: CopiesInFlight,
-        saved_before: Callable[[int], Iterator[SavedStorage]], *, in_place: bool,
-    ) -> None:  # fmt: skip
-        """`saved_before` gives the living records with smaller numbers, the latest first."""
-        self._backlog = backlog
-        self._lock = backlog.lock
-        self._links = links
-        self._copies = copies
-        self._saved_before = saved_before
-        self._in_place = in_place
-        self._ahead_nbytes = 0
-        self._last_fetched = self._looked_to = 0
+    _backlog: Backlog
+    _links: Links
+    _copies: CopiesInFlight
+    # gives the living records with smaller numbers, the latest first
+    _saved_before: Callable[[int], Iterator[SavedStorage]]
+    _in_place: bool
+    _ahead_nbytes: int = 0
+    _last_fetched: int = 0
+    _looked_to: int = 0
+
+    @property
+    def _lock(self) -> threading.RLock:
+        return self._backlog.lock
 
     def bring_back(self, record: SavedStorage) -> torch.Tensor:
         """The record's bytes on the device, 1D uint8; waits for them."""

@@ -90,9 +90,8 @@ class ActivationTier:
         self._dead: deque[int] = deque()
         self._spared: dict[int, WeakMemory] = {}
         self._copies = CopiesInFlight(lock)
-        self._returns = ActivationReturns(
-            self._backlog, links, self._copies, self._saved_before, in_place=in_place
-        )  # fmt: skip
+        before = self._saved_before
+        self._returns = ActivationReturns(self._backlog, links, self._copies, before, in_place)
         self._said_full = False
         self._trim = trim
         self._untrimmed_nbytes = 0
@@ -218,7 +217,8 @@ class ActivationTier:
         stream = current_stream(self._links.device)
         with self._lock:
             record = self._records[token.number]
-            memory = record.on_device.revive() if record.is_for(stream) else None
+            usable = not record.given_out or record.given_to == stream
+            memory = record.on_device.revive() if usable else None
         if memory is None:
             memory = self._returns.bring_back(record)
         with self._lock:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -92,22 +92,18 @@ def runs_of(ranges: Sequence[range], max_numel: int) -> list[Run]:
     return runs
 
 
+@dataclass(eq=False, repr=False)
 class Bucket:
     """A buffer that a run is being put in, from its first gradient until it leaves."""
 
-    def __init__(
-        self, run: Run, destination: torch.Tensor, buffer: torch.Tensor, *, lands: bool = False
-    ) -> None:
-        """`destination`: the run, 1D; `buffer`: memory of the same dtype. `lands`: the destination
-        is host memory of the ring, for `additions` to read."""
-        self.run = run
-        self.destination = destination
-        self.buffer = buffer
-        self.filled: set[int] = set()  # ranges by index
-        self.streams: list[Stream | None] = []  # the streams that fill it
-        self.mark: StreamEvent | None = None  # once it has left
-        self.lands = lands
-        self.additions: dict[int, Addition] = {}  # of filled ranges by index
+    run: Run
+    destination: torch.Tensor  # the run, 1D
+    buffer: torch.Tensor  # memory of the same dtype
+    lands: bool  # the destination is host memory of the ring, for `additions` to read
+    filled: set[int] = field(default_factory=set)  # ranges by index
+    streams: list[Stream | None] = field(default_factory=list)  # the streams that fill it
+    mark: StreamEvent | None = None  # once it has left
+    additions: dict[int, Addition] = field(default_factory=dict)  # of filled ranges by index
 
     def add_all(self) -> None:
         try:
@@ -165,12 +161,6 @@ class StagingRing:
                 "each of them; set gradient_accumulation_steps to the passes before a step"
             )
 
-    def _note_landing(self, mark: StreamEvent, add: Callable[[], object]) -> None:
-        """Let `add` run once the copy of `mark` has arrived in the next landing buffer."""
-        self._landed[0] = self._to_host.transfer(mark, "gradients that are added", add)
-        self._landed.rotate(-1)
-        self._landings.rotate(-1)
-
     def bucket(
         self, run: Run, index: int, dtype: torch.dtype, whole: torch.Tensor | None = None
     ) -> Bucket:
@@ -185,7 +175,7 @@ class StagingRing:
             else:
                 destination = whole[run.start : run.stop]
             buffer = self._buffers[self._next].view(dtype)
-            bucket = self._bucket = Bucket(run, destination, buffer, lands=whole is None)
+            bucket = self._bucket = Bucket(run, destination, buffer, whole is None)
         stream = current_stream(self._device)
         if stream not in bucket.streams:
             self._left[self._next].before(stream)
@@ -212,9 +202,9 @@ class StagingRing:
         bucket, self._bucket = self._bucket, None
         if bucket is None:
             return
-        device, mark = self._device, self._left[self._next]
+        mark = self._left[self._next]
         # a thread may send what others have filled
-        after = [mark_of(stream, device) for stream in bucket.streams]
+        after = [mark_of(stream, self._device) for stream in bucket.streams]
         for span in bucket.spans():
             destination, source = bucket.destination[span], bucket.buffer[span]
             mark = self._to_host.copy(
@@ -223,8 +213,11 @@ class StagingRing:
         bucket.mark = mark
         self._left[self._next] = mark
         self._next = (self._next + 1) % len(self._buffers)
-        if bucket.lands:
-            self._note_landing(mark, bucket.add_all)
+        if bucket.lands:  # in the next landing buffer
+            what = "gradients that are added"
+            self._landed[0] = self._to_host.transfer(mark, what, bucket.add_all)
+            self._landed.rotate(-1)
+            self._landings.rotate(-1)
         else:
             del bucket.destination  # its owner keeps it until it has arrived
 

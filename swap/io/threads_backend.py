@@ -71,8 +71,13 @@ class ThreadsBackend(IOBackend):
         else:
             # Provisional, holds the place in the queue: cut for good by the worker that takes it.
             pieces = [IOPiece(request, 0, request.buffer.nbytes)]
+        self._put(pieces, 0)
+
+    def _put(self, pieces: Sequence[IOPiece], first: int) -> None:
+        """Queue pieces of a request, whose indices in it count from `first`."""
         with self._lock:
-            for index, piece in enumerate(pieces):
+            for index, piece in enumerate(pieces, first):
+                request = piece.request
                 heapq.heappush(self._queue, (request.priority, request.sequence, index, piece))
         for _ in pieces:
             self._ready.put(True)
@@ -129,13 +134,7 @@ class ThreadsBackend(IOBackend):
         if whole.begun or whole.nbytes <= self.io_block_nbytes:  # cut already, or as it is
             return whole
         first, *others = self._cut(request)
-        if others:
-            with self._lock:
-                for index, piece in enumerate(others, start=1):
-                    entry = (int(request.priority), request.sequence, index, piece)
-                    heapq.heappush(self._queue, entry)
-            for _ in others:
-                self._ready.put(True)
+        self._put(others, 1)
         return first
 
     def _move(self, piece: IOPiece) -> None:

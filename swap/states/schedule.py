@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from offload.swap.states.choices import Table
 
@@ -31,13 +31,11 @@ class Schedule:
         self.positions: dict[int, list[int]] = {}  # of each item, in order
         for position, item in enumerate(self.uses):
             self.positions.setdefault(item, []).append(position)
-        self._in_forward: dict[Table, list[int]] = {}
-        self._in_backward: dict[Table, list[int]] = {}
+        self._places_of: dict[tuple[Table, bool], list[int]] = {}  # in backward passes or not
         # by position, the tables that a backward pass came to before the use there
         self.backward_at: dict[int, list[Table]] = {}
         for position, table, backward in self.places:
-            way = self._in_backward if backward else self._in_forward
-            way.setdefault(table, []).append(position)
+            self._places_of.setdefault((table, backward), []).append(position)
             if backward:
                 self.backward_at.setdefault(position, []).append(table)
 
@@ -47,14 +45,11 @@ class Schedule:
         index = bisect_left(positions, start)
         return positions[index] if index < len(positions) else None
 
-    def next_forward_place(self, table: Table, start: int) -> float:
-        """The first place of the table in a forward pass at or after `start`; infinity if none."""
-        return _first_from(self._in_forward.get(table, ()), start)
-
-    def next_backward_place(self, table: Table, start: int, stop: float) -> float:
-        """The first place of the table in a backward pass in `[start, stop]`; infinity if none."""
-        place = _first_from(self._in_backward.get(table, ()), start)
-        return place if place <= stop else math.inf
+    def next_place(self, table: Table, start: int, *, backward: bool = False) -> float:
+        """The first place of the table at or after `start`, in a pass of that kind, or infinity."""
+        places = self._places_of.get((table, backward), ())
+        index = bisect_left(places, start)
+        return places[index] if index < len(places) else math.inf
 
     def end_of_pass(self, start: int) -> int:
         """The position at which the next forward pass begins, at or after `start`."""
@@ -131,25 +126,20 @@ class Cursor:
         there now, and has used the item that is asked for."""
         schedule, start = self.schedule, self.position
         done = done or table.settled_at == start
-        place = schedule.next_forward_place(table, start + done)
+        place = schedule.next_place(table, start + done)
         if math.isinf(place):
-            place = len(schedule.uses) + schedule.next_forward_place(table, 0)
+            place = len(schedule.uses) + schedule.next_place(table, 0)
         return place - start
 
     def until_next_cycle(self, table: Table) -> float:
         """Uses until a forward comes to the table in the next cycle."""
         schedule = self.schedule
-        return len(schedule.uses) - self.position + schedule.next_forward_place(table, 0)
+        return len(schedule.uses) - self.position + schedule.next_place(table, 0)
 
     def until_backward(self, table: Table, *, in_backward: bool) -> float:
         """Uses until the backward of this pass comes to the table; infinity if it does not.
         `in_backward`: it has begun."""
         schedule, start = self.schedule, self.position
         stop = schedule.end_of_pass(start if in_backward else start + 1)
-        return schedule.next_backward_place(table, start, stop) - start
-
-
-def _first_from(positions: Sequence[int], start: int) -> float:
-    """The first of sorted `positions` at or after `start`, or infinity."""
-    index = bisect_left(positions, start)
-    return positions[index] if index < len(positions) else math.inf
+        place = schedule.next_place(table, start, backward=True)
+        return place - start if place <= stop else math.inf

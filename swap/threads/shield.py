@@ -101,17 +101,14 @@ class _Deferral:
         if not self._noted:
             self._first_s = time.monotonic()
         elif handler is not None and time.monotonic() - self._first_s > PATIENCE_S:
-            self._insist(number, frame, handler)
+            self._noted.clear()
+            try:
+                handler(number, frame)
+            except BaseException:
+                self.torn = True
+                raise
             return
         self._noted.append(number)
-
-    def _insist(self, number: int, frame: FrameType | None, handler: Handler) -> None:
-        self._noted.clear()
-        try:
-            handler(number, frame)
-        except BaseException:
-            self.torn = True
-            raise
 
     def begin_wait(self) -> None:
         """Code up to `end_wait` may be interrupted, if the caller allows it."""

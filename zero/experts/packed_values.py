@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,31 +17,23 @@ from offload.zero.groups.shared_views import check_format
 from offload.zero.groups.store import WeightStore
 from offload.zero.groups.write_tracker import digest
 
-Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]
 
-
+@dataclass(eq=False, repr=False)
 class PackedValues:
     """Shows the values of a store's packed parameters, beside the budget: as much memory as their
     values take. For the thread of the model."""
 
-    def __init__(
-        self, store: WeightStore, full: Callable[[nn.Parameter], torch.Tensor], gathered: Gathered,
-        mark_written: Callable[[nn.Parameter], None],
-    ) -> None:  # fmt: skip
-        """`full` returns a copy of one row, `gathered` opens rows for writing. `mark_written`
-        marks a row's values as written."""
-        self._store = store
-        self._full = full
-        self._gathered = gathered
-        self._mark_written = mark_written
-        self._shown: dict[PackedParam, list[int]] = {}  # and the digests of their rows
+    _store: WeightStore
+    _full: Callable[[nn.Parameter], torch.Tensor]  # returns a copy of one row
+    _gathered: Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]  # ... for writing
+    _mark_written: Callable[[nn.Parameter], None]  # marks a row's values as written
+    _shown: dict[PackedParam, list[int]] = field(default_factory=dict)  # and digests of their rows
 
     def whole(self, packed: PackedParam) -> torch.Tensor:
         for group, _ in packed.places:
             group.pending_update.begin_missed()
-        made = torch.empty(
-            packed.param.shape, dtype=self._store.dtype, device=self._store.device
-        )  # fmt: skip
+        store = self._store
+        made = torch.empty(packed.param.shape, dtype=store.dtype, device=store.device)
         for row, param in zip(made, packed.rows, strict=True):
             row.copy_(self._full(param))
         return made
@@ -109,13 +102,13 @@ class PackedValues:
             self._shown[packed] = now
 
 
+@dataclass(eq=False, repr=False)
 class ExpertAccess:
     """One module's packed experts: those that a router chose are fetched while the first of them
     compute, and each is gathered for as long as it is used. For the thread of the model."""
 
-    def __init__(self, store: WeightStore, table: ExpertTable) -> None:
-        self._store = store
-        self._table = table
+    _store: WeightStore
+    _table: ExpertTable
 
     def announce(self, experts: Sequence[int]) -> None:
         """Announce the experts that will be used now, in this order."""

@@ -30,7 +30,7 @@ from torch import nn
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.gradients.norms import Place
 from offload.zero.groups.bits import DTYPE_OF
-from offload.zero.hooks.session import in_backward
+from offload.zero.hooks.handles import in_backward
 from offload.zero.ranks.rank_work import RankWork
 from offload.zero.ranks.reduction import ReducedGradients
 from offload.zero.step.optimizer_state import OptimizerState

@@ -210,16 +210,13 @@ class ParamGroup:
     def _gather(self) -> None:
         with profiled(f"gather {self.name}"):
             flat = self.flat()
+        stays = self._stays
         with torch._C.DisableTorchFunctionSubclass(), exchanging():
-            self._show(flat)
+            for param, spec, classes, _ in self._managed:
+                hold(param, spec.of(flat))
+                param.__class__ = classes.own if stays else classes.gathered
             self.writes.note_shown(flat)
         self.is_gathered = True
-
-    def _show(self, flat: torch.Tensor) -> None:
-        stays = self._stays
-        for param, spec, classes, _ in self._managed:
-            hold(param, spec.of(flat))
-            param.__class__ = classes.own if stays else classes.gathered
 
     def release(self) -> None:
         """Stop using the buffer (unless the home is used in place): it may be evicted now."""

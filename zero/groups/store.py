@@ -28,9 +28,8 @@ from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights
 from offload.zero.groups.model_shape import GroupShape
 from offload.zero.groups.parameter_grouping import ParameterGrouping, Unit
-from offload.zero.hooks.handles import HandleTable, Keeper
+from offload.zero.hooks.handles import HandleTable, Keeper, in_backward
 from offload.zero.hooks.one_thread import OneThread
-from offload.zero.hooks.session import in_backward
 from offload.zero.hooks.transforms import refuse_capture
 from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.ranks.rank_weights import RankWeights

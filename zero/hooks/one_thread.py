@@ -6,22 +6,12 @@ threads, which work for the thread that waits in `backward()`, are allowed.
 
 from __future__ import annotations
 
-import os
 import threading
+from os import getpid
 from threading import get_ident
 
 from offload.tiers.errors import StateError
-from offload.zero.hooks.session import in_backward
-
-_process = os.getpid()
-
-
-def _note_process() -> None:
-    global _process
-    _process = os.getpid()
-
-
-os.register_at_fork(after_in_child=_note_process)
+from offload.zero.hooks.handles import in_backward
 
 
 class OneThread:
@@ -31,12 +21,12 @@ class OneThread:
         self._lock = threading.Lock()
         self._inside = 0  # the thread's number; 0: none
         self._depth = 0
-        self._process = _process
+        self._process = getpid()
 
     def __enter__(self) -> None:
         this = get_ident()
         with self._lock:
-            if self._process != _process or (self._depth and self._inside != this):
+            if self._process != getpid() or (self._depth and self._inside != this):
                 self.check()
             if not self._depth:
                 self._inside = this
@@ -60,10 +50,10 @@ class OneThread:
 
     def check_process(self) -> None:
         """Raise StateError in a forked child: the engine's threads have stayed with its parent."""
-        if self._process != _process:
+        if self._process != getpid():
             raise StateError(
                 f"this engine belongs to process {self._process}; its threads are not in this one, "
-                f"{_process}, which was forked from it: use the model and the engine in the "
+                f"{getpid()}, which was forked from it: use the model and the engine in the "
                 "parent alone (what a DataLoader's workers run must not touch them), or make an "
                 "engine after the fork"
             )

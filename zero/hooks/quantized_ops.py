@@ -85,7 +85,7 @@ def _linear(
     stored, stored_bias = find(weight), find(bias)
     if stored is None or stored.part.weights is None or type(input) is not torch.Tensor:
         return NotImplemented
-    if stored_bias is not None and stored_bias.part.weights is not None:
+    if (stored_bias and stored_bias.part.weights) or torch.is_autocast_enabled("cpu"):
         return NotImplemented
     weights, spec = stored.part.weights, stored.part.spec
     # the parameter's own shape would be asked of the released one, which takes longer
@@ -94,8 +94,6 @@ def _linear(
     if not fits or input.shape[-1:] != (inner,):  # an error of PyTorch's, if any
         return NotImplemented
     if (input.dtype, input.device) != (stored.dtype, stored.stored.device):
-        return NotImplemented
-    if torch.is_autocast_enabled("cpu"):
         return NotImplemented
     x = input.detach().reshape(-1, inner).float().numpy()
     words, codes, _ = split_codes(stored.stored, weights, spec.numel)

@@ -30,9 +30,8 @@ from offload.zero.groups.group import NO_COPIES, ParamGroup
 from offload.zero.groups.parameter_grouping import Unit
 from offload.zero.hooks import compilers
 from offload.zero.hooks.compilers import break_graph, uncompiled
-from offload.zero.hooks.handles import HandleTable
+from offload.zero.hooks.handles import HandleTable, Session, in_backward, leave_checkpoints
 from offload.zero.hooks.one_thread import OneThread
-from offload.zero.hooks.session import Session, in_backward, leave_checkpoints
 from offload.zero.hooks.transforms import refuse_transforms
 
 _GLOBAL_HOOKS = (

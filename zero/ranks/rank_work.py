@@ -13,14 +13,13 @@ from offload.swap.threads.lanes import Lane
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import UnsupportedError
-from offload.zero.gradients.gradients import GradientAccumulator
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout
 from offload.zero.ranks.collectives import SharedMemory
 from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.ranks.rank_weights import MakeHome, RankWeights
 from offload.zero.ranks.ranks import Ranks
-from offload.zero.ranks.reduction import Gradients, Reductions, SharedReductions
+from offload.zero.ranks.reduction import Reductions, SharedReductions
 from offload.zero.ranks.sharding import Part
 
 
@@ -35,14 +34,6 @@ class RankWork(RankWeights):
 
     def refresh_updated(self) -> None:
         """Call `refresh` for groups that the step in progress updates, in the order of use."""
-
-    def gradients(
-        self, index: int, part: Part, own: GradientAccumulator,
-        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
-    ) -> Gradients:  # fmt: skip
-        """Return a group's gradients over all ranks, of which `own` accumulates this rank's part
-        (see `ReducedGradients`)."""
-        return own
 
     def note(self, what: str) -> None:
         """Note that all ranks should do this now (see `Ranks.note`)."""
@@ -155,12 +146,6 @@ class SharedWork(RankWork):
         )
 
     # ---------------------------------------------------------------- gradients
-    def gradients(
-        self, index: int, part: Part, own: GradientAccumulator,
-        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
-    ) -> Gradients:  # fmt: skip
-        return self.reductions.add(index, part, own, make_local, await_update)
-
     def refresh_updated(self) -> None:
         self.refresh(self._groups[index] for index in self.reductions.forward_order)
         self._experts.refresh_updated()

@@ -180,6 +180,14 @@ class Reductions:
     sharding: Sharding = ALONE
     synchronising = True  # False inside `no_sync`
 
+    def add(
+        self, index: int, part: Part, own: GradientAccumulator,
+        make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
+    ) -> Gradients:  # fmt: skip
+        """Return another group's gradients over all ranks, of which `own` accumulates this rank's
+        part (see `ReducedGradients`)."""
+        return own
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside add up on this rank alone; the next one outside, or the step,
         reduces the sum."""
@@ -263,7 +271,6 @@ class SharedReductions(Reductions):
         self, index: int, part: Part, own: GradientAccumulator,
         make_local: Callable[[], GradientAccumulator], await_update: Callable[[], None],
     ) -> ReducedGradients:  # fmt: skip
-        """Return the gradients of another group (see `ReducedGradients`)."""
         made = ReducedGradients(self, index, part, own, make_local, await_update)
         self._groups.append(made)
         self._of[index] = made

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -168,10 +169,10 @@ class _RecomputedBlock:
                 )
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """One call of a block in a forward. If an interrupt leaves it behind, no other is disturbed."""
 
-    def __init__(self) -> None:
-        self.is_first = True  # it has not been computed yet
-        # makes what is around the block's forward when it is computed again
-        self.as_it_was: Callable[[], AbstractContextManager[None]] = nullcontext
+    is_first: bool = True  # it has not been computed yet
+    # makes what is around the block's forward when it is computed again
+    as_it_was: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -37,17 +37,15 @@ class SpeculationCounts:
 
     def __str__(self) -> str:
         """Return one line; empty if there were none."""
-        paused = ""
-        if self.paused_steps:
-            paused = (
-                f"{self.paused_steps:,} steps clipped or were skipped, so the updates of the next "
-                "one waited for it"
-            )
+        paused = self.paused_steps and (
+            f"{self.paused_steps:,} steps clipped or were skipped, so the updates of the next one "
+            "waited for it"
+        )
         if not (self.kept or self.redone or self.taken_back):
-            return paused and f"no update was made in backward: {paused}"
+            return f"no update was made in backward: {paused}" if paused else ""
         return (
             f"{self.kept:,} updates made in backward counted, {self.redone:,} were redone, "
-            f"{self.taken_back:,} taken back{paused and f'; {paused}'}"
+            f"{self.taken_back:,} taken back{f'; {paused}' if paused else ''}"
         )
 
 

@@ -209,7 +209,7 @@ class Runtime:
                 self._run_blocks,
             )  # fmt: skip
 
-        return self.rank_work.of(ep_size).gradients(
+        return self.rank_work.of(ep_size).reductions.add(
             index, part, own, local, lambda: self.groups[index].pending_update.wait()
         )
 

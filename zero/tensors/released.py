@@ -38,9 +38,8 @@ from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.shared_views import check_format
 from offload.zero.groups.weight_quantizer import WeightQuantizer
 from offload.zero.hooks.compilers import uncompiled
-from offload.zero.hooks.handles import HandleTable
+from offload.zero.hooks.handles import HandleTable, Session
 from offload.zero.hooks.quantized_ops import StoredParam, compute
-from offload.zero.hooks.session import Session
 from offload.zero.hooks.transforms import in_transform, refuse_in_transforms
 from offload.zero.tensors.local_tensors import is_dtensor
 from offload.zero.tensors.paged import (
