@@ -25,8 +25,7 @@ import numpy as np
 from llvmlite import ir
 
 from offload.kernels.cpu import jit
-from offload.kernels.cpu.lanes import Lanes, Value
-from offload.kernels.cpu.loops import sweep
+from offload.kernels.cpu.lanes import Lanes, Value, sweep
 from offload.kernels.floats import Array, Float, check_input, check_output, numel_of
 
 _FP32 = np.dtype(np.float32)

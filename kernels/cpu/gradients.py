@@ -30,8 +30,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from offload.kernels.cpu import jit
-from offload.kernels.cpu.lanes import F64, I64, STORAGE, WIDTH, Lanes, Value
-from offload.kernels.cpu.loops import interleave
+from offload.kernels.cpu.lanes import F64, I64, STORAGE, WIDTH, Lanes, Value, interleave
 from offload.kernels.floats import (
     NORM_BLOCK,
     Array,

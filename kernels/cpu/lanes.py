@@ -8,10 +8,14 @@ bits follow from the sequence of IEEE 754 operations alone: fused multiply-add, 
 square root, each rounded once, to nearest even. They assume the default floating-point environment
 (denormals kept: under flush-to-zero the bits are not guaranteed).
 
+`sweep` emits loops over all whole vectors first, several side by side, and then over what is left,
+element by element, with the same emitting functions.
+
 Only the payload of a NaN is left open (x86 picks one by operand order); that it is a NaN is not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -270,3 +274,26 @@ class Lanes:
 
 def _alignment(scalar: ir.Type) -> int:
     return {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, F64: 8}[scalar]
+
+
+# ---------------------------------------------------------------- loops
+# Emits the work on one vector at an index. It yields where the other vectors of the burst should
+# catch up: after its loads, and before its stores.
+Step = Callable[[Lanes, Value], Iterator[None]]
+
+
+def sweep(builder: ir.IRBuilder, lo: Value, hi: Value, burst: int, step: Step) -> None:
+    """Emit loops of `step` over [lo, hi): bursts of several vectors, single vectors, elements."""
+    wide, single = Lanes(builder, WIDTH), Lanes(builder, 1)
+    for span, vector in dict.fromkeys([(burst, wide), (WIDTH, wide), (1, single)]):
+        end = builder.sub(hi, builder.urem(builder.sub(hi, lo), I64(span)))
+        with cgutils.for_range_slice(builder, lo, end, I64(span), I64) as (index, _):
+            starts = [builder.add(index, I64(offset)) for offset in range(0, span, vector.width)]
+            interleave([step(vector, start) for start in starts])
+        lo = end
+
+
+def interleave(steps: Sequence[Iterator[None]]) -> None:
+    """Run generators side by side, from yield to yield, until all have ended."""
+    for _ in zip_longest(*steps):
+        pass

@@ -14,10 +14,9 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from offload.kernels.cpu import jit
+from offload.kernels.cpu import jit, lanes
 from offload.kernels.cpu.int8 import BLOCK, decode_int8, encode_int8, scale_bits_for
-from offload.kernels.cpu.lanes import F32, I8, I32, I64, WIDTH, Lanes, Value, has_wide_registers
-from offload.kernels.cpu.loops import sweep
+from offload.kernels.cpu.lanes import F32, I8, I32, I64, WIDTH, Lanes, Value, sweep
 from offload.kernels.cpu.rule_lanes import RULES
 from offload.kernels.cpu.step_parts import Operands
 from offload.kernels.floats import Float
@@ -26,7 +25,7 @@ from offload.kernels.variants import Variant, without_gradient
 
 # Elements per round of a loop: a round loads from all arrays, computes, then stores. 128 fill the
 # 32 registers of AVX-512 (4 operands of 8 vectors; 256 spill), 16 are what AVX2's 16 can hold.
-BURST = 128 if has_wide_registers() else WIDTH
+BURST = 128 if lanes.has_wide_registers() else WIDTH
 # Elements per round of the second sweep: the root of one vector hides behind the codes of another.
 _CODE_BURST = 2 * WIDTH
 SPAN = 2048  # elements on which several steps are made in turn: 24 KiB of fp32 weight and states

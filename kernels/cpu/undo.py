@@ -30,8 +30,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from offload.kernels.cpu import jit
-from offload.kernels.cpu.lanes import F32, I8, I16, I32, I64, WIDTH, Lanes, Value
-from offload.kernels.cpu.loops import sweep
+from offload.kernels.cpu.lanes import F32, I8, I16, I32, I64, WIDTH, Lanes, Value, sweep
 from offload.kernels.cpu.noise import Noise
 from offload.kernels.cpu.optimizer import step_arguments
 from offload.kernels.cpu.rule_lanes import RULES

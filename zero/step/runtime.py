@@ -7,12 +7,14 @@ and asks the update queue whether a group has to be updated first. `State` does 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Protocol
 
 import numpy as np
@@ -36,7 +38,6 @@ from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.parameter_grouping import ParameterGrouping
 from offload.zero.groups.store import NextUse, WeightHomes, WeightStore
 from offload.zero.hooks.handles import Keeper
-from offload.zero.hooks.pipeline_stages import check_schedule
 from offload.zero.ranks.collectives import SharedMemory
 from offload.zero.ranks.rank_work import RankWork, SharedWork
 from offload.zero.ranks.ranks import Ranks
@@ -51,6 +52,7 @@ from offload.zero.step.update import UpdateQueue, next_update
 from offload.zero.tensors.local_tensors import spread_as
 from offload.zero.tensors.released import Values
 
+_SCHEDULES = "torch.distributed.pipelining.schedules"
 _MIN_NORM_BLOCKS = 4  # partial sums of a norm that are worth another thread
 
 
@@ -234,7 +236,7 @@ class Runtime:
         self.on_forward()
         if not self._called:
             self._called = True
-            check_schedule(self.options.step_rules)
+            _check_schedule(self.options.step_rules)
         self.gradients.drop_cleared()
         self.gradients.note_set()
         self.store.begin_forward()
@@ -365,3 +367,42 @@ def _end(store: weakref.ref[WeightStore], ends: Sequence[Callable[[], None]]) ->
     with ExitStack() as last_first:  # each one also where another fails
         for end in reversed(ends):
             last_first.callback(end)
+
+
+def _check_schedule(rules: StepRules) -> None:
+    """Raise UnsupportedError if the caller, however far up, is a schedule that cannot be followed.
+    For the first forward of a model.
+
+    A stage of a pipeline (`torch.distributed.pipelining`) trains through an engine of its own,
+    whose data-parallel mesh is that of the stage. To it a schedule is a loop that runs some
+    forwards before their backwards and takes one step in the end:
+
+        Schedule1F1B, stage 0     F0 F1 B0 F2 B1 F3 B2 B3 | step     gradients: the sum of B0 to B3
+
+    Settings that need all gradients of a model (clipping, skipping) would see one stage's gradients
+    and silently train another model."""
+    schedule = _calling_schedule()
+    if schedule is None:
+        return
+    name = type(schedule).__name__
+    key = "clip_grad_norm" if rules.clip_grad_norm is not None else "skip_nonfinite"
+    if rules.clip_grad_norm is not None or rules.skip_nonfinite:
+        raise UnsupportedError(
+            f"{key} in a stage of a pipeline ({name}): each stage's engine knows the norm of its "
+            f"own gradients only, and the stages would decide differently; leave {key} out"
+        )
+
+
+def _calling_schedule() -> object | None:
+    if _SCHEDULES not in sys.modules:
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # of the schedules' own frames alone: to look at the names of a frame keeps what they stand
+        # for alive as long as the frame, also what the caller deletes
+        if frame.f_globals.get("__name__") == _SCHEDULES:
+            schedule = frame.f_locals.get("self")
+            if hasattr(schedule, "scale_grads"):
+                return schedule
+        frame = frame.f_back
+    return None
