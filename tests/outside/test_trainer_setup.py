@@ -280,8 +280,8 @@ def test_every_method_that_a_trainer_overrides_is_called_as_without_an_engine(
 class HeadOutside(trainers.OffloadTrainer):  # type: ignore[misc, name-defined]
     def create_optimizer(self, model: Any = None) -> Any:
         super().create_optimizer()
-        self.loss = nn.ModuleDict({"classifier": nn.Linear(4, 2)})
-        self.optimizer.add_param_group({"params": self.loss.parameters()})
+        self.beside = nn.ModuleDict({"classifier": nn.Linear(4, 2)})
+        self.optimizer.add_param_group({"params": self.beside.parameters()})
         return self.optimizer
 
 

@@ -81,6 +81,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         self._engine: Engine | None = None
         self._own: OffloadOptimizer | None = None  # the optimizer that this trainer trains with
         self._is_fresh = False  # `_own` was made for a training that has not begun
+        self._holder: nn.ModuleList | None = None  # of the model and losses that train with it
         self._max_norm = math.inf
         super().__init__(*args, **kwargs)
         if isinstance(self.optimizer, OffloadOptimizer):
@@ -95,7 +96,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         that is created here, which raises what `offload.initialize` raises. It stays open until
         `engine.close()`, which gives the model its parameters back."""
         model, engine = self.model, self._engine
-        if engine is not None and engine.module is model and not engine.is_closed:
+        trained = None if model is None else self._trained(model)
+        if engine is not None and engine.module is trained and not engine.is_closed:
             return engine
         if model is None:
             raise StateError(
@@ -103,7 +105,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
                 "train() makes the next"
             )
         here = [each for each in tiers_of(model) if isinstance(each, Engine)]
-        if len(here) == 1 and here[0].module is model:
+        if len(here) == 1 and here[0].module is trained:
             return self._adopted(here[0])
         if isinstance(self.optimizer, OffloadOptimizer):
             self.optimizer = self._brought
@@ -117,11 +119,11 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         model = self.model
         if model is None:
             return self.engine  # raises
-        own = self._own
-        is_served = own is not None and not own.engine.is_closed and own.engine.module is model
+        own, trained = self._own, self._trained(model)
+        is_served = own is not None and not own.engine.is_closed and own.engine.module is trained
         if not is_served and isinstance(self.optimizer, OffloadOptimizer):
             self.optimizer = self._brought
-            if own is not None and own.engine.module is model:
+            if own is not None and own.engine.module is trained:
                 _log.warning(
                     "the optimizer begins anew, with the model's weights: its states went when "
                     "the engine was closed, or another trainer took the model"
@@ -132,6 +134,19 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         if is_served and self.optimizer is own:
             return self.engine
         return self._made(model)
+
+    def _trained(self, model: nn.Module) -> nn.Module:
+        """Return the module that trains: the model, or what contains it and the parameters that
+        sentence-transformers' losses have (`SoftmaxLoss`), a loss or a dict of losses."""
+        given = getattr(self, "loss", None)
+        losses = list(given.values()) if isinstance(given, dict) else [given]
+        parts = [model, *(each for each in losses if isinstance(each, nn.Module))]
+        theirs = {p for each in parts for p in each.parameters() if p.requires_grad}
+        if theirs <= set(model.parameters()):
+            return model
+        if self._holder is None or list(self._holder) != parts:
+            self._holder = nn.ModuleList(parts)
+        return self._holder
 
     def _ask(self, model: nn.Module) -> None:
         """Call `create_optimizer`, in which the arguments have the configuration's numbers."""
@@ -162,7 +177,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
             "clip_grad_norm": None,  # by Trainer, which logs the norm
             "gradient_accumulation_steps": self._passes(config),
         }
-        engine = engine_for(model, config.model_copy(update=update), parameters=client.groups)
+        trained = self._trained(model)
+        engine = engine_for(trained, config.model_copy(update=update), parameters=client.groups)
         is_made_here = self.lr_scheduler is None or self._created_lr_scheduler
         client.lend(engine, [] if is_made_here else [self.lr_scheduler])
         return engine
@@ -179,7 +195,7 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
     def _prepare(self, engine: Engine) -> None:
         """Mark model and optimizer as prepared: accelerate neither moves nor wraps the model, and
         copies no states."""
-        model = engine.module
+        model: Any = self.model
         for prepared in model, engine.optimizer:
             prepared._is_accelerate_prepared = True  # type: ignore[union-attr]
         engine.before_close(lambda: vars(model).pop("_is_accelerate_prepared", None))
@@ -187,8 +203,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
         if scale is not None:
             self.accelerator.scaler = _LossScaler(engine, scale)
         if self.args.torch_compile:
-            engine.module.compile(**self.accelerator.state.dynamo_plugin.to_kwargs())
-        StreamedSave.install(engine.module, engine)
+            model.compile(**self.accelerator.state.dynamo_plugin.to_kwargs())
+        StreamedSave.install(model, engine)
         AdapterSave.install(engine)
         if self.args.save_strategy != "no":
             self._check_saving(engine)
