@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from tests.outside.trainer_cases import (
     Rows,
     assert_close,
     plain_optimizer,
-    quiet,
     settings,
     tiny_llama,
     values_of,
@@ -38,12 +36,6 @@ lightning = pytest.importorskip("lightning")
 strategies = pytest.importorskip("offload.integrations.lightning")
 
 EPOCHS, PER_EPOCH = 3, 2  # steps per epoch
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
 
 
 def rows(seed: int = 1, shuffle: bool = False) -> DataLoader[dict[str, Tensor]]:

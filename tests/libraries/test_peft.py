@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.outside.trainer_cases import (
     Rows,
     assert_close,
     plain_optimizer,
-    quiet,
     settings,
     tiny_llama,
     transformers,
@@ -40,12 +38,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
 }
 CLIP = 0.02
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
 
 
 def adapted(kind: str, base: Any = None) -> Any:

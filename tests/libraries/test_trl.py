@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tests.outside.trainer_cases import (
     STEPS,
     assert_close,
     logged,
-    quiet,
     tiny_llama,
     transformers,
     values_of,
@@ -33,12 +32,6 @@ safetensors = pytest.importorskip("safetensors.torch")
 WORDS = 61  # and three special tokens
 KEYS = {**ARGUMENTS, "max_length": 32, "bf16": False}
 Train = Callable[..., Any]  # (folder, model, optimizer, resume=) -> the trainer
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
 
 
 def tokenizer() -> Any:

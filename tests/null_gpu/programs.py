@@ -326,8 +326,6 @@ def beyond_gpu_budget() -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- the null GPU itself
-
-
 def copied_and_back() -> bool:
     """Through pinned memory, with a stream that waits for another."""
     values = torch.arange(1000.0).pin_memory()

@@ -65,8 +65,6 @@ def ask(start: Callable[..., subprocess.CompletedProcess[str]]) -> Ask:
 
 
 # ---------------------------------------------------------------- the null GPU itself
-
-
 def test_copies_really_happen_in_the_order_that_streams_wait_for(ask: Ask) -> None:
     assert ask(TRUE, "copied_and_back") is True
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -29,3 +30,12 @@ def quiet_trainers() -> Iterator[None]:
     with quiet():
         yield
     forget()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One order of every sum."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

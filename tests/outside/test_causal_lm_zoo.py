@@ -30,7 +30,6 @@ from tests.outside.pretrained_cases import (
     plainly,
     saved,
 )
-from tests.outside.trainer_cases import quiet
 from tests.outside.zoo import MAX_NUMEL, NAMES, build, tiny_config, transformers
 
 MIN_EQUAL = 120  # of the 178 that transformers 5.17 has: 34 do not build, 6 are not tiny
@@ -42,10 +41,7 @@ every_architecture = pytest.mark.parametrize("model_type", sorted(NAMES))
 equal: Counter[str] = Counter()
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from tests.outside.trainer_cases import (
     PLACEMENTS,
     Rows,
     logged,
-    quiet,
     settings,
     tiny_llama,
     transformers,
@@ -59,10 +58,7 @@ CHUNKED: dict[str, Any] = {"loss": {"chunked": True}, "optimizer": {"type": "sgd
 TOKENS = torch.arange(34).view(2, 17) * 7 % 97 + 3
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet_trainers")
 
 
 def made(kind: str = "llama", **keys: Any) -> Any:

@@ -41,14 +41,10 @@ def let_all_be_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def at_once(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Experts are groups, and every move is over when it was asked for."""
     monkeypatch.setattr(parameter_grouping, "SMALL_TABLE_NUMEL", 0)
     let_all_be_done_at_once(monkeypatch)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from offload.errors import UnsupportedError
 from offload.zero.groups import parameter_grouping
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, bits, config, parameters_of
 from tests.outside.expert_cases import packed_experts, transformers
-from tests.outside.trainer_cases import quiet
 from tests.outside.zoo import SHRINK
 
 ALL_HEADS: dict[str, Any] = {"num_key_value_heads": 4}
@@ -150,13 +149,7 @@ SAMPLE = (
 REFUSED = {("diffusion_gemma", "engine recomputes"): "layers.0 is given a DynamicCache"}
 
 
-@pytest.fixture(autouse=True)
-def _quiet_and_one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with quiet():
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "one_thread")
 
 
 def build(

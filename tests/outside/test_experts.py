@@ -4,7 +4,6 @@ gradients; what is touched; and what becomes of a model's configuration."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -20,12 +19,7 @@ WAYS = ("plain", "plain", "autocast", "recomputed", "strided")
 ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass
@@ -140,9 +134,6 @@ def test_frozen_experts_leave_the_gradients_of_the_others(name: str | None) -> N
                 assert equal_or_no_tokens(leaf[each].grad, expected[each][expert])  # type: ignore[index]
             else:
                 assert leaf[each].grad is None
-
-
-# ------------------------------------------------------------------------------ configurations
 
 
 def test_a_negative_expert_is_refused() -> None:

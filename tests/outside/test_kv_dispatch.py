@@ -177,12 +177,7 @@ def test_running_out_of_room_says_what_to_raise_and_the_model_goes_on(
         assert bits(generated(owner.module)) == bits(generated(llama()))
 
 
-# -------------------------------------------------------------------------------- its end
-
-
 # -------------------------------------------------------------------------------- refusals
-
-
 def test_another_batch_of_a_cache_with_tokens_is_refused(tmp_path: Path) -> None:
     with dispatched(llama(), tmp_path, "nvme") as owner, torch.no_grad():
         cache = DynamicCache()

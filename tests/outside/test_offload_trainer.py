@@ -214,9 +214,6 @@ def test_plain_trainer_with_an_optimizer_of_its_own_is_refused(tmp_path: Path) -
         make(transformers.Trainer, tmp_path / "run", model, **SHORT).train()
 
 
-# --------------------------------------------------------------------------- precision
-
-
 # --------------------------------------------------------------------------- one source of numbers
 CONFLICTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "optimizer.lr: 0.5": ({"optimizer": {"lr": 0.5}}, {}),
@@ -336,9 +333,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, open_engines: 
         with pytest.raises(CheckpointError, match=what):
             trainer._load_from_checkpoint(str(tmp_path / "other"))
     assert_same_bits(values_of(trainer.model), before)
-
-
-# --------------------------------------------------------------------------- memory
 
 
 # --------------------------------------------------------------------------- several ranks

@@ -18,6 +18,7 @@ from offload.checkpoint.foreign.exporting import export
 from offload.zero.groups import parameter_grouping
 from tests.offload.engine_cases import HOST, NVME, bits, config
 from tests.outside.test_expert_zoo import ARCHITECTURES, build
+from tests.outside.test_packed_params import tiny
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
@@ -26,16 +27,6 @@ transformers = pytest.importorskip("transformers")
 TABLE = "model.layers.0.mlp.experts.gate_up_proj"
 BUDGET = {"host": "64MiB", "nvme": "64MiB"}
 Engine = Any
-
-
-def tiny(seed: int = 0, inner: int = 16) -> Any:
-    torch.manual_seed(seed)
-    shape = transformers.Qwen3MoeConfig(
-        vocab_size=48, hidden_size=32, intermediate_size=64, moe_intermediate_size=inner,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        num_experts=8, num_experts_per_tok=2, use_cache=False,
-    )  # fmt: skip
-    return transformers.Qwen3MoeForCausalLM(shape)
 
 
 @pytest.fixture
@@ -170,6 +161,3 @@ def test_every_architecture(made: Any, tmp_path: Path, architecture: str) -> Non
         engine.module.save_pretrained(tmp_path / name / "hub")
         engine.save_checkpoint(tmp_path / name / "checkpoint")
     assert_same(tensors_in(tmp_path / "split"), tensors_in(tmp_path / "whole"))
-
-
-# ------------------------------------------------------------------------------ PEFT

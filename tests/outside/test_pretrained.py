@@ -49,8 +49,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ------------------------------------------------------------------------------------ the zoo
-
-
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "mixtral", "phi", "qwen2"])
 def test_a_new_head_begins_as_transformers_begins_it(model_type: str, tmp_path: Path) -> None:
@@ -80,32 +78,25 @@ def test_what_is_missing_and_what_is_not_expected_is_reported(
     }  # fmt: skip
 
 
-def both_equal(tensors: dict[str, Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-
-
-def both_other(tensors: dict[str, Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
-
-
-def head_alone(tensors: dict[str, Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-
-
-def neither(tensors: dict[str, Tensor]) -> None:
-    del tensors["model.embed_tokens.weight"]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "equal": lambda tensors: {**tensors, HEAD: tensors[EMBEDDING].clone()},
+    "different": lambda tensors: {**tensors, HEAD: tensors[EMBEDDING] + 1},
+    "the head alone": lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}),
+    "neither": lambda tensors: {n: t for n, t in tensors.items() if n != EMBEDDING},
+    "as saved": lambda tensors: None,
+}
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("change", [both_equal, both_other, head_alone, neither, None])
-def test_tied_weights_are_tied_as_transformers_ties_them(change: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", TIED)
+def test_tied_weights_are_tied_as_transformers_ties_them(change: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama", tie_word_embeddings=True)
-    if change is not None:
-        edit(folder, change)
+    edit(folder, TIED[change])
     plain = plainly(folder, CAUSAL)
     with opened(folder, tmp_path, CAUSAL) as engine:
         assert_same_model(plain, engine)
-    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == (change != both_other)
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == (change != "different")
 
 
 @pytest.mark.sample(3)
@@ -185,18 +176,6 @@ def step_losses(model: Any, optimizer: Any) -> list[float]:
     return losses
 
 
-def nothing(model: Any) -> None:
-    pass
-
-
-def freeze(model: Any) -> None:
-    model.model.requires_grad_(False)
-
-
-def more_tokens(model: Any) -> None:
-    model.resize_token_embeddings(70)
-
-
 def new_values(model: Any) -> None:
     layer = model.model.layers[0]
     for module in (model.model.embed_tokens, model.lm_head, layer.mlp.up_proj):
@@ -209,17 +188,9 @@ def new_values(model: Any) -> None:
     torch.nn.init.normal_(layer.mlp.up_proj.weight, std=0.1)
 
 
-def rounded(model: Any) -> None:
-    model.bfloat16().float().to("cpu")
-
-
 def shorter(model: Any) -> None:
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
-
-
-def recomputed(model: Any) -> None:
-    model.gradient_checkpointing_enable()
 
 
 def beside(model: Any) -> None:
@@ -227,20 +198,26 @@ def beside(model: Any) -> None:
     model.lm_head.append(torch.nn.Linear(8, model.vocab_size))
 
 
-def normed(model: Any) -> None:
-    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda model: None,
+    "frozen": lambda model: model.model.requires_grad_(False),
+    "more tokens": lambda model: model.resize_token_embeddings(70),
+    "new values": new_values,
+    "rounded": lambda model: model.bfloat16().float().to("cpu"),
+    "shorter": shorter,
+    "recomputed": lambda model: model.gradient_checkpointing_enable(),
+    "beside": beside,
+    "normed": lambda model: torch.nn.utils.parametrizations.weight_norm(model.lm_head),
+}
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    "change",
-    [nothing, freeze, more_tokens, new_values, rounded, shorter, recomputed, beside, normed],
-)
-def test_a_model_can_be_changed_before_it_trains(change: Any, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_can_be_changed_before_it_trains(change: str, llama: Path, tmp_path: Path) -> None:
     def made(load: Any) -> Any:
         torch.manual_seed(5)
         model = load(llama)
-        change(model)
+        CHANGES[change](model)
         return model.train(), [p for p in model.parameters() if p.requires_grad]
 
     model, params = made(CAUSAL.from_pretrained)
@@ -278,45 +255,6 @@ def test_the_model_is_never_whole_in_ram(kind: str, tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------- refusals
-def without_weights(folder: Path) -> None:
-    (folder / FILE).unlink()
-
-
-def pickled(folder: Path) -> None:
-    (folder / FILE).rename(folder / "pytorch_model.bin")
-
-
-def without_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def cut_short(folder: Path) -> None:
-    (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-100])
-
-
-def no_file_of_its_kind(folder: Path) -> None:
-    (folder / FILE).write_bytes(b"PK\x03\x04 a pickle with another name")
-
-
-def a_shard_is_missing(folder: Path) -> None:
-    (folder / FILE).unlink()
-    (folder / f"{FILE}.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
-
-
-def a_shard_lies_outside(folder: Path) -> None:
-    (folder / FILE).rename(folder.parent / FILE)
-    (folder / f"{FILE}.index.json").write_text(f'{{"weight_map": {{"a": "../{FILE}"}}}}')
-
-
-def index_is_damaged(folder: Path) -> None:
-    (folder / FILE).unlink()
-    (folder / f"{FILE}.index.json").write_text("{")
-
-
-def adapter(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{}")
-
-
 def configured(**keys: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / "config.json"
@@ -328,15 +266,19 @@ def configured(**keys: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        (without_weights, ConfigError, "has no model.safetensors and no model.safetensors.index"),
-        (pickled, ConfigError, "opens no pickles .* model.save_pretrained"),
-        (without_config, ConfigError, "has no config.json"),
-        (cut_short, CheckpointError, "damaged header"),
-        (no_file_of_its_kind, CheckpointError, "no safetensors file"),
-        (a_shard_is_missing, CheckpointError, "names .model-00001.safetensors."),
-        (a_shard_lies_outside, CheckpointError, "outside of its folder"),
-        (index_is_damaged, CheckpointError, "index.json is damaged"),
-        (adapter, UnsupportedError, "holds an adapter .*PeftModel.from_pretrained"),
+        (
+            lambda folder: (folder / FILE).unlink(), ConfigError,
+            "has no model.safetensors and no model.safetensors.index",
+        ),
+        (
+            lambda folder: (folder / FILE).rename(folder / "pytorch_model.bin"), ConfigError,
+            "opens no pickles .* model.save_pretrained",
+        ),
+        (lambda folder: (folder / "config.json").unlink(), ConfigError, "has no config.json"),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("{}"), UnsupportedError,
+            "holds an adapter .*PeftModel.from_pretrained",
+        ),
         (
             configured(quantization_config={"quant_method": "fp8"}), UnsupportedError,
             "weights quantized by fp8, which is not read here",

@@ -17,16 +17,13 @@ import offload
 from offload.checkpoint.foreign.model_files import carry
 from offload.errors import CheckpointError
 from tests.offload.engine_cases import HOST, assert_same_bits, config
-from tests.outside.trainer_cases import quiet, tiny_llama, values_of
+from tests.outside.trainer_cases import tiny_llama, values_of
 
 loading = pytest.importorskip("offload.integrations.transformers.pretrained")
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 @pytest.fixture
@@ -80,21 +77,9 @@ def first(entries: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def by_two_dots(folder: Path) -> None:
-    index(folder, f"../{outside(folder).name}")
-
-
-def by_an_absolute_path(folder: Path) -> None:
-    index(folder, str(outside(folder)))
-
-
 def by_a_link(folder: Path) -> None:
     (folder / "shard.safetensors").symlink_to(outside(folder))
     index(folder, "shard.safetensors")
-
-
-def as_the_only_file(folder: Path) -> None:
-    (folder / FILE).symlink_to(outside(folder))
 
 
 def a_pipe(folder: Path) -> None:
@@ -145,10 +130,14 @@ def first_is(key: str, value: Any) -> Callable[[Path], None]:
 
 
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "..": (by_two_dots, r"\.\./elsewhere.*outside of its folder"),
-    "absolute": (by_an_absolute_path, "outside of its folder"),
+    "..": (
+        lambda f: index(f, f"../{outside(f).name}"), r"\.\./elsewhere.*outside of its folder",
+    ),
+    "absolute": (lambda f: index(f, str(outside(f))), "outside of its folder"),
     "link": (by_a_link, r"shard\.safetensors leads to .*/elsewhere.* outside of its folder"),
-    "link of the only file": (as_the_only_file, "leads to .* outside of its folder"),
+    "link of the only file": (
+        lambda f: (f / FILE).symlink_to(outside(f)), "leads to .* outside of its folder",
+    ),
     "missing": (lambda f: index(f, "x.safetensors"), r"'x\.safetensors'.* get the whole folder"),
     "pipe": (a_pipe, "no such file"),
     "NUL": (lambda f: index(f, "a\0b"), r"a\\x00b"),

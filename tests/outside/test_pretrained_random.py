@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,12 @@ import offload
 from offload.errors import ConfigError, OffloadError
 from tests.offload.json_changes import changed, changes
 from tests.offload.test_checkpoint_forged import in_time
-from tests.outside.trainer_cases import quiet, tiny_llama
+from tests.outside.trainer_cases import tiny_llama
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 @pytest.fixture

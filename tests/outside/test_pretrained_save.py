@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from offload.checkpoint.format.safetensors_file import SafetensorsWriter
 from offload.errors import CheckpointError, NoSpaceError, PathError, StateError
 from tests.offload.engine_cases import NVME, assert_same_bits, config, seeded
 from tests.outside.pretrained_cases import assert_same_files
-from tests.outside.trainer_cases import quiet, tiny_llama, transformers, values_of
+from tests.outside.trainer_cases import tiny_llama, transformers, values_of
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -33,10 +32,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 def mixtral() -> Any:

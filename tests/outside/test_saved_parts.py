@@ -4,7 +4,7 @@ wherever each of them is: the files are those of an equal model in plain transfo
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import offload
 from offload.errors import PathError, StateError, UnsupportedError
 from tests.offload.engine_cases import HOST, NVME, config, seeded
 from tests.outside.test_pretrained_save import BUDGET, SMALL, assert_same_files, mixtral
-from tests.outside.trainer_cases import quiet, tiny_llama, transformers
+from tests.outside.trainer_cases import tiny_llama, transformers
 
 safetensors = pytest.importorskip("safetensors.torch")
 Open = Callable[[str], Any]  # a model of the folder of this name
@@ -28,10 +28,7 @@ BERT: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with quiet():
-        yield
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 
 class Own(transformers.PreTrainedModel):  # type: ignore[name-defined,misc]

@@ -26,7 +26,7 @@ import offload
 from offload.engine_lookup import tiers_of
 from offload.errors import StateError
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config
-from tests.outside.trainer_cases import Rows, forget, tiny_llama, transformers
+from tests.outside.trainer_cases import Rows, forget, tiny_llama, transformers, values_of
 
 accelerate = pytest.importorskip("accelerate")
 trainers = importlib.import_module("offload.integrations.transformers")
@@ -65,12 +65,15 @@ class Plain:
 
     # ---------------------------------------------------------------- training
     def own_loop(self, seed: int, lr: float, **_: Any) -> None:
-        self.model.zero_grad()
-        optimizer = adamw(self.model, lr)
+        optimizer = self.optimizer(lr)
         for batch in rows(seed):
             self.model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    def optimizer(self, lr: float) -> Any:
+        self.model.zero_grad()
+        return adamw(self.model, lr)
 
     def broken_loop(self, seed: int, **_: Any) -> None:
         """An exception ends a loop between backward and step."""
@@ -90,8 +93,12 @@ class Plain:
         forget()
         return self.trainer(
             model=self.model, args=self.arguments(seed, lr), eval_dataset=Rows(4, 9),
-            train_dataset=Rows(2 * PASSES, seed),
+            train_dataset=Rows(2 * PASSES, seed), **self.more(),
         )  # fmt: skip
+
+    def more(self) -> dict[str, Any]:
+        """Arguments that only the trainer of an engine takes."""
+        return {}
 
     def hf_trainer(self, seed: int, again: bool, **keys: Any) -> list[float]:
         trainer = self.make_trainer(seed, **keys)
@@ -107,16 +114,15 @@ class Plain:
 
     def accelerate(self, seed: int, lr: float, **_: Any) -> None:
         forget()
-        self.model.zero_grad()
-        accelerator, optimizer = self.accelerator(lr)
+        accelerator, optimizer = self.accelerator(), self.optimizer(lr)
         model, optimizer, loader = accelerator.prepare(self.model, optimizer, rows(seed))
         for batch in loader:
             accelerator.backward(model(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
 
-    def accelerator(self, lr: float) -> tuple[Any, Any]:
-        return accelerate.Accelerator(cpu=True), adamw(self.model, lr)
+    def accelerator(self) -> Any:
+        return accelerate.Accelerator(cpu=True)
 
     def deepspeed(self, seed: int, lr: float, **keys: Any) -> None:
         self.own_loop(seed, lr)
@@ -162,20 +168,13 @@ class Offloaded(Plain):
             groups={"blocks": [LAYER]}, **keys,
         )  # fmt: skip
 
-    def own_loop(self, seed: int, lr: float, **_: Any) -> None:
-        engine = self.initialized(lr)
-        for batch in rows(seed):
-            self.model(**batch).loss.backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-
-    def initialized(self, lr: float) -> offload.Engine:
+    def optimizer(self, lr: float) -> Any:
         keys = self.configuration(optimizer={"type": "adamw", "lr": lr, "eps": EPS})
         if tiers_of(self.model):  # a loop of one's own is told what to do
             with pytest.raises(StateError, match="close"):
                 offload.initialize(self.model, keys)
             self.close()
-        return offload.initialize(self.model, keys)
+        return offload.initialize(self.model, keys).optimizer
 
     def broken_loop(self, seed: int, **_: Any) -> None:
         keys = self.configuration()
@@ -190,17 +189,13 @@ class Offloaded(Plain):
             loop()
         assert all(p.grad is None for p in self.model.parameters())
 
-    def make_trainer(self, seed: int, lr: float, **_: Any) -> Any:
-        forget()
-        return self.trainer(
-            model=self.model, args=self.arguments(seed, lr), eval_dataset=Rows(4, 9),
-            train_dataset=Rows(2 * PASSES, seed), offload=self.configuration(),
-        )  # fmt: skip
+    def more(self) -> dict[str, Any]:
+        return {"offload": self.configuration()}
 
-    def accelerator(self, lr: float) -> tuple[Any, Any]:
+    def accelerator(self) -> Any:
         from offload.integrations.accelerate import OffloadAccelerator
 
-        return OffloadAccelerator(cpu=True), self.initialized(lr).optimizer
+        return OffloadAccelerator(cpu=True)
 
     def deepspeed(self, seed: int, lr: float, **keys: Any) -> None:
         numbers = {"type": "AdamW", "params": {"lr": lr, "eps": EPS, "weight_decay": 0.01}}
@@ -256,10 +251,6 @@ def settings_of(draw: random.Random) -> dict[str, Any]:
         "keep": draw.choice(KEEP),
         "placement": draw.choice([HOST, NVME]),
     }  # fmt: skip
-
-
-def values_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def run(steps: list[tuple[str, dict[str, Any]]], folder: Path) -> None:

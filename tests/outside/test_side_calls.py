@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import random
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -168,16 +167,8 @@ def compare(case: Case, folder: Path) -> list[str] | str:
     return list(actual.compare(expected))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    torch.set_num_threads(threads)
-
-
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.sample("0")
 @pytest.mark.parametrize("number", range(LONG_SETS))
 def test_modules_called_from_the_side_have_the_bits_of_plain_pytorch(

@@ -26,120 +26,94 @@ pytestmark = pytest.mark.usefixtures("quiet_trainers")
 
 
 # --------------------------------------------------------------------------- set-ups
-def layer_wise(base: Any) -> Any:
-    class LayerWise(base):  # type: ignore[misc]
-        def create_optimizer(self, model: Any = None) -> Any:
-            rates = {"layers.0.": 0.0, "layers.1.": 3e-4, "layers.2.": 1e-3}
-            groups = [
-                {"params": [p for n, p in self.model.named_parameters() if part in n], "lr": rate}
-                for part, rate in rates.items()
-            ]
-            rest = [
-                p for n, p in self.model.named_parameters() if not any(part in n for part in rates)
-            ]
-            groups.append({"params": rest, "weight_decay": 0.3})
-            self.optimizer = torch.optim.AdamW(groups, lr=5e-4, betas=(0.8, 0.99))
-            return self.optimizer
-
-    return LayerWise
+class LayerWise:
+    def create_optimizer(self, model: Any = None) -> Any:
+        rates = {"layers.0.": 0.0, "layers.1.": 3e-4, "layers.2.": 1e-3}
+        groups = [
+            {"params": [p for n, p in self.model.named_parameters() if part in n], "lr": rate}
+            for part, rate in rates.items()
+        ]
+        rest = [p for n, p in self.model.named_parameters() if not any(part in n for part in rates)]
+        groups.append({"params": rest, "weight_decay": 0.3})
+        self.optimizer = torch.optim.AdamW(groups, lr=5e-4, betas=(0.8, 0.99))
+        return self.optimizer
 
 
-def changed_groups(base: Any) -> Any:
-    class ChangedGroups(base):  # type: ignore[misc]
-        def create_optimizer(self, model: Any = None) -> Any:
-            super().create_optimizer()
-            for group in self.optimizer.param_groups:
-                group["lr"] *= 0.5
-            return self.optimizer
-
-    return ChangedGroups
+class ChangedGroups:
+    def create_optimizer(self, model: Any = None) -> Any:
+        super().create_optimizer()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+        return self.optimizer
 
 
-def other_class(base: Any) -> Any:
-    class OtherClass(base):  # type: ignore[misc]
-        @staticmethod
-        def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
-            return torch.optim.SGD, {"lr": args.learning_rate * 10, "momentum": 0.9}
-
-    return OtherClass
+class OtherClass:
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> Any:
+        return torch.optim.SGD, {"lr": args.learning_rate * 10, "momentum": 0.9}
 
 
-def own_groups(base: Any) -> Any:
+class OwnGroups:
     """As sentence-transformers' learning_rate_mapping."""
 
-    class OwnGroups(base):  # type: ignore[misc]
-        def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
-            kind, numbers = super().get_optimizer_cls_and_kwargs(args, model)
-            mlp = [p for n, p in self.model.named_parameters() if "mlp" in n]
-            rest = [p for n, p in self.model.named_parameters() if "mlp" not in n]
-            groups = [{"params": mlp, "lr": 1e-4}, {"params": rest}, {"params": []}]
-            return kind, {**numbers, "optimizer_dict": groups}
-
-    return OwnGroups
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+        kind, numbers = super().get_optimizer_cls_and_kwargs(args, model)
+        mlp = [p for n, p in self.model.named_parameters() if "mlp" in n]
+        rest = [p for n, p in self.model.named_parameters() if "mlp" not in n]
+        groups = [{"params": mlp, "lr": 1e-4}, {"params": rest}, {"params": []}]
+        return kind, {**numbers, "optimizer_dict": groups}
 
 
-def frozen_inside(base: Any) -> Any:
-    class FrozenInside(base):  # type: ignore[misc]
-        def create_optimizer(self, model: Any = None) -> Any:
-            made = super().create_optimizer()
-            self.model.model.layers[0].requires_grad_(requires_grad=False)  # they are in the groups
-            return made
-
-    return FrozenInside
+class FrozenInside:
+    def create_optimizer(self, model: Any = None) -> Any:
+        made = super().create_optimizer()
+        self.model.model.layers[0].requires_grad_(requires_grad=False)  # they are in the groups
+        return made
 
 
-def left_out(base: Any) -> Any:
+class LeftOut:
     """Parameters that need gradients count in the norm, and are not updated."""
 
-    class LeftOut(base):  # type: ignore[misc]
-        def create_optimizer(self, model: Any = None) -> Any:
-            self.optimizer = torch.optim.Adam(self.model.model.layers.parameters(), lr=1e-3)
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.Adam(self.model.model.layers.parameters(), lr=1e-3)
+        return self.optimizer
+
+
+class AddedGroup:
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return [name for name, _ in model.named_parameters() if "norm" in name]
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is not None:
             return self.optimizer
-
-    return LeftOut
-
-
-def added_group(base: Any) -> Any:
-    class AddedGroup(base):  # type: ignore[misc]
-        def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-            return [name for name, _ in model.named_parameters() if "norm" in name]
-
-        def create_optimizer(self, model: Any = None) -> Any:
-            if self.optimizer is not None:
-                return self.optimizer
-            self.model.model.norm.requires_grad_(requires_grad=False)
-            super().create_optimizer()
-            self.model.model.norm.requires_grad_(requires_grad=True)
-            self.optimizer.add_param_group({"params": self.model.model.norm.weight, "lr": 0.02})
-            return self.optimizer
-
-    return AddedGroup
+        self.model.model.norm.requires_grad_(requires_grad=False)
+        super().create_optimizer()
+        self.model.model.norm.requires_grad_(requires_grad=True)
+        self.optimizer.add_param_group({"params": self.model.model.norm.weight, "lr": 0.02})
+        return self.optimizer
 
 
-def by_trainers_numbers(base: Any) -> Any:
-    class ByTrainersNumbers(base):  # type: ignore[misc]
-        def create_optimizer(self, model: Any = None) -> Any:
-            kind, numbers = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            groups = [{
-                "params": [p for p in self.model.parameters() if p.requires_grad],
-                "weight_decay": self.args.weight_decay,
-            }]  # fmt: skip
-            self.optimizer = kind(groups, **numbers)
-            return self.optimizer
-
-    return ByTrainersNumbers
+class ByTrainersNumbers:
+    def create_optimizer(self, model: Any = None) -> Any:
+        kind, numbers = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        groups = [{
+            "params": [p for p in self.model.parameters() if p.requires_grad],
+            "weight_decay": self.args.weight_decay,
+        }]  # fmt: skip
+        self.optimizer = kind(groups, **numbers)
+        return self.optimizer
 
 
 SETUPS = {
     each.__name__: each
     for each in (
-        layer_wise, changed_groups, other_class, own_groups, frozen_inside, left_out, added_group,
-        by_trainers_numbers,
+        LayerWise, ChangedGroups, OtherClass, OwnGroups, FrozenInside, LeftOut, AddedGroup,
+        ByTrainersNumbers,
     )
 }  # fmt: skip
-ORDERS: dict[str, Callable[[Any], Any]] = {
-    "behind": lambda setup: type("Mine", (trainers.OffloadMixin, setup(transformers.Trainer)), {}),
-    "front": lambda setup: setup(trainers.OffloadTrainer),
+ORDERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "behind": lambda setup: (trainers.OffloadMixin, setup, transformers.Trainer),
+    "front": lambda setup: (setup, trainers.OffloadTrainer),
 }
 
 
@@ -150,10 +124,10 @@ def test_an_optimizer_that_a_trainer_sets_up_trains_as_without_an_engine(
     setup: str, order: str, tmp_path: Path
 ) -> None:
     """Twice: the second training has the optimizer that plain Trainer has there."""
-    plain = make(SETUPS[setup](transformers.Trainer), tmp_path / "plain", **SHORT)
-    trainer = make(
-        ORDERS[order](SETUPS[setup]), tmp_path / "run", offload=settings(tmp_path), **SHORT
-    )
+    plain_kind = type("Plain", (SETUPS[setup], transformers.Trainer), {})
+    plain = make(plain_kind, tmp_path / "plain", **SHORT)
+    kind = type("Mine", ORDERS[order](SETUPS[setup]), {})
+    trainer = make(kind, tmp_path / "run", offload=settings(tmp_path), **SHORT)
     before = values_of(plain.model)
     for _ in range(2):
         plain.train()
@@ -163,7 +137,7 @@ def test_an_optimizer_that_a_trainer_sets_up_trains_as_without_an_engine(
     assert_close(weights, values_of(plain.model))
     moved = {name for name in weights if not torch.equal(weights[name], before[name])}
     still = [name for name in weights if "layers.0." in name and name not in moved]
-    assert bool(still) == (setup in ("layer_wise", "frozen_inside"))
+    assert bool(still) == (setup in ("LayerWise", "FrozenInside"))
     trainer.engine.close()
 
 

@@ -312,8 +312,6 @@ def test_a_full_standard_output_is_not_a_verdict() -> None:
 
 
 # ---------------------------------------------------------------- what is imported
-
-
 def test_no_module_of_memest_imports_anything_heavy() -> None:
     """But for the one that builds torch modules from names, which is imported when it does."""
     folder = REPOSITORY / "tools/memest"

@@ -3,7 +3,7 @@ what other ranks have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +103,7 @@ class TestGatheredFromMemory(OneRank):
         return self.shared.gathered(places.in_memory(name))
 
 
-class TestGatheredFromAFile(OneRank, FileHomeConformance):
-    has_blank = False
-    is_undone_before_reads = True
-
+class TestGatheredFromAFile(TestGatheredFromMemory, FileHomeConformance):
     def make(self, places: Places, name: str) -> State:
         return self.shared.gathered(places.in_file(name))
 
@@ -239,29 +236,23 @@ def update_and_refresh(folder: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_shards_are_gathered_whole_and_each_rank_keeps_its_part_of_what_is_written(
-    tmp_path: Path, count: int
+@pytest.mark.parametrize("program", [gather_and_write, update_and_refresh])
+def test_each_rank_has_what_all_wrote_and_keeps_its_part(
+    tmp_path: Path, count: int, program: Callable[[str], list[torch.Tensor]]
 ) -> None:
+    """Shards, of which a trained part was updated after a write of all; replicas, which get the
+    other ranks' parts after an update, and after each was overwritten."""
     layout = lay_out(SHAPES, count)
     cut = layout.numel_trainable * ITEMSIZE
-    updated = torch.cat([whole(2, layout)[:cut], whole(1, layout)[cut:]])
-    for seen in run_ranks(count, tmp_path, gather_and_write, str(tmp_path)):
-        assert [torch.equal(*pair) for pair in zip(
-            seen, (whole(0, layout), whole(1, layout), updated), strict=True
-        )] == [True, True, True]  # fmt: skip
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_replicas_get_the_other_ranks_parts_after_an_update_and_after_being_overwritten(
-    tmp_path: Path, count: int
-) -> None:
-    layout = lay_out(SHAPES, count)
-    cut = layout.numel_trainable * ITEMSIZE
-    updated = torch.cat([whole(1, layout)[:cut], whole(0, layout)[cut:]])
+    first, second, third = (whole(version, layout) for version in range(3))
     parts = [part(whole(10 + rank, layout), layout, rank) for rank in range(count)]
     own = layout.shard_trainable * ITEMSIZE
-    given = torch.cat([*(each[:own] for each in parts), *(each[own:] for each in parts)])
-    for seen in run_ranks(count, tmp_path, update_and_refresh, str(tmp_path)):
-        assert [torch.equal(*pair) for pair in zip(
-            seen, (whole(0, layout), updated, given), strict=True
-        )] == [True, True, True]  # fmt: skip
+    expected = {
+        gather_and_write: (first, second, torch.cat([third[:cut], second[cut:]])),
+        update_and_refresh: (
+            first, torch.cat([second[:cut], first[cut:]]),
+            torch.cat([*(each[:own] for each in parts), *(each[own:] for each in parts)]),
+        ),
+    }[program]  # fmt: skip
+    for seen in run_ranks(count, tmp_path, program, str(tmp_path)):
+        assert all(torch.equal(*pair) for pair in zip(seen, expected, strict=True))

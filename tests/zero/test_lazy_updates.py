@@ -293,8 +293,6 @@ def test_momentum_that_begins_and_ends_between_missed_steps(make: Make) -> None:
 
 
 # ------------------------------------------------------------------ what is read, and when
-
-
 def test_values_from_before_a_missed_step_are_outdated(make: Make) -> None:
     lazy, _ = make()
     versions = [group.writes.version for group in lazy.groups]
@@ -305,8 +303,6 @@ def test_values_from_before_a_missed_step_are_outdated(make: Make) -> None:
 
 
 # ------------------------------------------------------------------ steps that are not missed
-
-
 def test_a_skipped_step_is_not_missed(make: Make) -> None:
     pair = make(skip_nonfinite=True)
     for step, scale in enumerate([1.0, float("inf"), 1.0]):

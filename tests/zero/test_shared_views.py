@@ -19,11 +19,14 @@ from tests.offload.engine_cases import MARKS, NVME, ON, config
 
 pytestmark = MARKS
 
+Change = Callable[["Two"], None]
+Make = Callable[[Change, Path], "Two"]
+
 
 class Two(nn.Module):
     """`base` has room for both weights and is in none of them."""
 
-    def __init__(self, change: Callable[[Two], None], base: torch.Tensor | None = None) -> None:
+    def __init__(self, change: Change, base: torch.Tensor | None = None) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8, bias=False)
         self.b = nn.Linear(8, 8, bias=False)
@@ -35,24 +38,16 @@ class Two(nn.Module):
         return y
 
 
-def same(model: Two) -> None:
-    model.b.weight = nn.Parameter(model.a.weight.data)
+def weight_of_b(source: Callable[[nn.Parameter], Any], *, data: bool = False) -> Change:
+    """The weight of `b`, or its `.data`, is made of that of `a`."""
 
+    def change(model: Two) -> None:
+        if data:
+            model.b.weight.data = source(model.a.weight)
+        else:
+            model.b.weight = source(model.a.weight)
 
-def same_by_data(model: Two) -> None:
-    model.b.weight.data = model.a.weight.data
-
-
-def frozen(model: Two) -> None:
-    model.b.weight = nn.Parameter(model.a.weight.data, requires_grad=False)
-
-
-def part_by_data(model: Two) -> None:
-    model.b.weight.data = model.a.weight.data[2:]
-
-
-def transposed(model: Two) -> None:
-    model.b.weight = nn.Parameter(model.a.weight.data.t())
+    return change
 
 
 def one_row(model: Two) -> None:
@@ -60,12 +55,7 @@ def one_row(model: Two) -> None:
     model.a.weight, model.b.weight = nn.Parameter(base[:8]), nn.Parameter(base[7:15])
 
 
-def by_numpy(model: Two) -> None:
-    array = model.a.weight.detach().numpy()
-    model.b.weight = nn.Parameter(torch.from_numpy(array))
-
-
-def lazily(change: Callable[[Two], None], folder: Path) -> Two:
+def lazily(change: Change, folder: Path) -> Two:
     """The same model, whose weights are still in a file."""
     ordinary = Two(lambda model: None)
     values = {"a": ordinary.a.weight, "b": ordinary.b.weight, "base": ordinary.base[0]}
@@ -79,27 +69,13 @@ def lazily(change: Callable[[Two], None], folder: Path) -> Two:
     return Two(lazy_weights, lazy["base"])
 
 
-def on_meta(change: Callable[[Two], None], folder: Path) -> Two:
+def on_meta(change: Change, folder: Path) -> Two:
     with torch.device("meta"):
         return Two(change)
 
 
-def in_ram(change: Callable[[Two], None], folder: Path) -> Two:
+def in_ram(change: Change, folder: Path) -> Two:
     return Two(change)
-
-
-MAKES = [in_ram, lazily, on_meta]
-SHARED = [same, same_by_data, part_by_data, frozen, transposed, one_row]
-MESSAGE = r"a\.weight and b\.weight have the same memory.*one object"
-
-
-@pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("change", SHARED)
-def test_two_parameters_over_one_memory_are_refused_by_name(
-    tmp_path: Path, change: Callable[[Two], None], make: Any
-) -> None:
-    with pytest.raises(UnsupportedError, match=MESSAGE):
-        offload.initialize(make(change, tmp_path), config(tmp_path))
 
 
 def other_memory(model: Two) -> None:
@@ -117,20 +93,6 @@ def an_ordinary_parameter(model: Two) -> None:
     model.c = nn.Parameter(ordinary)
 
 
-@pytest.mark.parametrize("change", [other_memory, one_ordinary, an_ordinary_parameter])
-def test_lazy_weights_share_memory_where_ordinary_ones_would(
-    tmp_path: Path, change: Callable[[Two], None]
-) -> None:
-    for make in (in_ram, lazily):
-        with pytest.raises(UnsupportedError, match="have the same memory"):
-            offload.initialize(make(change, tmp_path), config(tmp_path))
-
-
-def test_an_array_over_a_parameters_memory_is_found(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=MESSAGE):
-        offload.initialize(Two(by_numpy), config(tmp_path))
-
-
 def view_as_buffer(model: Two) -> None:
     model.register_buffer("first", model.a.weight.data[0])
 
@@ -140,20 +102,44 @@ def frozen_with_a_buffer(model: Two) -> None:
     view_as_buffer(model)
 
 
-FROZEN = [(make, frozen_with_a_buffer) for make in (in_ram, on_meta)]
+def tied_buffers(model: Two) -> None:
+    (base,) = model.base
+    model.register_buffer("first", base[:8])
+    model.register_buffer("second", base[:8])
 
 
-@pytest.mark.parametrize(("make", "change"), [(make, view_as_buffer) for make in MAKES] + FROZEN)
-def test_a_buffer_over_a_parameter_is_refused_by_name(
-    tmp_path: Path, make: Any, change: Callable[[Two], None]
+MAKES: list[Make] = [in_ram, lazily, on_meta]
+same_data = weight_of_b(lambda a: a.data, data=True)
+BOTH = r"a\.weight and b\.weight have the same memory.*one object"
+BUFFER = r"(first|weight) and .* have the same memory"
+SHARED: dict[str, tuple[Change, str, list[Make]]] = {
+    "a parameter of it": (weight_of_b(lambda a: nn.Parameter(a.data)), BOTH, MAKES),
+    "a frozen one": (weight_of_b(lambda a: nn.Parameter(a.data, False)), BOTH, MAKES),
+    "transposed": (weight_of_b(lambda a: nn.Parameter(a.data.t())), BOTH, MAKES),
+    "data": (same_data, BOTH, MAKES),
+    "part of data": (weight_of_b(lambda a: a.data[2:], data=True), BOTH, MAKES),
+    "one row": (one_row, BOTH, MAKES),
+    "an array": (
+        weight_of_b(lambda a: nn.Parameter(torch.from_numpy(a.detach().numpy()))), BOTH, [in_ram],
+    ),
+    "other memory": (other_memory, "have the same memory", [in_ram, lazily]),
+    "one ordinary": (one_ordinary, "have the same memory", [in_ram, lazily]),
+    "another parameter": (an_ordinary_parameter, "have the same memory", [in_ram, lazily]),
+    "a buffer": (view_as_buffer, BUFFER, MAKES),
+    "a buffer of a frozen one": (frozen_with_a_buffer, BUFFER, [in_ram, on_meta]),
+    "two buffers": (tied_buffers, "first and second have the same memory", [on_meta]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("way", "make"), [(way, make) for way, (_, _, makes) in SHARED.items() for make in makes]
+)
+def test_two_tensors_over_one_memory_are_refused_by_name(
+    tmp_path: Path, way: str, make: Make
 ) -> None:
-    with pytest.raises(UnsupportedError, match=r"(first|weight) and .* have the same memory"):
+    change, message, _ = SHARED[way]
+    with pytest.raises(UnsupportedError, match=message):
         offload.initialize(make(change, tmp_path), config(tmp_path))
-
-
-def test_buffers_over_one_memory_on_the_meta_device_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"first and second have the same memory"):
-        offload.initialize(on_meta(tied_buffers, tmp_path), config(tmp_path))
 
 
 def halves(model: Two) -> None:
@@ -161,26 +147,14 @@ def halves(model: Two) -> None:
     model.a.weight, model.b.weight = nn.Parameter(base[:8]), nn.Parameter(base[8:])
 
 
-def tied(model: Two) -> None:
-    model.b.weight = model.a.weight
-
-
 def copied(model: Two) -> None:
-    same_by_data(model)
+    same_data(model)
     model.a, model.b = copy.deepcopy(nn.ModuleList([model.a, model.b]))  # parts memory: torch's way
 
 
-def tied_buffers(model: Two) -> None:
-    (base,) = model.base
-    model.register_buffer("first", base[:8])
-    model.register_buffer("second", base[:8])
-
-
 @pytest.mark.parametrize("make", [in_ram, lazily])
-@pytest.mark.parametrize("change", [halves, tied, copied, tied_buffers])
-def test_what_is_apart_or_one_object_trains(
-    tmp_path: Path, change: Callable[[Two], None], make: Any
-) -> None:
+@pytest.mark.parametrize("change", [halves, weight_of_b(lambda a: a), copied, tied_buffers])
+def test_what_is_apart_or_one_object_trains(tmp_path: Path, change: Change, make: Make) -> None:
     torch.manual_seed(0)
     plain = Two(change)
     torch.manual_seed(0)

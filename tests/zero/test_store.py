@@ -232,6 +232,3 @@ def test_the_same_stored_bytes_give_the_same_bits_wherever_they_are(
     assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
     assert homes.pool.evictions > 0
     store.close()
-
-
-# ---------------------------------------------------------------- parts that a module chooses
