@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.faults.checkpoint_bench import MAX_S, Bench, Case, Met, Tally, everyone
 from tests.offload.engine_cases import HOST, NVME
@@ -39,7 +38,6 @@ LONG = [
 
 
 def meet_all(setup: Setup, count: int, folder: str) -> list[Met]:
-    torch.set_num_threads(1)
     # a wait for another rank that ends by itself takes longer than a case may
     zero = {"stage": setup.stage, "timeout_s": 2 * MAX_S}
     bench = Bench(Path(folder), placement=setup.placement, zero=zero)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
+    losses_of,
     seeded,
     states_of,
 )
@@ -88,16 +88,11 @@ class End:
 
 def train(engine: offload.Engine, steps: range) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for number in steps:
-        tokens = batches(STEPS * ranks)[number * ranks + rank]
-        engine.backward(engine.module.loss(tokens))  # type: ignore[operator]
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+    losses_of(engine, [batches(STEPS * ranks)[number * ranks + rank] for number in steps])
 
 
 def meet(case: Case, folder: str) -> End:
     """The rank's program ends with the error, as programs do."""
-    torch.set_num_threads(1)
     files, saved, began = FaultyFiles(), Path(folder) / "saved", 0.0
     error, states = "", {}
 
@@ -139,7 +134,6 @@ def expected(precision: str, ranks: int, stage: int) -> list[dict[str, Tensor]]:
 
 
 def without_faults(case: Case, folder: str) -> list[dict[str, Tensor]]:
-    torch.set_num_threads(1)
     keys = {**case.keys(Path(folder)), "placement": HOST}
     keys["budget"] = {"host": "64MiB"}
     states = []

@@ -28,6 +28,7 @@ from tests.offload.engine_cases import (
     assert_same_bits,
     batches,
     config,
+    losses_of,
     seeded,
     states_of,
 )
@@ -95,10 +96,7 @@ def expected(precision: str, clips: bool) -> dict[str, Tensor]:
 
 
 def train(engine: offload.Engine, steps: range) -> None:
-    for number in steps:
-        engine.backward(engine.module.loss(DATA[number]))  # type: ignore[operator]
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+    losses_of(engine, [DATA[number] for number in steps])
 
 
 def meet(

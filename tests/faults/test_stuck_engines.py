@@ -49,19 +49,6 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         yield bench
 
 
-@pytest.mark.parametrize("call", [0, 7, 20, 40])
-def test_a_step_on_a_stuck_disk_raises_what_is_stuck_and_closing_ends(
-    bench: Bench, call: int
-) -> None:
-    bench.files.arm(call, "stuck")
-    with pytest.raises(StuckError) as caught:
-        bench.train()
-    assert str(bench.folder) in str(caught.value)
-    assert "has not ended for" in str(caught.value)
-    assert any(kind in str(caught.value) for kind in ("parameters", "gradients", "optimizer"))
-    bench.engine.close()  # what it has to say was said
-
-
 def test_what_trains_on_a_stuck_disk_says_so_again(bench: Bench) -> None:
     bench.files.arm(3, "stuck")
     with pytest.raises(StuckError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.cpu.noise import Noise
 from offload.kernels.cpu.optimizer import optimizer_step, scale_blocks
-from offload.kernels.floats import Array, Float, Runner, serial
+from offload.kernels.floats import Array, Float
 from offload.kernels.rules import (
     AdagradScalars,
     AdamScalars,
@@ -153,21 +154,23 @@ class Stored:
         )
 
     def step(
-        self, grad: Array, scalars: Scalars, noise: Noise | None = NOISE, run: Runner = serial
+        self, grad: Array | None, scalars: Scalars, noise: Noise | None = NOISE, **more: Any
     ) -> None:
-        optimizer_step(
-            grad, self.weight, self.states, scalars,
-            grad_float=self.formats.grad, weight_float=self.formats.weight,
-            state_format=self.formats.states, scales=self.scales,
-            low=self.low, master=self.master, noise=noise, run=run,
-        )  # fmt: skip
+        """`more`: how the kernel runs, and the steps that were missed."""
+        self._step(optimizer_step, grad, scalars, noise, **more)
 
     def reference_step(self, grad: Array, scalars: Scalars, noise: Noise = NOISE) -> None:
-        reference_rules.optimizer_step(
+        self._step(reference_rules.optimizer_step, grad, scalars, noise)
+
+    def _step(
+        self, function: Callable[..., None], grad: Array | None, scalars: Scalars,
+        noise: Noise | None, **more: Any,
+    ) -> None:  # fmt: skip
+        function(
             grad, self.weight, self.states, scalars,
             grad_float=self.formats.grad, weight_float=self.formats.weight,
             state_format=self.formats.states, scales=self.scales,
-            low=self.low, master=self.master, noise=noise,
+            low=self.low, master=self.master, noise=noise, **more,
         )  # fmt: skip
 
     def assert_same(self, other: Stored) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offload.kernels.cpu.noise import Noise
-from offload.kernels.cpu.optimizer import Missed, optimizer_step
+from offload.kernels.cpu.optimizer import Missed
 from offload.kernels.cpu.step_loop import SPAN
 from offload.kernels.floats import Array, Runner, serial
 from offload.kernels.rules import LionScalars, Scalars, SgdScalars, StateFormat
@@ -39,14 +39,9 @@ def drawn(scalars: Scalars, formats: Formats, numel: int, kind: Any) -> Stored:
     return Stored.of(formats, names, draw(numel), [np.abs(draw(numel)) for _ in names])
 
 
-def replay(stored: Stored, grad: Array | None, steps: list[Missed], run: Runner = serial) -> None:
+def replay(stored: Stored, grad: Array | None, steps: list[Missed], **run: Runner) -> None:
     *missed, last = steps
-    optimizer_step(
-        grad, stored.weight, stored.states, last.scalars,
-        grad_float=stored.formats.grad, weight_float=stored.formats.weight,
-        state_format=stored.formats.states, scales=stored.scales,
-        low=stored.low, master=stored.master, noise=last.noise, missed=missed, run=run,
-    )  # fmt: skip
+    stored.step(grad, last.scalars, last.noise, missed=missed, **run)
 
 
 def check(
@@ -60,10 +55,10 @@ def check(
     one_by_one, alone, replayed = before.copy(), before.copy(), before.copy()
     for step in steps[:-1]:
         one_by_one.step(zeros, step.scalars, step.noise)
-    replay(alone, None, steps[:-1], run)
+    replay(alone, None, steps[:-1], run=run)
     alone.assert_same(one_by_one)
     one_by_one.step(grad, steps[-1].scalars, steps[-1].noise)
-    replay(replayed, grad, steps, run)
+    replay(replayed, grad, steps, run=run)
     replayed.assert_same(one_by_one)
 
 

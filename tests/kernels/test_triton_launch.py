@@ -66,7 +66,8 @@ def test_host_memory_is_refused_on_a_gpu() -> None:
 def test_scalars_and_lengths_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    from tests.kernels.triton_cases import NOISE, RULES, case
+    from tests.kernels.step_cases import NOISE, RULES
+    from tests.kernels.triton_cases import case
 
     compiled: list[object] = []
 

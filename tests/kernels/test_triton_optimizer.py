@@ -11,8 +11,8 @@ from offload.kernels.gpu.triton_optimizer import optimizer_step
 from offload.kernels.rules import AdamScalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
 from tests.kernels import triton_device
-from tests.kernels.step_cases import UNUSUAL, WEIGHTS
-from tests.kernels.triton_cases import NOISE, RULES, case
+from tests.kernels.step_cases import NOISE, RULES, UNUSUAL, WEIGHTS
+from tests.kernels.triton_cases import case
 from tests.kernels.triton_device import DEVICE, launches, zeros
 
 __all__ = ["launches"]

@@ -9,31 +9,12 @@ from offload.kernels.cpu.int8 import BLOCK
 from offload.kernels.cpu.noise import Noise
 from offload.kernels.floats import Array, Float
 from offload.kernels.gpu import triton_optimizer
-from offload.kernels.rules import (
-    AdagradScalars,
-    AdamScalars,
-    LionScalars,
-    Scalars,
-    SgdScalars,
-    StateFormat,
-    is_signed,
-)
+from offload.kernels.rules import Scalars, StateFormat, is_signed
 from offload.kernels.variants import Master
 from tests.kernels import reference
-from tests.kernels.step_cases import Formats, Stored
+from tests.kernels.step_cases import NOISE, Formats, Stored
 from tests.kernels.triton_device import get, put
 from tests.kernels.values import SPECIAL, assert_same
-
-NOISE = Noise(key=0x9ABCDEF0, weight_key=0x12345678, first=4_294_967_000)  # wraps in 296 elements
-RULES: dict[str, Scalars] = {
-    "adamw": AdamScalars(1e-3, 0.9, 0.999, 1e-8, 0.1, step=3, grad_scale=0.37),
-    "adam": AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=1, decoupled=False, maximize=True),
-    "lion": LionScalars(1e-4, 0.9, 0.99, 0.1, grad_scale=0.37),
-    "adagrad": AdagradScalars(1e-2, 1e-10, 0.01, step=5, lr_decay=0.1, grad_scale=0.37),
-    "sgd": SgdScalars(1e-2, 0.0, 0.01, step=2, grad_scale=0.37, maximize=True),
-    "momentum": SgdScalars(1e-2, 0.9, 0.01, step=2, dampening=0.1, grad_scale=0.37),
-    "nesterov": SgdScalars(1e-2, 0.9, 0.01, step=2, nesterov=True, grad_scale=0.37),
-}
 
 
 @dataclass

@@ -93,7 +93,6 @@ def train(model: Net, tokens: list[int], aux: float, steps: int) -> Steps:
 
 def run_cases(cases: list[tuple[dict[str, Any], list[int], float]]) -> list[Steps]:
     """Cases one after the other: options of the model, tokens per rank, weight of `l_aux`."""
-    torch.set_num_threads(1)
     return [train(net(**options), tokens, aux, steps=1) for options, tokens, aux in cases]
 
 

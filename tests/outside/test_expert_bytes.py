@@ -1,4 +1,5 @@
-"""What a step reads and writes of experts on nvme is what their router's choices ask for."""
+"""What a step reads and writes of experts on nvme, and what a pass of a dispatched model reads, is
+what their router's choices ask for."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from offload.tiers.units import round_up
 from offload.zero.groups import parameter_grouping
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.update import GroupUpdate, UpdateQueue
-from tests.offload.engine_cases import NVME, config, seeded
+from tests.offload.engine_cases import NVME, bits, config, seeded
 from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
 from tests.planning.test_step_time import AtOnce
 
-LAYERS, STEPS, CHUNK, PAGE = 3, 8, 2048, 4096
+LAYERS, STEPS, PASSES, CHUNK, PAGE = 3, 8, 6, 2048, 4096
 
 
 def let_all_be_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +160,40 @@ def test_steps_move_what_the_routing_asks_for(tmp_path: Path, packed: bool, stay
             engine._runtime.updates.settle()
             said = counter.step([set(chosen.flatten().tolist()) for chosen in routing])
             assert Moved.until_now(engine) - before == said, number
+
+
+def read_nbytes(dispatched: offload.Dispatched) -> int:
+    return dispatched.report().bytes_moved["nvme read"]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("packed", [False, True], ids=["modules", "packed"])
+@pytest.mark.parametrize("stays", [False, True], ids=["nothing stays", "all stays"])
+def test_a_pass_reads_what_the_routing_asks_for(tmp_path: Path, packed: bool, stays: bool) -> None:
+    plain = seeded(lambda: Routed(LAYERS, packed=packed))
+    model = seeded(lambda: Routed(LAYERS, packed=packed))
+    keys = config(
+        tmp_path, {"parameters": "nvme"}, budget={"host": "64MiB", "nvme": "64MiB"},
+        prefetch=2 if stays else 0, device="cpu",
+    )  # fmt: skip
+    tokens = torch.ones(2, HIDDEN).cumsum(0)
+    with offload.dispatched(offload.dispatch(model, keys)) as dispatched, torch.no_grad():
+        groups = {g.name: round_up(g.state.nbytes, 4096) for g in dispatched.store.groups}
+        assert len(groups) == LAYERS * (1 + EXPERTS)
+        forget_copies(dispatched)
+        known: set[str] = set()
+        for _, routing in zip(range(PASSES), drawn(2), strict=False):
+            before = read_nbytes(dispatched)
+            assert bits(model(tokens, routing)) == bits(plain(tokens, routing))
+            used = {name for name in groups if "experts" not in name}
+            used |= {
+                f"layers.{layer}.experts.{expert}"
+                for layer, chosen in enumerate(routing)
+                for expert in chosen.unique().tolist()
+            }
+            read = read_nbytes(dispatched) - before
+            assert read == sum(groups[name] for name in used - known)
+            if stays:
+                known |= used
+            else:
+                forget_copies(dispatched)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import offload
 from offload.errors import OffloadError
 from offload.moe import MoE
-from tests.offload.engine_cases import NVME, WIDTH, TinyLM, batches, config, states_of
+from tests.offload.engine_cases import NVME, WIDTH, TinyLM, batches, config, losses_of, states_of
 from tests.ranks.programs import BUDGET, OPTIMIZER, Case
 
 EXPERTS = 4
@@ -90,10 +90,7 @@ def keys_of(folder: str, stage: int, **keys: Any) -> dict[str, Any]:
 
 def steps(engine: offload.Engine, first: int, last: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for number in range(first, last):
-        engine.backward(engine.module.loss(batches(world_size, seed=number)[rank]))  # type: ignore[operator]
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+    losses_of(engine, [batches(world_size, seed=n)[rank] for n in range(first, last)])
 
 
 def save(folder: str, ep_size: int, name: str) -> list[dict[str, Tensor]]:
@@ -121,7 +118,6 @@ def load(folder: str, ep_size: int, name: str) -> list[dict[str, Tensor]]:
 
 def save_and_load(folder: str, ways: list[tuple[int, int]]) -> dict[str, list[dict[str, Tensor]]]:
     """`ways`: the ep_size of what is saved, and of what loads it."""
-    torch.set_num_threads(1)
     states = {}
     for saved, loaded in ways:
         if f"{saved}" not in states:
@@ -133,7 +129,6 @@ def save_and_load(folder: str, ways: list[tuple[int, int]]) -> dict[str, list[di
 def use_gradients_and_values(folder: str) -> tuple[list[str], list[float], list[str]]:
     """Gradients that this rank has, halved; the norms by parameter; what a write on the last rank
     has changed here."""
-    torch.set_num_threads(1)
     with offload.initialize(spread(2)(), keys_of(folder, 3, precision="bf16")) as engine:
         steps(engine, 0, 1)
         engine.backward(engine.module.loss(batches(2)[dist.get_rank()]))  # type: ignore[operator]
@@ -194,7 +189,6 @@ def said(act: Callable[[], object]) -> str:
 
 
 def refusals(folder: str) -> list[str]:
-    torch.set_num_threads(1)
     keys = keys_of(folder, 2)
     mesh = init_device_mesh("cpu", (2,))
     messages = [

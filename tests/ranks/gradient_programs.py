@@ -165,7 +165,6 @@ def use_one(what: str, param: Any, number: float) -> float | None:
 
 def alone(program: Program, ranks: int) -> Outcome:
     """In plain PyTorch, with all ranks' data."""
-    torch.set_num_threads(1)
     model = seeded(Branches)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
@@ -180,7 +179,6 @@ def alone(program: Program, ranks: int) -> Outcome:
 
 def on_rank(program: Program, variant: Variant, folder: str) -> Outcome:
     """What this rank of all has in the end; or its error."""
-    torch.set_num_threads(1)
     zero = {"stage": variant.stage, "timeout_s": 20.0}
     keys = config(Path(folder), variant.placement, budget=BUDGET, optimizer=OPTIMIZER, zero=zero)
     keys = {**keys, **variant.keys}

@@ -168,7 +168,6 @@ def outcome_of(engine: offload.Engine, losses: list[float], norms: list[float]) 
 
 def train(case: Case, shape: tuple[int, int], folder: str) -> Outcome:
     """This rank's part of a run."""
-    torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     model = parallelised(seeded(Model, seed=dist.get_rank()), mesh["tp"])
     losses, norms = [], []

@@ -55,7 +55,6 @@ def parallelised(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def train(parallel: bool, folder: str) -> tuple[list[float], dict[str, Tensor]]:
     """Two passes per step; losses and, by name, gradients of the last step, weights, and one weight
     written to at the end."""
-    torch.set_num_threads(1)
     mesh, model = None, seeded(LanguageModel)
     if parallel:
         both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

@@ -75,7 +75,6 @@ def data_of(steps: int) -> list[tuple[Tensor, Tensor]]:
 
 def run(pipeline: Pipeline, replicas: int, folder: str) -> Outcome:
     """This rank's part. `replicas` pipelines beside each other train with different data."""
-    torch.set_num_threads(1)
     ways = dist.get_world_size() // replicas
     mesh = init_device_mesh("cpu", (ways, replicas), mesh_dim_names=("pp", "dp"))
     rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")

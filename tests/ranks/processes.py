@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 60.0
@@ -118,6 +119,7 @@ def _rank_main(
 ) -> None:  # fmt: skip
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        torch.set_num_threads(1)
         try:
             dist.init_process_group(
                 "gloo", store=dist.FileStore(store, world_size), rank=rank,

@@ -133,7 +133,6 @@ def data_of(case: Case, world_size: int) -> list[list[list[Tensor]]]:
 
 def train(case: Case, folder: str) -> Outcome:
     """This rank's part of a run."""
-    torch.set_num_threads(1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     keys = config(
         Path(folder), case.placement, budget=BUDGET, optimizer=OPTIMIZER,
@@ -184,6 +183,14 @@ def _as_with_a_gpu(mirrored: bool) -> Iterator[None]:
         yield
     finally:
         offload.tiered_model.this_machine = real
+
+
+def assert_near(
+    actual: Tensor, expected: Tensor, bound: float = 1e-6, what: Any = "", least: float = 1e-30
+) -> None:
+    """The distance is at most `bound` of what is expected, or of `least` where that is more."""
+    distance = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(least)
+    assert distance <= bound, (what, distance.item())
 
 
 def train_all(cases: Sequence[Case], folder: str) -> list[Outcome]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import offload
@@ -37,7 +36,6 @@ Digests = tuple[int, int]  # of what is saved, and two steps behind it
 
 
 def made(folder: str, precision: str, stage: int, seed: int) -> offload.Engine:
-    torch.set_num_threads(1)
     turn = dist.get_world_size() + stage
     keys = config(
         Path(folder), PLACEMENTS[turn % 3], budget=BUDGETS[turn % 2], precision=precision,

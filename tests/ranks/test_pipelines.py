@@ -11,6 +11,7 @@ from tests.ranks import pipelines
 from tests.ranks.parallel_models import Case
 from tests.ranks.pipelines import Pipeline
 from tests.ranks.processes import RanksFailed, run_ranks
+from tests.ranks.programs import assert_near
 
 NO_CLIP = {"clip_grad_norm": None}
 PIPELINES = [
@@ -42,16 +43,10 @@ def test_stages_with_replicas_shard_their_states(tmp_path: Path) -> None:
     weights = {**by_rank[0][0].weights, **by_rank[2][0].weights}
     assert weights.keys() == expected.weights.keys()
     for name, value in weights.items():
-        distance = (value - expected.weights[name]).norm() / expected.weights[name].norm()
-        assert distance <= 1e-6, name
+        assert_near(value, expected.weights[name], what=name)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "clip", "why"), [("ScheduleGPipe", 1.0, "clip_grad_norm in a stage of a pipeline")]
-)
-def test_a_schedule_that_would_train_something_else_is_refused(
-    schedule: str, clip: float | None, why: str, tmp_path: Path
-) -> None:
-    case = Pipeline(schedule, Case(1, HOST, steps=1, keys={"clip_grad_norm": clip}))
-    with pytest.raises(RanksFailed, match=why):
+def test_a_schedule_that_would_train_something_else_is_refused(tmp_path: Path) -> None:
+    case = Pipeline("ScheduleGPipe", Case(1, HOST, steps=1, keys={"clip_grad_norm": 1.0}))
+    with pytest.raises(RanksFailed, match="clip_grad_norm in a stage of a pipeline"):
         run_ranks(2, tmp_path, pipelines.run, case, 1, str(tmp_path))

@@ -95,7 +95,6 @@ ASKS: dict[Ask, str] = {
 
 def ask(number: int, stage: int, folder: str) -> tuple[str, float]:
     """What this rank is told, and after what time."""
-    torch.set_num_threads(1)
     zero = {"stage": stage, "timeout_s": TIMEOUT_S}
     keys = config(Path(folder), HOST, budget=BUDGET, optimizer=OPTIMIZER, zero=zero)
     with offload.initialize(seeded(TinyLM), keys) as engine:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -49,7 +48,6 @@ def steps(engine: offload.Engine, first: int, last: int) -> None:
 
 def train_and_save(folder: str, stage: int, name: str, more: dict[str, Any]) -> States:
     """Two steps, a checkpoint, two more; the states at the checkpoint and at the end."""
-    torch.set_num_threads(1)
     with offload.initialize(seeded(TinyLM), keys_of(folder, stage, NVME, **more)) as engine:
         steps(engine, 0, 2)
         engine.save_checkpoint(Path(folder) / name)

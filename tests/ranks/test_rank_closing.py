@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -38,7 +37,6 @@ def values_of(model: nn.Module) -> Values:
 
 def lives(folder: str, stage: int, keep: str, more: dict[str, Any]) -> list[Values]:
     """Of a model that trains, is closed amid an accumulation, computes, and trains again."""
-    torch.set_num_threads(1)
     model, values = seeded(TinyLM), []
     for _ in range(2):
         engine = offload.initialize(model, keys_of(folder, stage, **more))
@@ -83,7 +81,6 @@ def test_each_rank_gets_whole_parameters(
 
 def parting(folder: str, keeps: list[Any]) -> tuple[str, float, Values]:
     """What closing raises where ranks do not ask for the same; then the model as it is."""
-    torch.set_num_threads(1)
     model = seeded(TinyLM)
     engine = offload.initialize(model, keys_of(folder, 1))
     began, raised = time.monotonic(), ""
@@ -107,7 +104,6 @@ def test_a_rank_that_asks_alone_is_told_so_at_once(tmp_path: Path) -> None:
 
 
 def taking_over(folder: str) -> list[Values]:
-    torch.set_num_threads(1)
     model, values = seeded(TinyLM), []
     loaded = offload.OffloadConfig.load(keys_of(folder, 3, placement=NVME))
     for changed in ({}, {}, {"seed": 5}):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,7 +34,6 @@ MIXED = {"parameters": "nvme", "gradients": "host", "optimizer": {"host": "40%",
 
 def train(folder: str, placement: dict[str, Any], stage: int, pressed: bool) -> dict[str, Tensor]:
     """States in the end."""
-    torch.set_num_threads(1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     machine = Machine()
     tier_manager.read_headroom = machine  # type: ignore[assignment]

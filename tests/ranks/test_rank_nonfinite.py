@@ -83,7 +83,6 @@ class Row:
 def follow(row: Row, folder: str) -> None:
     """Every rank skips the steps in which one of them has a bad gradient, its scale is that of a
     GradScaler, and all raise when the row is too long."""
-    torch.set_num_threads(1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     keys = config(
         Path(folder), row.placement, budget=BUDGET, optimizer=OPTIMIZER, precision="fp16",
@@ -141,7 +140,6 @@ def test_in_fp16_ranks_have_the_scale_of_a_gradscaler_and_raise_together(
 
 def spoil_an_expert(folder: str) -> tuple[list[str], tuple[str, ...], int]:
     """Of the last rank alone; and then until there is an error."""
-    torch.set_num_threads(1)
     model = spread(2)()
     keys = {**keys_of(folder, 2), "skip_nonfinite": True, "max_skipped_steps": 2}
     said = heard()

@@ -21,6 +21,7 @@ from tests.ranks.programs import (
     Case,
     Experts,
     Outcome,
+    assert_near,
     data_of,
     loss_of,
 )
@@ -76,9 +77,15 @@ FAMILIES: dict[str, list[Case]] = {
         ),
     ],
     "idle": every_stage(Case(3, HOST, idle=(1, 2))),
+    "rounded": [
+        Case(stage, HOST, keys={"zero": {"stage": stage, "reduce_dtype": "bf16"}})
+        for stage in (0, 1, 2, 3)
+    ],
 }  # fmt: skip
 # In `make test`; `make test-long` takes all families.
-OF_WORLD = {2: ("fp32", "bf16", "no_sync", "experts", "in backward", "mirrored"), 3: ("idle",)}
+OF_WORLD = {
+    2: ("fp32", "bf16", "no_sync", "experts", "in backward", "mirrored", "rounded"), 3: ("idle",),
+}  # fmt: skip
 World = tuple[int, tuple[str, ...], list[dict[int, Outcome]]]
 
 
@@ -164,10 +171,24 @@ def test_several_ranks_train_as_one_with_all_their_data(
     ]  # fmt: skip
     assert actual == pytest.approx(losses, rel=1e-6)
     for name, value in by_rank[0][id(case)].states.items():
-        expected = states[name].double()
-        distance = (value.double() - expected).norm() / max(expected.norm(), 1e-30)
         bound = 2e-6 if name.endswith(("exp_avg", "exp_avg_sq")) else 1e-6
-        assert distance <= bound, (name, distance.item())
+        assert_near(value, states[name], bound, name)
+
+
+def test_gradients_rounded_for_the_wire_are_approximate_and_take_half_the_bytes(
+    world: World,
+) -> None:
+    world_size, _, (outcomes, *_) = world
+    if world_size != 2:
+        pytest.skip("of two ranks")
+    exact, rounded = (
+        next(outcomes[id(case)] for case in FAMILIES[family] if case.stage == 3)
+        for family in ("fp32", "rounded")
+    )
+    assert rounded.losses[0] == exact.losses[0]
+    assert rounded.losses != exact.losses
+    assert rounded.losses == pytest.approx(exact.losses, rel=0.05)
+    assert rounded.moved["reduce-scatter"] * 2 == exact.moved["reduce-scatter"]
 
 
 def test_an_unused_parameter_is_not_touched(world: World) -> None:

@@ -21,6 +21,7 @@ from tests.ranks.gradient_programs import (
     on_ranks,
 )
 from tests.ranks.processes import run_ranks
+from tests.ranks.programs import assert_near
 
 BF16 = {"precision": "bf16"}
 RECORDS = {**HOST, "optimizer": "nvme"}
@@ -72,8 +73,7 @@ def check(program: Program, by_rank: list[list[Outcome]], *, is_fp32: bool = Tru
         assert first.numbers == pytest.approx(expected.numbers, rel=1e-6, abs=1e-9)
         for name, value in expected.states.items():
             if name in first.states:  # and not a second name of one
-                distance = (first.states[name] - value).norm() / value.norm().clamp(min=1e-3)
-                assert distance <= 1e-6, name
+                assert_near(first.states[name], value, 1e-6, name, least=1e-3)
 
 
 def test_what_all_ranks_clear_is_gone_on_all(tmp_path: Path, long: bool) -> None:

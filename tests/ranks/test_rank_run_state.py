@@ -32,7 +32,6 @@ class Position:
 
 
 def made(folder: str, **objects: Any) -> offload.Engine:
-    torch.set_num_threads(1)
     keys = config(Path(folder), NVME, budget=BUDGET, zero={"stage": 2})
     engine = offload.initialize(seeded(TinyLM), keys)
     engine.register_for_checkpointing(**objects)

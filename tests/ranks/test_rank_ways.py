@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import offload
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from tests.offload.engine_cases import (
     HOST,
     TinyLM,
@@ -91,7 +91,6 @@ def step(engine: offload.Engine) -> None:
 
 # ------------------------------------------------------------------------- branches and orders
 def pick(folder: str, stage: int, more: dict[str, Any]) -> Values:
-    torch.set_num_threads(1)
     # where rank 0 takes the branches of the step before, rank 1 takes others, and so on
     choices = ([0, 0, 255, 240], [0, 255, 255, 15])[dist.get_rank()]
     with offload.initialize(seeded(Picks), keys_of(folder, stage, **PICKS, **more)) as engine:
@@ -114,7 +113,6 @@ def test_ranks_on_other_branches_do_not_wait_for_each_other(
 
 # ------------------------------------------------------------------------- a dropped pass
 def drop_a_pass(folder: str, stage: int, dropped: bool) -> Values:
-    torch.set_num_threads(1)
     data = batches(STEPS + 1, seed=dist.get_rank())
     with offload.initialize(seeded(TinyLM), keys_of(folder, stage)) as engine:
         for number in range(STEPS):
@@ -132,6 +130,28 @@ def test_a_dropped_pass_leaves_nothing_behind_on_any_rank(tmp_path: Path) -> Non
     by_rank = run_in_turn(2, tmp_path, drop_a_pass, calls)
     for number, values in itertools.chain(*map(enumerate, by_rank)):
         assert_same_bits(values, by_rank[0][number - number % 2])
+
+
+# ------------------------------------------------------------------------- a kept gradient
+def keep_on_one(folder: str, keeps: bool) -> Values:
+    with offload.initialize(seeded(TinyLM), keys_of(folder, 3)) as engine:
+        model: Any = engine.module
+        for tokens in batches(STEPS, seed=dist.get_rank()):
+            model.loss(tokens).backward()
+            kept = model.head.weight.grad if keeps and dist.get_rank() == 0 else None
+            engine.optimizer.step()
+            model.zero_grad()
+            engine.optimizer.zero_grad()
+            if kept is not None:
+                with pytest.raises(StateError, match=r"cleared.*clone"):
+                    kept.sum()
+        return states_of(engine)
+
+
+def test_a_gradient_that_one_rank_keeps_holds_up_no_other(tmp_path: Path) -> None:
+    calls = [(str(tmp_path), keeps) for keeps in (False, True)]
+    for without, states in run_in_turn(2, tmp_path, keep_on_one, calls):
+        assert_same_bits(states, without)
 
 
 # ------------------------------------------------------------------------- written together

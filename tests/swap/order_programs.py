@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from offload.kernels.floats import Float, serial
 from offload.swap.activations.activation_window import ActivationWindow
 from offload.swap.activations.activations import ActivationTier
+from offload.swap.device.device_home import DeviceHomeState
 from offload.swap.device.device_slot import Links, OpenReads
 from offload.swap.device.fences import Fences
 from offload.swap.device.staging_ring import StagingRing, runs_of
@@ -44,10 +46,12 @@ from tests.swap.test_device_state import PAGES, Bench
 CPU = torch.device("cpu")
 
 
+@dataclass
 class CheckedBench(Bench):
     """The bench of the tests of these states, with a device whose order is checked."""
 
     world: CheckedWorld
+    stores: list[BlockStore] = field(default_factory=list)  # closed when the program has ended
 
     @classmethod
     def make(cls, world: CheckedWorld) -> CheckedBench:
@@ -74,9 +78,11 @@ class CheckedBench(Bench):
         """Of host memory."""
         return self.host_lease(1).tensor
 
-    def store(self, folder: Path, lock: threading.RLock) -> BlockStore:
-        files = FileTier(1 << 20, [1.0], Ledger())
-        return BlockStore([SwapFile(folder)], files, ThreadsBackend(workers=1), lock=lock)
+    def store(self, folder: Path) -> BlockStore:
+        files, lock = FileTier(1 << 20, [1.0], Ledger()), threading.RLock()
+        backend = ThreadsBackend(workers=1)
+        self.stores.append(BlockStore([SwapFile(folder)], files, backend, lock=lock))
+        return self.stores[-1]
 
     def end(self) -> None:
         self.links.close()
@@ -90,10 +96,9 @@ class CheckedBench(Bench):
         self, folder: Path, window: int, disk: int
     ) -> tuple[ActivationTier, BlockStore]:
         """Saved activations away from the device; `window` and `disk` in pages."""
-        lock = threading.RLock()
-        store, cut = self.store(folder, lock), ActivationWindow(self.host_lease(window))
+        store, cut = self.store(folder), ActivationWindow(self.host_lease(window))
         tier = ActivationTier(
-            cut, store, disk * PAGE_NBYTES, self.links, lock, device=CPU, in_place=False,
+            cut, store, disk * PAGE_NBYTES, self.links, store._lock, device=CPU, in_place=False,
             min_nbytes=1,
         )  # fmt: skip
         return tier, store
@@ -105,10 +110,9 @@ class CheckedBench(Bench):
         slot = Slot("in a file", nbytes, kind, pool, lambda: 1.0)
         return CachedFileState(store, slot, nbytes)
 
-    def gradients(
-        self, numel: int, count: int, store: BlockStore, landings: int = 0
-    ) -> GradientAccumulator:
-        """Of `count` parameters of `numel` elements, at home in a file."""
+    def gradients(self, folder: Path, count: int, landings: int = 0) -> GradientAccumulator:
+        """Of `count` parameters of a page, at home in a file."""
+        numel, store = PAGE_NBYTES // 4, self.store(folder)
         pool = SlotPool(self.host, store._lock)
         buffers = [self.at_home(1)._lease.tensor for _ in range(2)]
         ring = StagingRing(
@@ -138,6 +142,8 @@ def run(name: str, world: CheckedWorld, folder: Path) -> None:
     bench = CheckedBench.make(world)
     try:
         PROGRAMS[name](bench, folder)
+        for store in bench.stores:
+            store.close()
     finally:
         bench.links.close()  # else a thread waits for copies for good
 
@@ -213,44 +219,38 @@ def a_home_is_changed_while_it_is_copied(bench: CheckedBench, folder: Path) -> N
 
 
 # ------------------------------------------------------------------ homes on the device
-@program
-def a_piece_is_written_then_read(bench: CheckedBench, folder: Path) -> None:
-    state, work = bench.at_home(2), bench.work()
-    with work.entered():
-        state.write_piece(0, bench.page())
-        state.read_piece(0, bench.page())
+Act = Callable[[CheckedBench, DeviceHomeState], object]
+ACTS: dict[str, Act] = {
+    "written": lambda bench, state: state.write_piece(0, bench.page()),
+    "read": lambda bench, state: state.read_piece(0, bench.page()),
+    "stepped": lambda bench, state: bench.write(state.device_piece(0)),
+    "used by the model": lambda bench, state: bench.read(state.tensor()),
+    "changed by the model": lambda bench, state: bench.write(state.tensor()),
+}
 
 
-@program
-def a_piece_is_read_then_written(bench: CheckedBench, folder: Path) -> None:
-    state, work = bench.at_home(2), bench.work()
-    with work.entered():
-        state.read_piece(0, bench.page())
-        state.write_piece(0, bench.page())
+def in_turn(first: str, second: str) -> Program:
+    """What is done to a piece by the update and then by it or, behind it, by the model."""
+
+    def act(bench: CheckedBench, folder: Path) -> None:
+        state, work = bench.at_home(2), bench.work()
+        with work.entered():
+            ACTS[first](bench, state)
+            if "model" not in second:
+                ACTS[second](bench, state)
+        if "model" in second:
+            ACTS[second](bench, state)
+
+    return act
 
 
-@program
-def a_piece_is_written_then_stepped(bench: CheckedBench, folder: Path) -> None:
-    state, work = bench.at_home(2), bench.work()
-    with work.entered():
-        state.write_piece(0, bench.page())
-        bench.write(state.device_piece(0))
-
-
-@program
-def a_piece_is_written_then_computed_with(bench: CheckedBench, folder: Path) -> None:
-    state, work = bench.at_home(2), bench.work()
-    with work.entered():
-        state.write_piece(0, bench.page())
-    bench.read(state.tensor())
-
-
-@program
-def a_piece_is_read_then_computed_with(bench: CheckedBench, folder: Path) -> None:
-    state, work = bench.at_home(2), bench.work()
-    with work.entered():
-        state.read_piece(0, bench.page())
-    bench.write(state.tensor())
+PROGRAMS |= {
+    f"a piece is {first}, then {second}": in_turn(first, second)
+    for first, second in (
+        ("written", "read"), ("read", "written"), ("written", "stepped"),
+        ("written", "used by the model"), ("read", "changed by the model"),
+    )
+}  # fmt: skip
 
 
 @program
@@ -363,19 +363,18 @@ def a_bucket_is_filled_on_two_streams(bench: CheckedBench, folder: Path) -> None
 # ------------------------------------------------------------------ homes in files
 @program
 def memory_is_short_while_some_is_filled(bench: CheckedBench, folder: Path) -> None:
-    store = bench.store(folder, threading.RLock())
+    store = bench.store(folder)
     pool = SlotPool(bench.host, store._lock)
     state = bench.in_file(PAGE_NBYTES, store, pool, StateClass.PARAMETERS)
     view = state.blank()
     bench.links.to_host.copy(view, bench.at_home(1)._lease.tensor)
     with pytest.raises(TierFullError):
         pool.demand(bench.host.arena.nbytes, "all of it", StateClass.PARAMETERS)
-    store.close()
 
 
 @program
 def a_chunk_is_stepped_that_arrives_from_a_file(bench: CheckedBench, folder: Path) -> None:
-    store = bench.store(folder, threading.RLock())
+    store = bench.store(folder)
     state = bench.in_file(PAGE_NBYTES, store, SlotPool(bench.host, store._lock))
     state.blank().fill_(1)
     state.mark_dirty()
@@ -389,73 +388,61 @@ def a_chunk_is_stepped_that_arrives_from_a_file(bench: CheckedBench, folder: Pat
     found.find_in_host_memory()
     for part in (staged, found):
         bench.world.compute("a step", [], [part.wait()])
-    store.close()
 
 
 # ------------------------------------------------------------------ gradients
 @program
 def a_gradient_is_added_while_the_first_one_leaves(bench: CheckedBench, folder: Path) -> None:
-    store = bench.store(folder, threading.RLock())
-    gradients = bench.gradients(1024, 2, store)  # that of the second parameter never comes
+    gradients = bench.gradients(folder, 2)  # that of the second parameter never comes
     for _ in range(2):
         gradients.add(0, made(bench))
-    store.close()
 
 
 @program
 def a_gradient_is_added_while_the_sum_goes_home(bench: CheckedBench, folder: Path) -> None:
-    store = bench.store(folder, threading.RLock())
-    gradients = bench.gradients(1024, 1, store)
+    gradients = bench.gradients(folder, 1)
     bench.world.late_s = 0.05
     for _ in range(2):
         gradients.add(0, made(bench))
         gradients.landed.wait()
         gradients.state.write_back()
     gradients.clear()
-    store.close()
 
 
 @program
 def gradients_land_and_are_added(bench: CheckedBench, folder: Path) -> None:
     """More of them than the ring has buffers."""
-    store = bench.store(folder, threading.RLock())
-    gradients = bench.gradients(1024, 5, store, landings=2)
+    gradients = bench.gradients(folder, 5, landings=2)
     for _ in range(3):
         for index in reversed(range(5)):
             gradients.add(index, made(bench))
     gradients.clear()
-    store.close()
 
 
 @program
 def gradients_that_land_are_dropped(bench: CheckedBench, folder: Path) -> None:
-    store = bench.store(folder, threading.RLock())
-    gradients = bench.gradients(1024, 2, store, landings=2)
+    gradients = bench.gradients(folder, 2, landings=2)
     bench.world.late_s = 0.05
     for _ in range(2):
         gradients.add(0, made(bench))
     gradients.drop([0])
     gradients.add(0, made(bench))
     gradients.clear()
-    store.close()
 
 
-@program
-def gradients_are_cleared_while_they_go_home(bench: CheckedBench, folder: Path) -> None:
-    store = bench.store(folder, threading.RLock())
-    gradients = bench.gradients(1024, 1, store)
-    gradients.add(0, made(bench))
-    gradients.clear()
-    store.close()
+def cleared(count: int) -> Program:
+    """Gradients of `count` parameters, of which the first one's has come."""
+
+    def clear(bench: CheckedBench, folder: Path) -> None:
+        gradients = bench.gradients(folder, count)
+        gradients.add(0, made(bench))
+        gradients.clear()
+
+    return clear
 
 
-@program
-def gradients_are_cleared_while_they_leave(bench: CheckedBench, folder: Path) -> None:
-    store = bench.store(folder, threading.RLock())
-    gradients = bench.gradients(1024, 2, store)
-    gradients.add(0, made(bench))
-    gradients.clear()
-    store.close()
+PROGRAMS["gradients are cleared while they go home"] = cleared(1)
+PROGRAMS["gradients are cleared while they leave"] = cleared(2)
 
 
 # ------------------------------------------------------------------ activations
@@ -468,15 +455,14 @@ def made(bench: CheckedBench) -> torch.Tensor:
 
 @program
 def an_activation_comes_back_before_it_has_left(bench: CheckedBench, folder: Path) -> None:
-    tier, store = bench.activations(folder, 8, 8)
+    tier, _ = bench.activations(folder, 8, 8)
     parked = tier.keep(made(bench))
     bench.read(parked.tensor())
-    store.close()
 
 
 @program
 def an_activation_dies_on_its_way_back(bench: CheckedBench, folder: Path) -> None:
-    tier, store = bench.activations(folder, 8, 8)
+    tier, _ = bench.activations(folder, 8, 8)
     parked = [tier.keep(made(bench)) for _ in range(2)]
     bench.links.to_host._stream.synchronize()  # they have left, and their memory is free
     parked.append(tier.keep(made(bench)))
@@ -485,7 +471,6 @@ def an_activation_dies_on_its_way_back(bench: CheckedBench, folder: Path) -> Non
     assert ahead == [True, True, False]
     del parked[:]
     tier.settle()
-    store.close()
 
 
 @program
@@ -499,4 +484,3 @@ def an_activation_is_read_past_a_full_window(bench: CheckedBench, folder: Path) 
     store.read(piece.block, bench.host_lease(1).pages(0, PAGE_NBYTES)).wait()
     gc.collect()  # the worker and the transfer of the read before that kept its buffer
     bench.read(parked[0].tensor())
-    store.close()

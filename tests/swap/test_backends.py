@@ -34,6 +34,13 @@ Pages = Callable[..., memoryview]
 TIMEOUT_S = 30.0
 
 
+@pytest.fixture
+def file(directory: Path) -> Iterator[SwapFile]:
+    with SwapFile(directory) as file:
+        file.reserve(64 << 20)
+        yield file
+
+
 class BackendConformance:
     """What every backend owes. Subclasses say how to make one, and on which files."""
 
@@ -47,12 +54,6 @@ class BackendConformance:
     def kind_of_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if not self.direct:
             refuse_o_direct(monkeypatch)
-
-    @pytest.fixture
-    def file(self, directory: Path) -> Iterator[SwapFile]:
-        with SwapFile(directory) as file:
-            file.reserve(64 << 20)
-            yield file
 
     @pytest.fixture
     def backend(self, file: SwapFile) -> Iterator[IOBackend]:
@@ -253,13 +254,6 @@ def raising(numbers: list[int], call: Call) -> Call:
     return faulty
 
 
-@pytest.fixture
-def disk_file(tmp_path: Path) -> Iterator[SwapFile]:
-    with SwapFile(tmp_path) as file:
-        file.reserve(16 << 20)
-        yield file
-
-
 def ragged(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
     """A short read after which O_DIRECT would refuse to go on from the middle of a page."""
     assert offset % PAGE_NBYTES == 0
@@ -269,27 +263,27 @@ def ragged(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 @pytest.mark.parametrize("preadv", [short_by(0.3, os.preadv), ragged], ids=["pages", "ragged"])
 def test_short_reads_and_writes_are_completed(
-    disk_file: SwapFile, noise: Noise, pages: Pages, preadv: Call
+    file: SwapFile, noise: Noise, pages: Pages, preadv: Call
 ) -> None:
     sent, received = noise(4 << 20), pages(4 << 20)
     with ThreadsBackend(preadv=preadv, pwritev=short_by(0.6, os.pwritev)) as backend:
-        backend.submit(Operation.WRITE, disk_file.fd, sent, 0, path="p").wait()
-        backend.submit(Operation.READ, disk_file.fd, received, 0, path="p").wait()
+        backend.submit(Operation.WRITE, file.fd, sent, 0, path="p").wait()
+        backend.submit(Operation.READ, file.fd, received, 0, path="p").wait()
     assert received == sent
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
 def test_interrupted_and_refused_calls_are_retried(
-    disk_file: SwapFile, noise: Noise, number: int
+    file: SwapFile, noise: Noise, number: int
 ) -> None:
     with ThreadsBackend(pwritev=raising([number] * 4, os.pwritev)) as backend:
-        backend.submit(Operation.WRITE, disk_file.fd, noise(1 << 20), 0, path="p").wait()
+        backend.submit(Operation.WRITE, file.fd, noise(1 << 20), 0, path="p").wait()
 
 
-def test_retries_are_bounded(disk_file: SwapFile, noise: Noise) -> None:
+def test_retries_are_bounded(file: SwapFile, noise: Noise) -> None:
     faults = [errno.EAGAIN] * (MAX_RETRIES + 1)
     with ThreadsBackend(pwritev=raising(faults, os.pwritev)) as backend:
-        write = backend.submit(Operation.WRITE, disk_file.fd, noise(PAGE_NBYTES), 0, path="p")
+        write = backend.submit(Operation.WRITE, file.fd, noise(PAGE_NBYTES), 0, path="p")
         with pytest.raises(StorageError, match="EAGAIN") as caught:
             write.wait()
     assert caught.value.errno == errno.EAGAIN
@@ -304,7 +298,7 @@ def test_a_full_device_is_a_no_space_error(pages: Pages) -> None:
 
 
 def test_after_an_error_the_other_pieces_are_skipped_and_none_moves_later(
-    disk_file: SwapFile, noise: Noise
+    file: SwapFile, noise: Noise
 ) -> None:
     calls: list[int] = []
 
@@ -314,7 +308,7 @@ def test_after_an_error_the_other_pieces_are_skipped_and_none_moves_later(
 
     with ThreadsBackend(workers=1, io_block_nbytes=1 << 20, pwritev=counting) as backend:
         with pytest.raises(StorageError):
-            backend.submit(Operation.WRITE, disk_file.fd, noise(8 << 20), 0, path="p").wait()
+            backend.submit(Operation.WRITE, file.fd, noise(8 << 20), 0, path="p").wait()
         assert calls == [0]
 
 

@@ -46,42 +46,24 @@ def refuse(monkeypatch: pytest.MonkeyPatch, function: str, number: int) -> None:
     monkeypatch.setattr(swap_file, function, refusing)
 
 
-# ---- directories
-
-
-def test_the_last_component_is_created_private(tmp_path: Path) -> None:
+def test_a_directory_is_made_private_or_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = check_directory(tmp_path / "new")
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
     assert report.free_nbytes > 0
-
-
-def test_a_missing_parent_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PathError, match="is the drive mounted"):
         check_directory(tmp_path / "missing" / "new")
-
-
-def test_a_directory_open_to_all_needs_the_sticky_bit(tmp_path: Path) -> None:
+    with pytest.raises(PathError, match="free"):
+        check_directory(tmp_path, needed_nbytes=1 << 60)
     tmp_path.chmod(0o777)
     with pytest.raises(PathError, match="sticky bit"):
         check_directory(tmp_path)
     tmp_path.chmod(0o1777)
     check_directory(tmp_path)
-
-
-def test_a_directory_that_is_not_writable_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(os, "access", lambda *_, **__: False)  # root may write anywhere
     with pytest.raises(PathError, match="not writable"):
         check_directory(tmp_path)
-
-
-def test_a_directory_without_space_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PathError, match="free"):
-        check_directory(tmp_path, needed_nbytes=1 << 60)
-
-
-# ---- files
 
 
 @pytest.mark.parametrize("unnamed", [True, False])

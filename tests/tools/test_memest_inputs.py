@@ -39,9 +39,6 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 5))
 
 
-# Hugging Face configurations
-
-
 def test_a_configuration_and_its_folder_give_the_same_model(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     file, folder = read_model(str(path)), read_model(str(tmp_path))
@@ -110,9 +107,6 @@ def test_another_head_than_a_language_models_is_the_librarys_own_class(tmp_path:
     shape = read_model(str(path)).shape
     assert shape.numel == TINY_LLAMA_NUMEL - 64 * 32 + 2 * 32  # two labels instead of the head
     assert shape.units[-1].name == "score"
-
-
-# the cache
 
 
 def test_a_damaged_cache_is_as_good_as_none(tmp_path: Path) -> None:
@@ -194,9 +188,6 @@ def test_a_model_whose_sizes_do_not_go_together_is_said_to_fail(tmp_path: Path) 
         source.activations(activation_config(), Workload(1, 8), "cpu")
 
 
-# safetensors
-
-
 LLAMA_TENSORS = {
     "lm_head.weight": (640, 320),
     "model.embed_tokens.weight": (640, 320),
@@ -260,9 +251,6 @@ def test_buffers_and_quantized_weights_are_not_counted_and_that_is_said(tmp_path
     assert any("16 elements are quantized" in note for note in source.notes)
 
 
-# functions
-
-
 def test_a_function_is_built_without_memory() -> None:
     source = read_model(f"{__name__}:small_model")
     with torch.device("meta"):
@@ -284,9 +272,6 @@ def test_a_function_of_the_current_folder_is_found(
     assert sys.path == path
 
 
-# the built-in model
-
-
 @pytest.mark.parametrize(
     "text", ["precision: bf16", "train: {model: {layers: 2, hidden: 128, heads: 4}}"]
 )
@@ -298,9 +283,6 @@ def test_an_offload_configuration_names_the_built_in_model(text: str, tmp_path: 
     assert source.config == config
     assert source.shape == group_parameters(build_meta_model(config)).shape()
     assert any("train:" in note for note in source.notes) is ("train" not in text)
-
-
-# stated sizes
 
 
 @pytest.mark.parametrize(
@@ -349,9 +331,6 @@ def test_what_is_no_count_is_refused(text: str) -> None:
 def test_sizes_that_contradict_are_refused(sizes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         read_stated(StatedSizes(**sizes))
-
-
-# what is loaded
 
 
 def test_what_is_known_already_is_read_without_torch(tmp_path: Path) -> None:

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import UnsupportedError
-from tests.offload.engine_cases import DEVICE, HOST, MARKS, NVME, ON, config, seeded
+from tests.offload.engine_cases import MARKS, NVME, ON, config, seeded
+from tests.zero.test_changed_weights import PLACEMENTS
 
 pytestmark = MARKS
 
-PLACEMENTS = pytest.mark.parametrize(
-    "placement", [DEVICE, HOST, NVME], ids=["device", "host", "nvme"]
-)
 WIDTH = 4
 
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import offload
 from tests.offload.engine_cases import (
-    DEVICE,
-    HOST,
     MARKS,
     NVME,
     ON,
@@ -25,12 +23,9 @@ from tests.offload.engine_cases import (
     gradients_of,
     seeded,
 )
+from tests.zero.test_changed_weights import PLACEMENTS
 
 pytestmark = MARKS
-
-PLACEMENTS = pytest.mark.parametrize(
-    "placement", [DEVICE, HOST, NVME], ids=["device", "host", "nvme"]
-)
 
 
 def autocast(**keys: Any) -> torch.autocast:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,45 @@ def test_a_weight_changed_in_the_forward_after_its_use_is_an_error_as_in_torch(
             loss.backward()
 
 
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "copy_": lambda p: p.copy_(p * 2), "add_": lambda p: p.add_(1.0),
+    "clamp_": lambda p: p.clamp_(-0.1, 0.1), "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+}  # fmt: skip
+
+
 @PLACEMENTS
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("gathers", [True, False], ids=["gathered", "released"])
 def test_a_weight_changed_between_forward_and_backward_is_an_error(
-    tmp_path: Path, placement: Any
+    tmp_path: Path, placement: Any, write: Callable[[Tensor], Any], gathers: bool
 ) -> None:
     model = seeded(lambda: Net(lambda module: None))
     with offload.initialize(model, config(tmp_path, placement)) as engine:
-        loss = model(_x()).sum()
-        with engine.gathered(model.second.weight), torch.no_grad():
-            model.second.weight.mul_(2)
-        with pytest.raises(ModifiedError, match=r"second\.weight"):
+        loss, weight = model(_x()).sum(), model.second.weight
+        with engine.gathered(weight) if gathers else nullcontext(), torch.no_grad():
+            write(weight)
+        with pytest.raises(ModifiedError, match=r"second\.weight|modified by an inplace operation"):
             loss.backward()
         model(_x()).sum().backward()  # the next pass uses what it is now
+
+
+@PLACEMENTS
+def test_a_write_leaves_graphs_alone_that_saved_other_parameters_of_the_group(
+    tmp_path: Path, placement: Any
+) -> None:
+    keys: dict[str, Any] = {"groups": {"blocks": ["Net"]}}
+    plain, model = (seeded(lambda: Net(lambda module: None)) for _ in range(2))
+    plain = plain.to(ON)
+    x, mine = _x().requires_grad_(), _x().requires_grad_()
+    plain(x).square().sum().backward()
+    with offload.initialize(model, config(tmp_path, placement, **keys)):
+        loss = model(mine).square().sum()
+        with torch.no_grad():
+            model.second.bias.add_(1.0)  # no product saves it
+        loss.backward()
+        assert x.grad is not None
+        assert mine.grad is not None
+        assert torch.equal(mine.grad, x.grad)
 
 
 class Renormed(nn.Module):

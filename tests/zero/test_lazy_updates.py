@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -236,6 +236,20 @@ def assert_same(pair: Pair) -> None:
     assert [name for name in expected if actual[name] != expected[name]] == []
 
 
+def take(
+    pair: Pair, steps: Sequence[set[int]], begin: Callable[[Table, int], object] | None = None
+) -> None:
+    """Steps in which the experts of each set get tokens, in both tables, which then are the same.
+    `begin` prepares a table for the step of a number."""
+    for step, touched in enumerate(steps):
+        for table in pair:
+            if begin is not None:
+                begin(table, step)
+            table.backward(touched, step)
+            table.step()
+    assert_same(pair)
+
+
 FORMATS = [
     (Float.FP32, RecordFormat(Master.NONE)),
     (Float.BF16, RecordFormat(Master.SPLIT)),
@@ -251,12 +265,8 @@ def test_a_missed_step_is_one_with_zeros(
     make: Make, own: Float, kept: RecordFormat, in_file: bool
 ) -> None:
     pair = make(own=own, kept=kept, in_file=in_file)
-    for step, touched in enumerate([{0, 1, 2, 3}, {0}, {0, 1}, {0}, {0, 1, 3}]):
-        for table in pair:
-            table.backward(touched, step)
-            table.numbers["lr"] *= 0.5
-            table.step()
-    assert_same(pair)
+    steps = [{0, 1, 2, 3}, {0}, {0, 1}, {0}, {0, 1, 3}]
+    take(pair, steps, lambda table, step: table.numbers.update(lr=0.005 * 0.5**step))
 
 
 OTHERS = [
@@ -274,22 +284,15 @@ def test_every_rule(make: Make, kind: Any, numbers: dict[str, Any], states: tupl
     pair = make(kind=kind, kept=RecordFormat(Master.NONE, states))
     for table in pair:
         table.numbers.update(numbers)
-    for step, touched in enumerate([{0}, {0, 1}, set[int](), {0, 2}]):
-        for table in pair:
-            table.backward(touched, step)
-            table.step()
-    assert_same(pair)
+    take(pair, [{0}, {0, 1}, set[int](), {0, 2}])
 
 
 def test_momentum_that_begins_and_ends_between_missed_steps(make: Make) -> None:
-    pair = make(kind=SgdScalars, kept=SGD)
-    for step, momentum in enumerate([0.9, 0.0, 0.0, 0.5, 0.9]):
-        for table in pair:
-            table.numbers["momentum"] = momentum
-            table.numbers["nesterov"] = step == 3
-            table.backward({0} if step < 4 else {0, 1, 2}, step)
-            table.step()
-    assert_same(pair)
+    def begin(table: Table, step: int) -> None:
+        momentum = (0.9, 0.0, 0.0, 0.5, 0.9)[step]
+        table.numbers.update(momentum=momentum, nesterov=step == 3)
+
+    take(make(kind=SgdScalars, kept=SGD), [*[{0}] * 4, {0, 1, 2}], begin)
 
 
 # ------------------------------------------------------------------ what is read, and when
@@ -314,15 +317,13 @@ def test_a_skipped_step_is_not_missed(make: Make) -> None:
 
 
 def test_parameters_in_no_param_group_or_frozen_meanwhile_are_left_alone(make: Make) -> None:
+    def begin(table: Table, step: int) -> None:
+        table.left_out = {1} if step in (1, 2) else set()
+        table.packed[0].param.requires_grad_(step not in (2, 3))
+
     pair = make()
-    for step in range(6):
-        for table in pair:
-            table.left_out = {1} if step in (1, 2) else set()
-            table.packed[0].param.requires_grad_(step not in (2, 3))
-            table.backward({0}, step)
-            table.step()
+    take(pair, [{0}] * 6, begin)
     assert pair[0].states[3].steps.tolist() == [4, 4]
-    assert_same(pair)
 
 
 # ------------------------------------------------------------------ the log
@@ -356,12 +357,7 @@ def test_experts_in_shards_make_each_step_with_the_other_ranks(make: Make) -> No
 
 
 def test_in_backward_a_group_that_is_not_updated_ahead_misses_the_step(make: Make) -> None:
-    pair = make(in_backward=True)
-    for step, touched in enumerate([{0, 1, 2, 3}, {0}, {0, 1}, {0}, {2}]):
-        for table in pair:
-            table.backward(touched, step)
-            table.step()
-    assert_same(pair)
+    take(make(in_backward=True), [{0, 1, 2, 3}, {0}, {0, 1}, {0}, {2}])
 
 
 # ------------------------------------------------------------------ all at once

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import UnsupportedError
+from offload.zero.tensors.local_tensors import is_dtensor
 from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config, seeded
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore")]  # of torch.tensor(p), of nested tensors
@@ -102,3 +105,15 @@ def test_its_address_is_refused(tmp_path: Path) -> None:
             p.data_ptr()
         with engine.gathered(p):
             assert p.data_ptr()
+
+
+class Named(torch.Tensor):
+    """No plain tensor, so it might be any subclass."""
+
+
+def test_what_is_no_dtensor_is_told_while_another_thread_imports_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "torch.distributed.tensor"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # as it is before its body has run
+    assert not is_dtensor(torch.ones(2).as_subclass(Named))

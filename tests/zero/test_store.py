@@ -123,6 +123,12 @@ def generate(model: nn.Module, count: int = 4) -> tuple[Tensor, list[Tensor]]:
     return tokens, seen
 
 
+def assert_generates_alike(model: nn.Module, plain: nn.Module, count: int = 4) -> None:
+    (tokens, logits), (expected_tokens, expected) = (generate(m, count) for m in (model, plain))
+    assert tokens.tolist() == expected_tokens.tolist()
+    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+
+
 def largest(model: nn.Module) -> int:
     """Bytes of the slot of the largest group."""
     homes = _Counter()
@@ -154,10 +160,7 @@ def test_a_model_generates_from_the_store_alone_with_the_same_bits(
     slots = 2 * largest(plain) if in_files else 64 << 20
     homes = make_homes(slots, in_files=in_files)
     store = stored(model, homes)
-    tokens, logits = generate(model)
-    expected_tokens, expected = generate(plain)
-    assert tokens.tolist() == expected_tokens.tolist()
-    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+    assert_generates_alike(model, plain)
     if in_files:  # the groups that do not fit were given up, and fetched again
         assert homes.pool.evictions > 0
         assert all(not group.is_gathered for group in store.groups)
@@ -191,9 +194,7 @@ def test_what_is_written_to_a_parameter_is_what_the_model_computes_with(
     assert torch.equal(
         model.blocks[2].mlp[0].weight.detach().clone(), plain.blocks[2].mlp[0].weight
     )
-    assert all(
-        torch.equal(a, b) for a, b in zip(generate(model)[1], generate(plain)[1], strict=True)
-    )
+    assert_generates_alike(model, plain)
     store.close()
 
 
@@ -226,9 +227,6 @@ def test_the_same_stored_bytes_give_the_same_bits_wherever_they_are(
         with torch.no_grad():
             for spec in group.layout.params:
                 names[spec.name].copy_(flat[spec.offset : spec.stop].view(spec.shape))
-    tokens, logits = generate(model)
-    expected_tokens, expected = generate(plain)
-    assert tokens.tolist() == expected_tokens.tolist()
-    assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
+    assert_generates_alike(model, plain)
     assert homes.pool.evictions > 0
     store.close()
