@@ -3,8 +3,6 @@
 python -m tests.deepspeed.key_page      # writes it anew
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """DeepSpeed configurations as the documentation of other projects has them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 KNOWN: dict[str, dict[str, Any]] = {

@@ -1,7 +1,5 @@
 """A DeepSpeed-style loop over `offload.deepspeed`, and the same in plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 python one_loop.py deepspeed|offload.deepspeed STAGE
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

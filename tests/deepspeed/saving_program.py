@@ -3,8 +3,6 @@
 python saving_program.py STAGE fp32|bf16 FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The same program, run by DeepSpeed and with its import changed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -23,8 +21,7 @@ def rows(name: str, stage: int) -> list[list[float]]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = [each for each in done.stdout.splitlines() if each.startswith("rows ")]
-    lines: list[list[float]] = json.loads(line.removeprefix("rows "))
-    return lines
+    return json.loads(line.removeprefix("rows "))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

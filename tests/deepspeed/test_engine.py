@@ -1,7 +1,5 @@
 """A DeepSpeed loop, its import changed, trains what plain PyTorch trains."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

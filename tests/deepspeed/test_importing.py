@@ -1,7 +1,5 @@
 """Training goes on from DeepSpeed's checkpoints as it would have in DeepSpeed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,8 +1,6 @@
 """A forged checkpoint of DeepSpeed is imported or refused: with a typed error, and
 nothing of it is run."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

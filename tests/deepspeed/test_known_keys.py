@@ -1,7 +1,5 @@
 """The table has every key of the installed DeepSpeed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A DeepSpeed configuration as one of offload: what each key becomes, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

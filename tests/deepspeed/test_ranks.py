@@ -1,7 +1,5 @@
 """Two ranks that train a DeepSpeed loop train what one does with all the data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed's schedules: what is printed, what runs, and DeepSpeed's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

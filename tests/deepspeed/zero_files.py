@@ -1,7 +1,5 @@
 """Files as DeepSpeed's ZeRO stages write them, of a model and optimizer of plain PyTorch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -10,8 +10,6 @@
 Every block names its language: python, yaml, json, console, or text for what is none of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Whether a command line of a page could be run: programs, commands, options, targets, files."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Iterator

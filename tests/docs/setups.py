@@ -1,7 +1,5 @@
 """What the programs of the pages are given by their readers: models, data, files. Tiny."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

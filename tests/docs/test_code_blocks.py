@@ -1,7 +1,5 @@
 """Every code block of README.md and docs/*.md is run, or read by the program that it is for."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import json

@@ -1,7 +1,5 @@
 """Links between the pages lead somewhere, on GitHub and on the site."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

@@ -1,8 +1,6 @@
 """What the pages of docs/ say of the sources is still so: messages that they quote, arguments of
 PyTorch's FSDP that they map, files that they name."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """The site's own part (docs/site_hooks.py); `make docs` builds all of it."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """Calls of the system of which one goes wrong, for whatever makes them through
 `checkpoint.format.disk`; which one and how is said before."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Swap files of which one call goes wrong, in this process; which one and how is said before."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

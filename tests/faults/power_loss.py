@@ -10,8 +10,6 @@ A file system promises little of what was not synced. Here it promises this, and
 be left. What is being written has a name that says so, and is left out.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

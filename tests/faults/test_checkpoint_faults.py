@@ -1,8 +1,6 @@
 """Checkpoints on a disk that fails at any call of a save or a load: the bits of a run without
 faults, or an error that says why. What was saved before is there, and the engine trains on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Whenever the power goes, what has a final name is whole; what has returned is there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 the bits of a run without faults on all ranks, or an error on all of them, soon. What was saved
 before is there, and the ranks train on together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

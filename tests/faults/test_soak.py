@@ -1,7 +1,5 @@
 """What many steps leave behind: no descriptors, no threads, no memory."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

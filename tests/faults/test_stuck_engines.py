@@ -1,8 +1,6 @@
 """An engine whose disk does not answer: training, saving, loading and closing end, with an error
 that says what is stuck. So does a Ctrl-C amid that."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Swap files that cannot be made, reserved or closed, or of which the disk says nothing: an error
 that says why, and nothing of the engine stays, or an engine that computes the same bits."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

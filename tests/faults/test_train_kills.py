@@ -1,8 +1,6 @@
 """`offload train`, killed at any moment and resumed, ends with the bits of a run that was never
 killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -5,8 +5,6 @@ once), which runs the command and is killed by SIGKILL after some seconds, if it
 of output for each: its status, as `os.waitpid` has it. What the children print goes to a file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

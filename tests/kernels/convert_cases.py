@@ -1,7 +1,5 @@
 """Numbers of every kind for the conversions between formats."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

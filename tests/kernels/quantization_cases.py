@@ -1,7 +1,5 @@
 """Values of every kind of weights to quantize."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from offload.kernels.cpu.quantization import dequantize_weights, quantize_weights

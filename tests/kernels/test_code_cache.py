@@ -1,7 +1,5 @@
 """Compiled kernels on disk, for processes that compile at the same time."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

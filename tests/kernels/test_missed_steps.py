@@ -1,7 +1,5 @@
 """Steps that were missed, made in one pass: the bits of one step after the other with zeros."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

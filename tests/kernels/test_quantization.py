@@ -1,7 +1,5 @@
 """Weights in 8 and 4 bits: the definition's bits, what is kept, and how far off the rest is."""
 
-from __future__ import annotations
-
 import llvmlite.binding as llvm
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Weights that are dequantized in device memory have the bits of the CPU's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -42,8 +42,7 @@ def compile_for(target: str, folder: Path) -> Compiled:
     program = [sys.executable, "-m", "tests.kernels.triton_compiled", target]
     done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    compiled: Compiled = json.loads(done.stdout)
-    return compiled
+    return json.loads(done.stdout)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Undoable steps: the bits of `optimizer_step`, and back to the very bits from before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

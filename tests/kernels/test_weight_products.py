@@ -1,7 +1,5 @@
 """Products with weights straight from their codes: the documented order of sums, bit for bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What every rank runs in the tests of experts that are spread over ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Gates beside DeepSpeed's own functions: masks, weights, losses and counts, bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product

@@ -1,7 +1,5 @@
 """Experts spread over ranks compute and learn what they do on one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

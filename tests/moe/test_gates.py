@@ -1,7 +1,5 @@
 """The rules of choice, on logits that can be checked by eye."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

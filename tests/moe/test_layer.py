@@ -1,7 +1,5 @@
 """A layer of experts beside the same computed token by token; inputs and experts of all kinds."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -27,8 +25,7 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(len(x))
-        y: Tensor = self.down(torch.tanh(self.up(x)))
-        return y
+        return self.down(torch.tanh(self.up(x)))
 
 
 def layer(seed: int = 0, **options: Any) -> MoE:

@@ -1,7 +1,5 @@
 """A forward that is computed again routes as the first one did."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

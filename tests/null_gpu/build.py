@@ -7,8 +7,6 @@ brings. A function that PyTorch refers to and that is not written here ends the 
 name, instead of reaching NVIDIA's own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The null GPU's memory and failures, in a process that it was loaded into."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 

@@ -6,8 +6,6 @@
 `--zeros-back benchmarks.gpu_check step`, for example, takes the steps of the GPU check.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

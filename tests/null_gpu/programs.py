@@ -5,8 +5,6 @@
 NAME is one of the functions below, OPTIONS its keyword arguments as JSON; its answer is one line.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys
@@ -87,8 +85,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Product.apply(x, self.first, self.seen)
-        z: Tensor = _Product.apply(y, self.second, self.seen)
-        return z
+        return _Product.apply(y, self.second, self.seen)
 
 
 class Net(nn.Module):

@@ -4,8 +4,6 @@
 only CUDA is not, so numbers that kernels compute are not tested here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -89,8 +87,7 @@ def on_the_cpu(ask: Ask) -> Reference:
     @cache
     def seen(precision: str = "fp32", updates: bool = True) -> list[int]:
         keys = {"precision": precision, **({} if updates else NO_UPDATES)}
-        values: list[int] = ask(None, "values_seen", device="cpu", placement="host", **keys)
-        return values
+        return ask(None, "values_seen", device="cpu", placement="host", **keys)
 
     return seen
 

@@ -1,7 +1,5 @@
 """Modules of packed experts and access to their slices, for tests of `packed_experts.py`."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -141,8 +139,7 @@ class Shape:
         if self.own_gate:
             body["_apply_gate"] = interleaved_gate
         made = moe.use_experts_implementation(type("Experts", (nn.Module,), body), **self.flags)
-        module: nn.Module = made(Config())
-        return module
+        return made(Config())
 
 
 def interleaved_gate(module: nn.Module, gate_up: Tensor) -> Tensor:

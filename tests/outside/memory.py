@@ -1,7 +1,5 @@
 """Peak memory of training, saving and loading through a framework, in a process each."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What `memory.assert_streams` runs: training, then saving or loading, through one framework."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

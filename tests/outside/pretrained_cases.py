@@ -1,7 +1,5 @@
 """Folders in transformers' format, and a comparison of what it and offload load from them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 python pretrained_memory.py FOLDER SWAP HOST_MIB SMALL_FOLDER
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """A small model of experts, a module each or packed, for tests of what moves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

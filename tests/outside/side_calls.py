@@ -5,8 +5,6 @@ Modules and inputs are PyTorch's own cases (ModuleInfo), and those below that de
 compute by what they find out about their parameters.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings
@@ -125,8 +123,7 @@ def _builder(info: Any, case: Any) -> Callable[[], nn.Module]:
     made = case.constructor_input
 
     def build() -> nn.Module:
-        module: nn.Module = info.module_cls(*copy.deepcopy(made.args), **copy.deepcopy(made.kwargs))
-        return module
+        return info.module_cls(*copy.deepcopy(made.args), **copy.deepcopy(made.kwargs))
 
     return build
 

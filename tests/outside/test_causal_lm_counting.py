@@ -2,8 +2,6 @@
 whose size is public knowledge as their makers do.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

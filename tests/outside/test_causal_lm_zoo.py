@@ -5,8 +5,6 @@ from its files and saved to them.
 A sample by default; with --long each test has to have compared most of the architectures.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`loss: {chunked: true}`: causal language models of transformers train as with whole logits."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable

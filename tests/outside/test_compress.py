@@ -1,8 +1,6 @@
 """`offload.compress`: folders with quantized weights, which transformers (and the libraries of the
 formats, where they are installed) load with the values that they say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What users do with a model that generates, done with one whose weights are on nvme."""
 
-from __future__ import annotations
-
 import _thread
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,13 +48,11 @@ def model(tmp_path: Path) -> Iterator[Any]:
 def generated(model: Any, **how: Any) -> Tensor:
     torch.manual_seed(1)
     keys = {"max_new_tokens": 6, "do_sample": False, **how}
-    tokens: Tensor = model.generate(TOKENS, attention_mask=MASK, **keys)
-    return tokens
+    return model.generate(TOKENS, attention_mask=MASK, **keys)
 
 
 def alone(model: Any, **how: Any) -> Tensor:
-    tokens: Tensor = model.generate(TOKENS[:1], max_new_tokens=6, do_sample=False, **how)
-    return tokens
+    return model.generate(TOKENS[:1], max_new_tokens=6, do_sample=False, **how)
 
 
 WAYS: dict[str, Callable[[Any], Tensor]] = {

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint saves and loads what get_state_dict returns of an engine."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,8 +33,7 @@ class Flat(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
+        return self.layers(x)
 
 
 class AppState(Stateful):

@@ -1,8 +1,6 @@
 """Examples run. The configurations for well-known models load, and what their comments say that
 memest says of them is still so."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Experts that few steps touch, over many steps with a schedule and clipping, in runs that are cut
 and go on: the bits of one run whose experts stay with their block."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Packed experts of transformers stored in 4 bits, each by itself: dispatched, and frozen beside
 attention that is trained."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

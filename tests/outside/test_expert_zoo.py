@@ -7,8 +7,6 @@ Without --long, one architecture for each way in which experts are computed, eac
 way.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re
@@ -179,8 +177,7 @@ def build_lists(architecture: str, dtype: str) -> nn.Module:
     # routers cast their own parameters
     own = {**sparse, **two, "is_decoder": False, "router_dtype": dtype}
     torch.manual_seed(0)
-    model: nn.Module = kind(kind.config_class(**{**keys, **own}))
-    return model
+    return kind(kind.config_class(**{**keys, **own}))
 
 
 def made(architecture: str, way: Way) -> Any:
@@ -201,8 +198,7 @@ def loss_of(model: Any, number: int) -> Tensor:
     torch.manual_seed(number)  # dropout and jitter that no key turns off
     output = model(**inputs)
     values = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    loss: Tensor = values.float().square().mean()
-    return loss
+    return values.float().square().mean()
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
@@ -310,12 +306,11 @@ def loss_with_an_image(model: Any, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     image = torch.tensor([[62, 60, 60, 60, 60, 63]])
     tokens = torch.cat([image, torch.randint(3, 60, (1, 4), generator=generator)], dim=1)
-    loss: Tensor = model(
+    return model(
         input_ids=tokens, labels=tokens, mm_token_type_ids=(tokens == 60).long(),
         pixel_values=torch.randn(16, 3 * 2 * 4 * 4, generator=generator),
         image_grid_thw=torch.tensor([[1, 4, 4]]), use_cache=False,
     ).loss  # fmt: skip
-    return loss
 
 
 def test_experts_of_a_model_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,8 +334,7 @@ def test_what_the_router_adds_to_the_loss_has_its_gradients(
         tokens = torch.arange(3 + number, 11 + number).view(2, 4)
         output = model(input_ids=tokens, labels=tokens)
         assert output.aux_loss > 0
-        loss: Tensor = output.loss
-        return loss
+        return output.loss
 
     compare(build_model, loss_with_routing, WAYS["nvme"], 2, tmp_path, monkeypatch)
 

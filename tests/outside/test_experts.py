@@ -1,8 +1,6 @@
 """Packed experts computed expert by expert: the bits of transformers' default, in outputs and all
 gradients; what is touched; and what becomes of a model's configuration."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

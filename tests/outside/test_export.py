@@ -1,7 +1,5 @@
 """A folder that `offload checkpoint export` writes is one that transformers opens as it is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

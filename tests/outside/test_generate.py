@@ -1,7 +1,5 @@
 """`offload generate`: the text of transformers' own `generate`, streamed, and its closing table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

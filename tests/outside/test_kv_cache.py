@@ -1,7 +1,5 @@
 """KV caches in tiers against transformers' own: the same tensors after the same operations."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import random

@@ -1,7 +1,5 @@
 """KV caches of dispatched models: `generate` gives the same tokens and logits, leaving nothing."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

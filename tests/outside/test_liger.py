@@ -4,8 +4,6 @@ Liger's kernels replace norms, rotary embedding, SwiGLU and the loss of the mode
 of modules that they do not call: the head's in the loss, and each norm's.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,8 +1,6 @@
 """OffloadTrainer logs, saves and resumes what transformers' Trainer does, and the engine is made by
 itself."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -1,8 +1,6 @@
 """What touches files and names knows packed parameters whole: an engine whose experts are groups of
 their own writes, to the bit, what one writes whose experts are with their block, and reads it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

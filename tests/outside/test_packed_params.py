@@ -1,8 +1,6 @@
 """A packed parameter [E, ...] whose rows are in groups of their own is, to those who use it, the
 one tensor that it is without: split and whole, a model trains to the same bits."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,8 +104,7 @@ class Pair:
 
 
 def loss_of(engine: Engine, tokens: Tensor) -> Tensor:
-    loss: Tensor = engine.module(tokens, labels=tokens).loss
-    return loss
+    return engine.module(tokens, labels=tokens).loss
 
 
 def param(engine: Engine, name: str = NAME) -> Any:

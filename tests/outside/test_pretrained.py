@@ -3,8 +3,6 @@ and settings (every architecture: `test_causal_lm_zoo.py`). What it does not loa
 refused by name.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

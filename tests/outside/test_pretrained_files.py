@@ -1,8 +1,6 @@
 """Names in a model's folder may be anybody's: nothing outside of it is read, and what is damaged is
 named."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -73,8 +71,7 @@ def header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def first(entries: dict[str, Any]) -> dict[str, Any]:
-    entry: dict[str, Any] = next(e for name, e in entries.items() if name != "__metadata__")
-    return entry
+    return next(e for name, e in entries.items() if name != "__metadata__")
 
 
 def by_a_link(folder: Path) -> None:

@@ -1,8 +1,6 @@
 """A model's folder with a configuration, an index or a header that was changed at random opens, or
 is refused with a typed error."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`save_pretrained` of an engine's model writes the files of the model's own, piece by piece."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`offload.open_pretrained` of quantized folders: the model is transformers' own, with ordinary
 weights, which have the values that the formats' libraries give (where these are installed)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

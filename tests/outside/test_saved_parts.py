@@ -1,8 +1,6 @@
 """`save_pretrained` of a model, of a part of one, or of one around others writes its own tensors,
 wherever each of them is: the files are those of an equal model in plain transformers."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -46,8 +44,7 @@ class Own(transformers.PreTrainedModel):  # type: ignore[name-defined,misc]
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.inner(input_ids, output_hidden_states=True).hidden_states[-1]
-        output: torch.Tensor = self.head(hidden) * self.scale.sum()
-        return output
+        return self.head(hidden) * self.scale.sum()
 
 
 class Reward(nn.Module):
@@ -60,8 +57,7 @@ class Reward(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.base(input_ids, output_hidden_states=True).hidden_states[-1]
-        values: torch.Tensor = self.value(hidden)
-        return values
+        return self.value(hidden)
 
 
 def around(kind: Callable[[Any], nn.Module], base: Any) -> Any:
@@ -85,8 +81,7 @@ def loss_of(model: Any) -> torch.Tensor:
     else:
         output = model(input_ids=tokens)
         output = getattr(output, "logits", output)
-    loss: torch.Tensor = output.float().pow(2).mean()
-    return loss
+    return output.float().pow(2).mean()
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ does, `Offloaded` through engines, dispatch and the integrations. After each ste
 compared, those that the step does not train bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

@@ -1,8 +1,6 @@
 """What a trainer sets up by itself trains through an engine as without one, or is refused by name:
 its optimizer, its param groups, and every method that it overrides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

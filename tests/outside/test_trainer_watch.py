@@ -1,7 +1,5 @@
 """Trainer, watched: each step's loss and norm are those that Trainer logs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of other people's trainers share: a tiny Llama, rows of tokens, logs."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -4,8 +4,6 @@ rank writes their logs to FOLDER/offload.json and FOLDER/plain.json.
 torchrun --standalone --nproc_per_node 2 -m tests.outside.trainer_ranks_program FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Every causal language model of transformers, built from a tiny random configuration."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from typing import Any

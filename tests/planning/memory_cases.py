@@ -1,7 +1,5 @@
 """Runs whose memory is predicted and then measured: configurations drawn by a seed."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Runs cases read as JSON from standard input; one line of JSON each with what was measured."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """A pass with values, watched as a trace is: what traces are held against."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """Traces against real passes on the CPU: every figure is the same, to the byte."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

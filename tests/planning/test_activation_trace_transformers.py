@@ -1,7 +1,5 @@
 """Traces of transformers models against real passes: every figure is the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The framework's own memory: measured once, kept, and a default that says that it is one."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Speeds are measured once per machine, kept whole or not at all, and read without torch."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """An open budget of a GPU is no more than the plan can use of it, and never less than it does."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts in a plan: what a step touches, memory that one of them needs, and representatives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """budget.gpu: a GPU's memory in all. The plan is within it, or refused with the parts named."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

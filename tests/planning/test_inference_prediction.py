@@ -2,8 +2,6 @@
 bytes that each pass reads in the long run.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

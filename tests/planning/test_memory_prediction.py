@@ -4,8 +4,6 @@ The ledger's peaks are exact, but for those that depend on when moves end: the p
 these tiers as `bounds`, and their peaks are no more than it says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the machine cannot do now is refused before anything is allocated."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

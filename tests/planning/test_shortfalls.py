@@ -1,7 +1,5 @@
 """What is advised where a budget is short."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

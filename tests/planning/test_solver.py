@@ -1,7 +1,5 @@
 """What is left open is placed where a step is fastest; what is named stays; nothing is random."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Predicted bytes per step are those that the runtime moves; predicted time follows from speeds."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping, Sequence

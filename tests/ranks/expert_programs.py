@@ -1,7 +1,5 @@
 """What every rank runs in the tests of experts that are spread over ranks, under an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -65,8 +63,7 @@ class BranchingLM(MoELM):
             x = block(x)
             if self.calls % 2:
                 x = x + branch(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 def spread(ep_size: int, **options: Any) -> partial[MoELM]:

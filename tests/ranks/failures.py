@@ -1,7 +1,5 @@
 """Ranks that train, until one of them fails in a way of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import offload
 from tests.offload.engine_cases import WIDTH, TinyLM, batches, config, losses_of, seeded
@@ -105,8 +103,7 @@ def _ends_earlier(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
 
 
 def _model(engine: offload.Engine) -> Any:
-    model: nn.Module = engine.module
-    return model
+    return engine.module
 
 
 FAULTS: dict[str, Callable[[offload.Engine, Tensor, Note], None]] = {

@@ -1,8 +1,6 @@
 """Training loops drawn by chance, of what users do with `param.grad`: run by every rank with its
 own data, and by one process in plain PyTorch with all of it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext

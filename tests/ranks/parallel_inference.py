@@ -1,7 +1,5 @@
 """What every rank runs in the tests of dispatched models on several ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every rank runs in the tests of tensor parallelism and pipelines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,8 +45,7 @@ class Attention(nn.Module):
             for each in (self.q, self.k, self.v)
         )
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        projected: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return projected
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -82,8 +79,7 @@ class Model(nn.Module):
         x = self.first(x.to(self.first.weight.dtype))
         for block in self.blocks:
             x = block(x)
-        y: Tensor = self.last(self.frozen(x))
-        return y
+        return self.last(self.frozen(x))
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,7 +1,5 @@
 """A language model whose embedding and head are cut unevenly along the vocabulary; run by ranks."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch
@@ -34,8 +32,7 @@ class LanguageModel(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def parallelised(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -1,7 +1,5 @@
 """Stages of a pipeline, each with an engine of its own; run by every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

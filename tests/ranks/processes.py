@@ -1,7 +1,5 @@
 """Ranks as processes of this machine, with gloo between them; a hang shows every rank's stacks."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import multiprocessing

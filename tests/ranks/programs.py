@@ -1,7 +1,5 @@
 """What every rank runs in the tests of several ranks; imported by the ranks' processes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,8 +50,7 @@ class Choice(nn.Module):
         self.branches = nn.ModuleList(nn.Linear(13, 7, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, number: int) -> Tensor:
-        y: Tensor = self.branches[number % 2](x)
-        return y
+        return self.branches[number % 2](x)
 
 
 class Branches(nn.Module):
@@ -88,8 +85,7 @@ class Expert(nn.Module):
         self.down = nn.Linear(inner, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.relu(self.up(x)))
-        return y
+        return self.down(torch.relu(self.up(x)))
 
 
 class ExpertBlock(nn.Module):
@@ -118,8 +114,7 @@ class Experts(TinyLM):
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(tokens) if isinstance(model, Branches) else model.loss(tokens)  # type: ignore[operator]
-    return loss
+    return model(tokens) if isinstance(model, Branches) else model.loss(tokens)  # type: ignore[operator]
 
 
 def data_of(case: Case, world_size: int) -> list[list[list[Tensor]]]:

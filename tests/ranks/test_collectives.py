@@ -1,7 +1,5 @@
 """What collectives compute, against plain sums over what every rank has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """What any number of ranks has saved at any stage, any number takes over at any stage, to the bit,
 saves again as it was, and trains on from there."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from pathlib import Path

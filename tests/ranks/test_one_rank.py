@@ -1,7 +1,5 @@
 """A process group of one rank: what of NCCL a single GPU can show, and the same on gloo."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stages of a pipeline, each with an engine, train what the whole model trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """Ranks that ask for different things of their gradients: each is told what all of them asked for,
 at once, and none gets a number that is not right."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A checkpoint does not say how many ranks wrote it, nor at which stage."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from functools import partial

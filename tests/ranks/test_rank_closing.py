@@ -1,7 +1,5 @@
 """What closing gives back on several ranks: whole parameters on each, as in one process."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

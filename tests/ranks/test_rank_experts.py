@@ -1,7 +1,5 @@
 """Experts that are spread over ranks train as experts that every rank has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """When a rank dies, stalls or goes another way: the others leave in time and name it."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,8 +1,6 @@
 """Dispatched models on two ranks: in parts by DTensor they compute what they compute on one, and
 whole ones share nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

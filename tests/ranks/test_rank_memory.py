@@ -1,7 +1,5 @@
 """One rank is short of memory: its copies alone give way."""
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several ranks train what one rank trains: stages agree to the last bit, worlds to rounding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

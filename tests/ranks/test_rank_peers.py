@@ -1,8 +1,6 @@
 """The same model under DDP, FSDP2 and here: the same losses, to the rounding of other sums; and
 hybrid sharding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

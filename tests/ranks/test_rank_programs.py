@@ -1,8 +1,6 @@
 """What users do with `param.grad` means on several ranks what it means to one process with all
 their data, at every stage and placement."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

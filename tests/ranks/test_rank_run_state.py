@@ -1,7 +1,5 @@
 """Each rank's random numbers and registered objects are its own, in one checkpoint."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantized weights on several ranks: each rank has them all, what is trained is sharded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`offload train` under `torchrun`: the same file, the same loop, several ranks."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,8 +1,6 @@
 """Ranks that go different ways: other branches, a use order unlike the registration order,
 passes that are dropped; and what is written and read by all of them together."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,8 +62,7 @@ class Picks(nn.Module):
         for block in self.blocks:
             x = block(x, choices % 2)
             choices //= 2
-        loss: Tensor = x.square().mean()
-        return loss
+        return x.square().mean()
 
 
 def inputs(number: int) -> Tensor:

@@ -1,8 +1,6 @@
 """A model parallelised by DTensor trains as one that is not: stages and placements agree to the
 last bit, with the unparallelised model to rounding."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks as threads of one process: for the arithmetic of collectives, which takes milliseconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta

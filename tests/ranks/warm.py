@@ -4,8 +4,6 @@ Numba's tables of all that it can compile take half of the time that a rank with
 as long takes what torch imports where DTensors or gradient handles are computed with.
 """
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Memory as the arenas hand it out, stores on a real disk and on tmpfs."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

@@ -13,8 +13,6 @@ and Freund, 2009). Two accesses to a byte, one of them a write, that no chain of
 race, also where they came one after the other this time.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from bisect import bisect_left, bisect_right

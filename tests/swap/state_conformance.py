@@ -1,8 +1,6 @@
 """What every `State` owes to the two sides that use it: one conformance class, which each kind of
 state passes with each kind of home. A subclass says how a state is made."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

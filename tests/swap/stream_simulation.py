@@ -115,8 +115,7 @@ class World(Accelerator):
         patch.setattr(streams.WorkStream, "__init__", init_work_stream)
 
     def current(self) -> Stream:
-        found: Stream = getattr(self._current, "stream", self.model)
-        return found
+        return getattr(self._current, "stream", self.model)
 
     def new_stream(self, name: str, *, eager: bool = False) -> Stream:
         return Stream(self, name, eager)

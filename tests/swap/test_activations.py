@@ -1,7 +1,5 @@
 """Saved activations away from the device: what travels, what stays, and that nothing is left."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """One conformance class; every backend, and every kind of file, passes all of it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

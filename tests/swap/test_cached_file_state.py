@@ -1,7 +1,5 @@
 """State at home in a file: residency, eviction, versions, failures."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

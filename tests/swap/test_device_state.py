@@ -1,7 +1,5 @@
 """States of a device whose streams lag behind: each access waits for what it needs, and no more."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which copies are evicted: those with the furthest next use, or as another policy decides."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """What the checker of happens-before finds, and what it does not."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """States that a device dequantizes, whose streams lag behind: nothing is overwritten before it was
 read, and nothing read before it was written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """State that is stored in fewer bytes than it is computed with: a quantizer, and any home."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,8 +88,7 @@ def home_kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=QUANTIZERS.values(), ids=list(QUANTIZERS))
 def quantizer(request: pytest.FixtureRequest) -> Quantizer:
-    made: Quantizer = request.param
-    return made
+    return request.param
 
 
 @pytest.fixture

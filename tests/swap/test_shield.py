@@ -1,7 +1,5 @@
 """Signals wait for what must be whole, are raised where it ends, and end a wait at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

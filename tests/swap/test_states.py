@@ -1,7 +1,5 @@
 """Every kind of state, with every kind of home, passes the conformance class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

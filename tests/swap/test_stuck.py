@@ -1,7 +1,5 @@
 """A device that does not answer. Time is what the test says it is: it looks itself."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

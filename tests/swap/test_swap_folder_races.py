@@ -1,8 +1,6 @@
 """Other writers in folders of swap files: links that appear between a check and a use, and folders
 of other users."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls of the system that do not return are given up with an error that names them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """The trace: learnt on the first cycle, tolerant of change afterwards."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Threads for arithmetic, and what is waited for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

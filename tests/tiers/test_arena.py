@@ -1,7 +1,5 @@
 """The arena: exact sizes, holes refilled, neighbours coalesce."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A forked child shares no pages of host memory but those that a tensor still views."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

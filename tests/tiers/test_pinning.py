@@ -1,7 +1,5 @@
 """Host memory is pinned as it is first used, and no copy crosses from one extent into another."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

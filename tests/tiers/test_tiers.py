@@ -1,7 +1,5 @@
 """Tiers and ledger: a budget is a promise, and the books balance."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

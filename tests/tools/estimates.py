@@ -1,7 +1,5 @@
 """Made-up estimates for the tests of what is shown."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Model files for tests: written here, byte for byte, so that they can be wrong in every way."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

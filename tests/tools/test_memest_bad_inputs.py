@@ -1,7 +1,5 @@
 """Whatever is wrong with a source, memest says so in one line; what may hold code stays shut."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The `memest` command: exit codes, one-line reasons, and what it must not import."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What is said of a case that does not fit: what is short, and only what could be done."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Experts that memest reads from a model's configuration."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`memest MODEL --inference`: caches as transformers makes them, one answer in every form."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

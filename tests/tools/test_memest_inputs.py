@@ -1,7 +1,5 @@
 """Every kind of source gives the model's shape, and loads no more than it needs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

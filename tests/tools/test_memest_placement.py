@@ -1,7 +1,5 @@
 """What is left open is placed at least as well as by hand, on named parts."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hardware by name, by size, or as it is here."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

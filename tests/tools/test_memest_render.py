@@ -1,7 +1,5 @@
 """What an estimate is shown as: nothing overlaps, nothing is lost, nothing is fetched or run."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Memory of one model under other systems: the papers' own examples, and orders that must hold."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """`--write`: a configuration that loads, says what was planned, and trains."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predicted against measured, read back from a run's folder; advice that would matter."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """A file that memest wrote for one model is not taken for another's."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

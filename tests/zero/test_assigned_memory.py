@@ -1,7 +1,5 @@
 """`.data` of parameters in tiers set to memory of others: refused, before a use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`torch.autocast` around the model (precision: fp32): the bits of plain PyTorch under autocast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,8 +37,7 @@ class Looped(TinyLM):
         x = self.embed(tokens) + self.position
         for block in (*self.blocks, self.blocks[0]):
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 def forward_alone(model: Any, cached: bool) -> list[Tensor]:

@@ -4,8 +4,6 @@ A block is a list of small layers, most of which change a buffer or an attribute
 numbers. Compared are losses, gradients, buffers, attributes, and what generators give afterwards.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,8 +65,7 @@ class BatchNorm(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        return y
+        return self.norm(x)
 
 
 class Average(nn.Module):

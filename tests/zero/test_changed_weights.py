@@ -1,7 +1,5 @@
 """Parameters changed in place between their use and backward: an error where torch raises one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -123,8 +121,7 @@ class Renormed(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.embed(x).tanh())
-        return y
+        return self.head(self.embed(x).tanh())
 
 
 @PLACEMENTS

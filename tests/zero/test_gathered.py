@@ -1,8 +1,6 @@
 """Parameters that several ranks share: both kinds of state pass the conformance class, and gather
 what other ranks have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What is written to the entries of a state dict, which are copies here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

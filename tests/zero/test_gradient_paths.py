@@ -1,7 +1,5 @@
 """Gradients on their way from a device into accumulators in host memory."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,8 +1,6 @@
 """A device's graph that is captured around an offloaded model is refused where it would record
 fetching, and everything goes on after that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint around a part of a unit computes that part again when the unit is released."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,7 @@ class Checkpointing(TinyLM):
             self.inner = mlp
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-            return result
+            return checkpoint(self.inner, x, use_reentrant=False)
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """Experts that miss steps end with the bits of experts that get a gradient of zeros in each."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing

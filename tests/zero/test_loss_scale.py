@@ -1,7 +1,5 @@
 """The loss scale of fp16 is that of `torch.amp.GradScaler`, to the bit."""
 
-from __future__ import annotations
-
 import math
 import random
 

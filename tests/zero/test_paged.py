@@ -1,7 +1,5 @@
 """Tensors whose values live elsewhere: read when needed, written through, refused where neither."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

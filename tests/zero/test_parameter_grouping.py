@@ -1,7 +1,5 @@
 """Groups and units: repeated blocks, the rest by module, tied weights once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Released parameters in what reads a tensor below Python: right, or refused by their name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

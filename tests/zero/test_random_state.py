@@ -1,7 +1,5 @@
 """Generators draw the same numbers again, and afterwards go on as if they had not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks that change their buffers or attributes: recomputed, they give what they give without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,8 +49,7 @@ class Normed(Plain):
         self.norm = nn.BatchNorm1d(WIDTH, momentum=momentum)
 
     def inner(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        return y
+        return self.norm(x)
 
 
 class InPlace(Plain):
@@ -115,8 +112,7 @@ class Inner(Normed):
     """Checkpoints a part of itself, which holds a batch norm."""
 
     def inner(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(super().inner, x, use_reentrant=False)
-        return y
+        return checkpoint(super().inner, x, use_reentrant=False)
 
 
 class Twice(Normed):
@@ -202,8 +198,7 @@ class Renormed(Plain):
         self.embed = nn.Embedding(4, WIDTH, max_norm=0.5)
 
     def inner(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.embed(torch.arange(4, device=x.device))
-        return y
+        return x + self.embed(torch.arange(4, device=x.device))
 
 
 class Learning(Plain):

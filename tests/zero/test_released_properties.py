@@ -1,8 +1,6 @@
 """Whatever code may ask of a released parameter or a gradient: plain PyTorch's answer, or a typed
 error. And what is made after them, and written to them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,8 +51,7 @@ class Net(nn.Sequential):
 
     def loss(self) -> Tensor:
         x, image = torch.ones(2, 4, device=ON), torch.ones(1, 2, 5, 5, device=ON)
-        loss: Tensor = self[0](x).sum() + self[1](image).square().sum()
-        return loss
+        return self[0](x).sum() + self[1](image).square().sum()
 
 
 @pytest.fixture(scope="module")

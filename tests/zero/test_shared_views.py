@@ -1,7 +1,5 @@
 """Two parameters over one memory are refused by name; what only lies side by side is not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +32,7 @@ class Two(nn.Module):
         change(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.b(self.a(x))
-        return y
+        return self.b(self.a(x))
 
 
 def weight_of_b(source: Callable[[nn.Parameter], Any], *, data: bool = False) -> Change:

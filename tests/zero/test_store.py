@@ -1,7 +1,5 @@
 """Weights alone in their tiers: a model computes from them, and nothing of a trainer is there."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

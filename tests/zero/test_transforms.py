@@ -1,7 +1,5 @@
 """Transforms of torch.func and forward-mode AD through an offloaded model: right, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,8 +39,7 @@ class Differentiated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.layer.weight
-        product: Tensor = torch.func.jvp(lambda z: nn.functional.linear(z, weight), (x,), (x,))[1]
-        return product
+        return torch.func.jvp(lambda z: nn.functional.linear(z, weight), (x,), (x,))[1]
 
 
 def dual(model: Model, x: Tensor) -> Any:
