@@ -46,7 +46,6 @@ def initialized(
 
 
 def train(engine: Any, passes: range) -> list[float]:
-    """Losses."""
     losses = []
     for number in passes:
         x, y = batch(number)

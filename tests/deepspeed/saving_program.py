@@ -49,7 +49,6 @@ def made(deepspeed: Any, stage: int, precision: str, seed: int) -> Any:
 
 
 def go_on(engine: Any, passes: range) -> list[float]:
-    """Losses."""
     losses = []
     for number in passes:
         drawn = torch.Generator().manual_seed(number)

@@ -41,8 +41,6 @@ class Said:
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block."""
-
     page: Path
     line: int  # of its first line of code, from 1
     language: str

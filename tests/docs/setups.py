@@ -9,7 +9,6 @@ BUDGET = "budget: {host: 64MiB, nvme: 64MiB}\n"
 
 
 def configuration(name: str = "offload.yaml", text: str = BUDGET) -> None:
-    """A configuration in the current folder."""
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text(text)
 
@@ -40,12 +39,10 @@ def batches(number: int = 2) -> list[dict[str, torch.Tensor]]:
 
 
 def pretrained(folder: str) -> None:
-    """A folder of transformers in the current one."""
     language_model().save_pretrained(folder)
 
 
 def lightning_module() -> Any:
-    """A LightningModule, and its loader."""
     import lightning
 
     class Module(lightning.LightningModule):  # type: ignore[misc]

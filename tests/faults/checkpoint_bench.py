@@ -84,7 +84,6 @@ class Met:
 
 
 def everyone(value: Any) -> list[Any]:
-    """The values of all ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -135,7 +134,6 @@ class Bench:
         assert_same_bits(states_of(self.engine), self.expected[self.steps])
 
     def count(self) -> Calls:
-        """The calls of each verb on every rank."""
         counts = {}
         for verb, act in self.verbs.items():
             self.reach(1)

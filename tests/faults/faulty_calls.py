@@ -55,7 +55,6 @@ class FaultyCalls:
             self.seen.clear()
 
     def release(self) -> None:
-        """Nothing goes wrong any more."""
         with self._lock:
             self._left = -1
 

@@ -153,7 +153,6 @@ class Disk:
 
 
 def write_tree(tree: Tree, path: Path) -> None:
-    """Files and folders of it."""
     if isinstance(tree, bytes):
         path.write_bytes(tree)
         return

@@ -29,7 +29,6 @@ def engine(tmp_path: Path) -> Iterator[offload.Engine]:
 
 
 def held() -> tuple[int, int]:
-    """Descriptors and threads."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 

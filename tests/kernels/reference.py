@@ -79,7 +79,6 @@ def adam_step(state: AdamState, grad: F32, scalars: AdamScalars) -> AdamState:
 
 
 def encode(values: F32, kind: Float) -> NDArray[Any]:
-    """fp32 values as stored in a format."""
     if kind is Float.FP32:
         return values.copy()
     if kind is Float.FP16:
@@ -90,7 +89,6 @@ def encode(values: F32, kind: Float) -> NDArray[Any]:
 
 
 def decode(stored: NDArray[Any], kind: Float) -> F32:
-    """Stored values as fp32."""
     if kind is Float.FP32:
         return stored.copy()
     if kind is Float.FP16:
@@ -99,14 +97,12 @@ def decode(stored: NDArray[Any], kind: Float) -> F32:
 
 
 def split_master(values: F32) -> tuple[U16, I16]:
-    """The bf16 half and the remainder of fp32 values."""
     bits = _bits_or_nan(values)
     high = ((bits + 0x8000) >> 16).astype(np.uint16)
     return high, (bits & 0xFFFF).astype(np.uint16).view(np.int16)
 
 
 def join_master(high: U16, low: I16) -> F32:
-    """The fp32 values of a split master."""
     bits = (high.astype(np.int64) << 16) + low
     return (bits & 0xFFFFFFFF).astype(np.uint32).view(np.float32)
 

@@ -55,8 +55,6 @@ Draw = Callable[[int], NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Formats:
-    """How everything is stored."""
-
     grad: Float = Float.BF16
     weight: Float = Float.BF16
     master: Master = Master.SPLIT

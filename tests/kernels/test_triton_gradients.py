@@ -27,7 +27,6 @@ def partials_for(numel: int) -> torch.Tensor:
 
 
 def check_values(got: torch.Tensor, expected: Array, kind: Float) -> None:
-    """Equal bits; a NaN equals any other."""
     assert_same(reference.decode(get(got), kind), reference.decode(expected, kind))
 
 

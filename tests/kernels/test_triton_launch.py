@@ -122,8 +122,6 @@ class _Pointer:
 
 
 class _Current:
-    """The device that is current."""
-
     index = 0
 
     @contextmanager

@@ -64,7 +64,6 @@ def patched(rng: np.random.Generator) -> Draw:
 
 
 def tiny(rng: np.random.Generator) -> Draw:
-    """Subnormal numbers and zeros."""
     return lambda numel: rng.integers(-9, 9, numel).astype(np.float32) * np.float32(1e-45)
 
 

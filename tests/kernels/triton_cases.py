@@ -19,8 +19,6 @@ from tests.kernels.values import SPECIAL, assert_same
 
 @dataclass
 class Case:
-    """What one step is made with."""
-
     scalars: Scalars
     grad: Array | None
     stored: Stored
@@ -57,7 +55,6 @@ class Case:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Both kernels end with the same bits."""
         expected = self.on_cpu()
         got = self.on_device()
         assert got.keys() == expected.keys()

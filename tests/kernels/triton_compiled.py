@@ -81,7 +81,6 @@ class Compiler:
         return self.compile(dequantize_kernel, types, QUANTIZED | constants, 8)
 
     def everything(self) -> dict[str, dict[str, Any]]:
-        """By the name of a variant."""
         return {
             "adamw": self.step(8),
             "adam bf16": self.step(4, FLAG=False, FORMAT=1, MASTER=0),

@@ -21,7 +21,6 @@ FACTORS = (0.3, 1.0, 4.0)
 
 @contextmanager
 def drawing(**noise: Tensor) -> Iterator[None]:
-    """Its functions draw these."""
     names = ("uniform", "gumbel", "exp_selection_uniform")
     maps = {name: getattr(theirs, f"{name}_map") for name in names}
     before = {name: dict(each) for name, each in maps.items()}

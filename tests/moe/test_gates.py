@@ -26,7 +26,6 @@ def gate(hidden: int = 16, **options: Any) -> Gate:
 
 
 def kept(routing: Routing) -> list[list[int]]:
-    """The experts of each token."""
     rows = zip(routing.experts.tolist(), routing.kept.tolist(), strict=True)
     return [[e for e, there in zip(*row, strict=True) if there] for row in rows]
 

@@ -34,8 +34,6 @@ WAYS: dict[str, Layer] = {
 
 
 class Block(nn.Module):
-    """Norm, experts, sum."""
-
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -51,8 +49,6 @@ def expert() -> nn.Module:
 
 
 class Model(nn.Module):
-    """Two blocks of experts."""
-
     def __init__(self, options: dict[str, Any], way: Layer = plain) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)

@@ -30,7 +30,6 @@ class NullGpu:
     zeros_back: bool = False
 
     def environment(self, library: Path) -> dict[str, str]:
-        """The environment of a process that shall see this GPU."""
         return {
             **os.environ,
             "LD_PRELOAD": str(library),

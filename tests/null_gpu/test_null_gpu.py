@@ -52,8 +52,6 @@ def start(library: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def ask(start: Callable[..., subprocess.CompletedProcess[str]]) -> Ask:
-    """The answer of a function of `programs`."""
-
     def answer(gpu: NullGpu | None, name: str, **options: Any) -> Any:
         ended = start(gpu, "tests.null_gpu.programs", name, json.dumps(options))
         assert ended.returncode == 0, ended.stderr[-4000:]

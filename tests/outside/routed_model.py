@@ -41,7 +41,6 @@ class Block(nn.Module):
 
 class Routed(nn.Module):
     def __init__(self, layers: int, *, packed: bool, call: Call | None = None) -> None:
-        """`call` calls a block."""
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.layers = nn.ModuleList(Block(generator, packed=packed) for _ in range(layers))

@@ -23,8 +23,6 @@ with warnings.catch_warnings():
 
 @dataclass(frozen=True)
 class Recipe:
-    """A module, and what it is called with."""
-
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Any, dict[str, Any]]]
@@ -153,8 +151,6 @@ def _layer(**how: Any) -> nn.TransformerEncoderLayer:
 
 
 class _OverWeights(nn.Module):
-    """Computes with functions over its parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 4, batch_first=True)

@@ -36,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values(folder: Path) -> dict[str, Tensor]:
-    """The values that transformers loads."""
     model = CAUSAL.from_pretrained(folder)
     return {name: param.detach() for name, param in model.named_parameters()}
 

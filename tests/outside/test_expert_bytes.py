@@ -26,7 +26,6 @@ LAYERS, STEPS, PASSES, CHUNK, PAGE = 3, 8, 6, 2048, 4096
 
 
 def let_all_be_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves, and updates in backward."""
     monkeypatch.setattr(tier_manager, "open_backend", lambda name, **options: AtOnce())
     submit = UpdateQueue.submit
 
@@ -50,8 +49,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
 
 @dataclass
 class Moved:
-    """Bytes in whole pages."""
-
     read: int = 0
     written: int = 0
 

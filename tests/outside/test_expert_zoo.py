@@ -119,8 +119,6 @@ OWN_CODE: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """Of training."""
-
     placement: dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
     recomputes: bool = False  # by transformers
@@ -206,7 +204,6 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def states_of(engine: offload.Engine) -> dict[str, Tensor]:
-    """Buffers, parameters and their optimizer states."""
     states = {
         f"{name} {key}": value
         for name, param in engine.module.named_parameters()

@@ -22,8 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @dataclass
 class Case:
-    """A module, and what it is called with."""
-
     shape: Shape
     module: nn.Module
     way: str
@@ -87,7 +85,6 @@ def draw(seed: int) -> Case:
 
 
 def differences(case: Case) -> list[str]:
-    """The names of what differs from the default."""
     expected = case.run()
     with sliced([case.module]) as (slices,):
         actual = case.run()

@@ -91,7 +91,6 @@ class Pair:
 
 
 def step(pair: Pair, draw: random.Random) -> None:
-    """One operation, drawn."""
     which = draw.choice(["update", "update", "crop", "reorder", "copy", "record", "reset"])
     if which == "update":
         pair.update(draw, draw.randint(1, 6))
@@ -197,7 +196,6 @@ def test_a_cache_is_refused_room_only_where_the_free_bytes_do_not_suffice(
 
 
 def _change(cache: Cache, batch: int, draw: random.Random) -> None:
-    """Make one drawn operation."""
     kind = draw.choice(["update", "update", "update", "reorder", "crop"])
     length = cache.get_seq_length()
     if kind == "update" or not length:

@@ -29,7 +29,6 @@ Engine = Any
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    """Makes engines, with experts split or whole."""
     engines: list[Engine] = []
 
     def make(

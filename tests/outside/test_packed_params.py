@@ -76,7 +76,6 @@ class Pair:
         loss: Callable[[Engine, Tensor], Tensor] | None = None,
         zero: Callable[[Engine], None] = lambda engine: engine.optimizer.zero_grad(),
     ) -> None:  # fmt: skip
-        """`before` and `after` are called around each backward."""
         for number, tokens in enumerate(data(steps)):
             losses = []
             for engine in self.engines:

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model that is saved in shards."""
     tiny_llama().save_pretrained(tmp_path / "model", max_shard_size=8000)
     return tmp_path / "model"
 

@@ -125,7 +125,6 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models in files."""
     base = tmp_path_factory.mktemp("models")
     untied = transformers.LlamaConfig(**SMALL)
     bert = transformers.BertConfig(**BERT)

@@ -51,8 +51,6 @@ class Stop(Exception):
 
 
 class Plain:
-    """The steps of a program, without offload."""
-
     trainer: Any = transformers.Trainer
 
     def __init__(self, folder: Path) -> None:

@@ -34,8 +34,6 @@ ARGUMENTS: dict[str, Any] = {
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Random tokens."""
-
     def __init__(self, count: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self._rows = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)

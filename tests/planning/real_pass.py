@@ -21,7 +21,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def config_of(precision: str = "fp32", checkpoint: Any = False, **more: Any) -> OffloadConfig:
-    """Of a pass on the CPU."""
     return OffloadConfig.load(
         {
             "device": "cpu",

@@ -31,8 +31,6 @@ DISK: dict[str, Any] = {
 
 
 class Counted:
-    """Stands in for the measurements."""
-
     def __init__(self) -> None:
         self.compute = self.disk = 0
 

@@ -43,7 +43,6 @@ def laid_out(hardware: Hardware = GPU, **keys: Any) -> Candidate:
 
 
 def peak_of(candidate: Candidate) -> int:
-    """Of the device's ledger, as predicted."""
     planned = PlannedMemory(
         candidate.plan, candidate.config, small(), NOTHING, Workload(2, 64), NO_LIBRARIES
     )

@@ -173,7 +173,6 @@ def tied() -> nn.Module:
 
 
 def of_two_sizes() -> nn.Module:
-    """For four ranks."""
     return nn.ModuleList(MoE(WIDTH, expert, EXPERTS, ep_size=size) for size in (2, 4))
 
 

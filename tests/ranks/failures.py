@@ -84,7 +84,6 @@ def _sleeping(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
 
 
 def _elsewhere(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
-    """Another module than the others call."""
     note()
     with torch.no_grad():
         _model(engine).blocks[1](torch.zeros(1, 2, WIDTH))

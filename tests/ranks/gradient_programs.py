@@ -113,7 +113,6 @@ def _draw_use(chance: random.Random, *, apart: bool, writes: bool) -> Use:
 def run(
     program: Program, model: nn.Module, optimizer: Any, one_pass: Callable[[Pass], None]
 ) -> list[float]:
-    """The numbers that the program has read."""
     params, numbers = dict(model.named_parameters()), []
     for action in program:
         if isinstance(action, Pass):
@@ -162,7 +161,6 @@ def use_one(what: str, param: Any, number: float) -> float | None:
 
 
 def alone(program: Program, ranks: int) -> Outcome:
-    """In plain PyTorch, with all ranks' data."""
     model = seeded(Branches)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, **OPTIMIZER)

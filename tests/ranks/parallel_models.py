@@ -127,7 +127,6 @@ class Outcome:
 
 
 def data_of(steps: int, ranks: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """Batches by step and data-parallel rank."""
     generator = torch.Generator().manual_seed(1)
     return [
         [
@@ -163,7 +162,6 @@ def outcome_of(engine: offload.Engine, losses: list[float], norms: list[float]) 
 
 
 def train(case: Case, shape: tuple[int, int], folder: str) -> Outcome:
-    """This rank's part of a run."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     model = parallelised(seeded(Model, seed=dist.get_rank()), mesh["tp"])
     losses, norms = [], []
@@ -268,7 +266,6 @@ def left_alone(folder: str) -> str:
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """What is raised, by what was asked for."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     keys, errors = keys_of(Case(1, HOST), folder), {}
 

@@ -118,7 +118,6 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def data_of(case: Case, world_size: int) -> list[list[list[Tensor]]]:
-    """Batches by step, pass and rank."""
     flat = iter(batches(case.steps * case.passes * world_size))
     return [
         [[next(flat) for _ in range(world_size)] for _ in range(case.passes)]
@@ -127,7 +126,6 @@ def data_of(case: Case, world_size: int) -> list[list[list[Tensor]]]:
 
 
 def train(case: Case, folder: str) -> Outcome:
-    """This rank's part of a run."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     keys = config(
         Path(folder), case.placement, budget=BUDGET, optimizer=OPTIMIZER,

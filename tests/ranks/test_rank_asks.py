@@ -28,7 +28,6 @@ def _pass(engine: offload.Engine) -> None:
 
 
 def _weights(engine: offload.Engine) -> list[Any]:
-    """Two parameters of the same size."""
     return [block.mlp[0].weight for block in engine.module.blocks]  # type: ignore[union-attr]
 
 

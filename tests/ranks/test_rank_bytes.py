@@ -64,7 +64,6 @@ def build() -> TinyLM:
 
 
 def train(folder: str, cases: Sequence[tuple[int, str]]) -> list[Held]:
-    """On one rank: all cases, one after the other."""
     return [_train(Path(folder), stage, where) for stage, where in cases]
 
 
@@ -134,7 +133,6 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def held(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], list[Held]]:
-    """By stage and placement, of every rank."""
     folder = tmp_path_factory.mktemp("ranks")
     answers = run_ranks(WORLD, folder / "run", train, str(folder), CASES)
     return {case: [answer[number] for answer in answers] for number, case in enumerate(CASES)}

@@ -14,7 +14,6 @@ from tests.ranks.processes import run_ranks
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any, Any]]:
-    """By rank."""
     folder = tmp_path_factory.mktemp("ranks")
     return run_ranks(2, folder, parallel_inference.all_of_it, str(folder))
 

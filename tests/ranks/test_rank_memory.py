@@ -31,7 +31,6 @@ MIXED = {"parameters": "nvme", "gradients": "host", "optimizer": {"host": "40%",
 
 
 def train(folder: str, placement: dict[str, Any], stage: int, pressed: bool) -> dict[str, Tensor]:
-    """States in the end."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     machine = Machine()
     tier_manager.read_headroom = machine  # type: ignore[assignment]

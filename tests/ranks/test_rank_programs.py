@@ -36,7 +36,6 @@ BF16_VARIANTS = [
 
 
 def taking(*branches: int) -> Pass:
-    """Each rank's branch."""
     generator = torch.Generator().manual_seed(len(branches))
     tokens = []
     for branch in branches:

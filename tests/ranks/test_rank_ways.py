@@ -40,8 +40,6 @@ def keys_of(folder: str, stage: int, **more: Any) -> dict[str, Any]:
 
 
 class Pick(nn.Module):
-    """One of two branches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))

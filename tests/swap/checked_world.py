@@ -74,8 +74,6 @@ _HAND_OVERS = (
 
 
 class CheckedStream:
-    """Runs everything at once."""
-
     def __init__(self, world: CheckedWorld, name: str) -> None:
         self.agent = world.order.agent(name)
         self._world = world

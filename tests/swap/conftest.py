@@ -26,8 +26,6 @@ def make_pages(nbytes: int, fill: bytes = b"") -> memoryview:
 
 @dataclass
 class Bench:
-    """A store and all that it stands on."""
-
     store: BlockStore
     files: list[SwapFile]
     tier: FileTier

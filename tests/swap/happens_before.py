@@ -44,11 +44,9 @@ class Agent:
         self.clock: Clock = {number: 1}
 
     def learn(self, clock: Clock) -> None:
-        """What it does from here on is after what `clock` knows."""
         merge(self.clock, clock)
 
     def tell(self) -> Clock:
-        """What it has done and learnt so far."""
         told = dict(self.clock)
         self.clock[self.number] += 1
         return told
@@ -161,7 +159,6 @@ class Order:
 
     # ---------------------------------------------------------------- agents
     def agent(self, name: str) -> Agent:
-        """A new one."""
         with self.lock:
             self._agents += 1
             return Agent(name, self._agents)
@@ -176,12 +173,10 @@ class Order:
             return found
 
     def learn(self, clock: Clock) -> None:
-        """This thread does after what `clock` knows whatever it does from here on."""
         with self.lock:
             self.of_thread().learn(clock)
 
     def tell(self) -> Clock:
-        """What this thread has done and learnt so far."""
         with self.lock:
             return self.of_thread().tell()
 

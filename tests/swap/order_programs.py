@@ -75,7 +75,6 @@ class CheckedBench(Bench):
         self.world.launch("a kernel that writes", [], [view])
 
     def page(self) -> torch.Tensor:
-        """Of host memory."""
         return self.host_lease(1).tensor
 
     def store(self, folder: Path) -> BlockStore:

@@ -127,8 +127,6 @@ def fill(state: State, values: torch.Tensor) -> None:
 
 
 class StateConformance:
-    """What every state owes."""
-
     has_blank = True  # False: the whole of it is filled from host memory
     is_undone_before_reads = False  # a speculative update, in whatever reads the state
 

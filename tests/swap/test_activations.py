@@ -37,8 +37,6 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Bench:
-    """A tier of activations, and what it stands on."""
-
     tier: ActivationTier
     window: ActivationWindow
     files: FileTier

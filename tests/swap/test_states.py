@@ -54,8 +54,6 @@ class TestFileState(BorrowingConformance, FileHomeConformance):
 
 
 class OnADevice(StateConformance):
-    """A state that a device computes with."""
-
     def test_what_the_device_updated_is_seen_by_the_model_and_at_home(
         self, filled: Callable[[int], State]
     ) -> None:

@@ -115,7 +115,6 @@ class FakeModule:
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
-    """What PyTorch has for the kind."""
     fake = FakeModule()
     monkeypatch.setattr(Accelerator, "_module", property(lambda kind: fake))
     return fake

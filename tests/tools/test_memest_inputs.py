@@ -33,7 +33,6 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small_model() -> nn.Module:
-    """What `tests...:small_model` names."""
     return nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 5))
 
 

@@ -19,8 +19,6 @@ WIDTH = 4
 
 
 class Pair(nn.Module):
-    """Two matrices of one group."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))

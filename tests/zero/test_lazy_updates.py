@@ -174,11 +174,9 @@ class Table:
         return outcome
 
     def weights(self, index: int) -> Tensor:
-        """As a reader finds them."""
         return self.groups[index].flat()[: sum(NUMELS)].clone()
 
     def content(self) -> dict[str, Any]:
-        """All that is kept, once every step is made."""
         self.stepper.policy.complete_steps()
         self.updates.settle()
         kept: dict[str, Any] = {}

@@ -28,8 +28,6 @@ WIDTH, LARGE = 8, 40_000
 
 
 class Plain(nn.Module):
-    """What the others change something in."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
