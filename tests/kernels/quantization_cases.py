@@ -6,8 +6,7 @@ from offload.kernels.cpu.quantization import dequantize_weights, quantize_weight
 from offload.kernels.floats import Array, Float
 from offload.kernels.weight_formats import GROUP_SIZES, QuantType, WeightFormat
 from tests.kernels import reference
-from tests.kernels.convert_cases import patterns
-from tests.kernels.values import SPECIAL
+from tests.kernels.values import SPECIAL, patterns
 
 ALL = [(WeightFormat(each, size), kind)
        for each in QuantType for size in GROUP_SIZES for kind in Float]  # fmt: skip

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from offload.kernels.cpu.convert import decode, encode, join_master, split_master
 from offload.kernels.floats import Float
 from tests.kernels import reference
-from tests.kernels.convert_cases import ALL_16_BITS, SIXTEEN, patterns
+from tests.kernels.values import ALL_16_BITS, SIXTEEN, patterns
 
 TORCH = {Float.BF16: torch.bfloat16, Float.FP16: torch.float16}
 

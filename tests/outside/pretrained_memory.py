@@ -1,12 +1,11 @@
 """Opens a folder of transformers, trains one step and prints its memory in bytes as JSON.
 
-python pretrained_memory.py FOLDER SWAP HOST_MIB SMALL_FOLDER
+python pretrained_memory.py FOLDER SWAP SMALL_FOLDER HOST_MIB
 """
 
 import gc
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +40,7 @@ def train(folder: str, swap: str, host_mib: int) -> dict[str, int]:
 
 
 def main() -> None:
-    folder, swap, host_mib, small = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-    assert Path(small).is_dir()
+    folder, swap, small, host_mib = *sys.argv[1:4], int(sys.argv[4])
     train(small, swap, host_mib)  # what the frameworks take
     gc.collect()
     machine.trim_memory()

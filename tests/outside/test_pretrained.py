@@ -5,10 +5,7 @@ refused by name.
 
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from torch import Tensor
 import offload
 from offload.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor
-from tests.offload.engine_cases import HOST, NVME, bits, config
+from tests.offload.engine_cases import HOST, NVME, bits, config, said_by
 from tests.outside.pretrained_cases import FILE, assert_same_model, edit, opened, plainly, saved
 from tests.outside.zoo import transformers
 
@@ -241,13 +238,8 @@ def test_the_model_is_never_whole_in_ram(kind: str, tmp_path: Path) -> None:
             shape = transformers.MixtralConfig(**sizes, num_hidden_layers=layers)
         CAUSAL.from_config(shape).save_pretrained(tmp_path / name, max_shard_size="100MB")
     host_mib = 96
-    out = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path / "model"), str(tmp_path), str(host_mib),
-         str(tmp_path / "small")],
-        env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"},
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    measured = json.loads(out.stdout.splitlines()[-1])
+    folders = (str(tmp_path / name) for name in ("model", ".", "small"))
+    measured = said_by(PROGRAM, *folders, str(host_mib))
     limit = (host_mib << 20) + 3 * measured["largest"] + (64 << 20)
     assert measured["peak"] - measured["baseline"] < limit < measured["model"], measured
 

@@ -1,7 +1,8 @@
-"""What every rank runs in the tests of tensor parallelism and pipelines."""
+"""What every rank runs in the tests of tensor parallelism, pipelines and dispatched models."""
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 import offload
-from tests.offload.engine_cases import HOST, NVME, config, seeded
+from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, bits, config, seeded
 
 WIDTH, HEADS, LENGTH, BATCH = 24, 4, 6, 2
 BUDGET = {"host": "64MiB", "nvme": "64MiB"}
@@ -293,3 +295,138 @@ def refusals(folder: str) -> dict[str, str]:
         attempt("save", lambda: engine.save_checkpoint(f"{folder}/saved"))
         attempt("load", lambda: engine.load_checkpoint(f"{folder}/saved"))
     return errors
+
+
+# ------------------------------------------------------------------------- a language model
+VOCABULARY = 37
+PARKED = {**NVME, "activations": {"tier": "nvme", "checkpoint": False}}
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def parallelised_language(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for index in range(2):
+        plan = {
+            **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+            "attention.out": RowwiseParallel(),
+            "up": ColwiseParallel(use_local_output=False),  # a DTensor between the two
+            "down": RowwiseParallel(),
+        }
+        parallelize_module(model.get_submodule(f"blocks.{index}"), mesh, plan)
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    embed = RowwiseParallel(input_layouts=Replicate())
+    return parallelize_module(model, mesh, {"embed": embed, "head": head})
+
+
+def train_language(parallel: bool, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Two passes per step; losses and, by name, gradients of the last step, weights, and one weight
+    written to at the end."""
+    mesh, model = None, seeded(LanguageModel)
+    if parallel:
+        both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        mesh, model = both["dp"], parallelised_language(model, both["tp"])
+    generator = torch.Generator().manual_seed(3)
+    losses, tensors = [], {}
+    with offload.initialize(model, keys_of(Case(1, PARKED), folder), mesh=mesh) as engine:
+        for _ in range(3):
+            for _ in range(2):
+                tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+                with loss_parallel() if parallel else nullcontext():
+                    logits = model(tokens[:, :-1]).flatten(0, 1)
+                    loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+                    (loss / 2).backward()
+                losses.append(whole(loss).item())
+            for name, param in model.named_parameters():
+                gradient = engine.gradient(param)
+                assert gradient is not None, name
+                tensors[f"{name} gradient"] = whole(gradient)
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        tensors.update({name: whole(value) for name, value in model.state_dict().items()})
+        with torch.no_grad(), engine.gathered(model.head.weight):
+            model.head.weight.mul_(2)
+        tensors["twice"] = whole(model.state_dict()["head.weight"])
+    return losses, tensors
+
+
+# ------------------------------------------------------------------------- dispatched models
+PLACEMENTS: list[Any] = ["host", "nvme", {"host": "50%", "nvme": "50%"}]
+PLAN = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+def dispatch_keys(folder: str, parameters: Any) -> dict[str, Any]:
+    budget = {"host": "16MiB", "nvme": "64MiB"}
+    return config(Path(folder), {"parameters": parameters}, budget=budget, device="cpu")
+
+
+def samples() -> Tensor:
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def outputs(folder: str) -> list[Tensor]:
+    """In every placement, of a model in parts on two ranks; of a whole one on a single rank."""
+    if not dist.is_initialized():
+        return [seeded(Model)(samples())]
+    results = []
+    for parameters in PLACEMENTS:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = offload.dispatch(
+            parallelised(seeded(Model), mesh), dispatch_keys(folder, parameters)
+        )
+        with offload.dispatched(model) as dispatched:
+            for _ in range(2):
+                out = model(samples())
+            dispatched.check_integrity()
+        results.append(out.full_tensor() if hasattr(out, "full_tensor") else out)
+    return results
+
+
+def generated(folder: str) -> tuple[list[list[int]], Tensor]:
+    """By a model of transformers with its own plan."""
+    import transformers
+
+    torch.manual_seed(0)
+    made = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    model: Any = transformers.LlamaForCausalLM(made).eval()
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = {name: PLAN[way]() for name, way in made.base_model_tp_plan.items()}
+        parallelize_module(model.model, mesh, plan)
+        offload.dispatch(model, dispatch_keys(folder, "nvme"))
+    prompt = torch.arange(3, 9).view(2, 3)
+    output = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    if dist.is_initialized():
+        offload.dispatched(model).close()
+    return output.sequences.tolist(), torch.stack(output.logits)
+
+
+@torch.no_grad()
+def by_itself(folder: str) -> list[bytes]:
+    """Ranks with a model each, which they call as often as they like."""
+    tokens = batches(1)[0][:, :-1]
+    model = offload.dispatch(seeded(TinyLM, dist.get_rank()), dispatch_keys(folder, "nvme"))
+    with offload.dispatched(model):
+        return [bits(model(tokens)) for _ in range(1 + 2 * dist.get_rank())]
+
+
+def dispatched_all(folder: str) -> tuple[Any, Any, Any]:
+    return outputs(folder), generated(folder), by_itself(folder)

@@ -1,5 +1,6 @@
 """A model parallelised by DTensor trains as one that is not: stages and placements agree to the
-last bit, with the unparallelised model to rounding."""
+last bit, with the unparallelised model to rounding. Dispatched, it computes what it does on one
+rank; whole ones share nothing."""
 
 import math
 import re
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.offload.engine_cases import HOST, NVME, assert_same_bits
-from tests.ranks import parallel_models, parallel_vocabulary
+from tests.offload.engine_cases import HOST, NVME, TinyLM, assert_same_bits, batches, bits, seeded
+from tests.ranks import parallel_models
 from tests.ranks.parallel_models import Case, Outcome
 from tests.ranks.processes import run_ranks
 from tests.ranks.programs import assert_near
@@ -83,8 +84,8 @@ def test_it_trains_as_the_model_that_is_not_parallel(run: Run, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_vocabulary_in_uneven_parts_trains_as_a_whole_one(tmp_path: Path) -> None:
-    by_rank = run_ranks(2, tmp_path / "2", parallel_vocabulary.train, True, str(tmp_path))
-    losses, expected = parallel_vocabulary.train(False, str(tmp_path))
+    by_rank = run_ranks(2, tmp_path / "2", parallel_models.train_language, True, str(tmp_path))
+    losses, expected = parallel_models.train_language(False, str(tmp_path))
     for actual_losses, actual in by_rank:
         assert actual_losses == pytest.approx(losses, rel=1e-6)
         assert actual.keys() == expected.keys()
@@ -137,3 +138,35 @@ def test_what_cannot_work_is_refused(small: list[tuple[Any, ...]]) -> None:
         assert messages.keys() == expected.keys()
         for what, pattern in expected.items():
             assert re.match(pattern, messages[what]), messages[what]
+
+
+# ------------------------------------------------------------------------- dispatched models
+@pytest.fixture(scope="module")
+def dispatched(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(2, folder, parallel_models.dispatched_all, str(folder))
+
+
+def test_parts_compute_what_the_whole_does(dispatched: list[Any], tmp_path: Path) -> None:
+    (expected,) = parallel_models.outputs(str(tmp_path))
+    for outputs, _, _ in dispatched:
+        for output in outputs:
+            assert torch.equal(output, outputs[0])
+            assert (output - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.slow
+def test_a_model_with_a_plan_generates_as_on_one_rank(
+    dispatched: list[Any], tmp_path: Path
+) -> None:
+    tokens, logits = parallel_models.generated(str(tmp_path))
+    for _, (others, parts), _ in dispatched:
+        assert others == tokens
+        assert (parts - logits).norm() <= 1e-6 * logits.norm()
+
+
+def test_ranks_with_models_of_their_own_share_nothing(dispatched: list[Any]) -> None:
+    for rank, (_, _, outputs) in enumerate(dispatched):
+        with torch.no_grad():
+            expected = bits(seeded(TinyLM, rank)(batches(1)[0][:, :-1]))
+        assert outputs == [expected] * (1 + 2 * rank)
