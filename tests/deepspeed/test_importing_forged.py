@@ -112,14 +112,17 @@ def test_a_latest_that_leads_elsewhere_is_refused(folder: Path, tmp_path: Path) 
         import_checkpoint(tmp_path / "sub", tmp_path / "out", kind="adamw")
 
 
+def at_random(long: bool) -> settings:
+    count = 1000 if long else 40
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
+
+
 @pytest.mark.parametrize("name", [STATES, MODEL])
 def test_values_at_random(folder: Path, name: str, long: bool) -> None:
     content = torch.load(folder / name, weights_only=False)
     counts = {True: 0, False: 0}
 
-    @settings(
-        max_examples=1000 if long else 40, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    @at_random(long)
     @given(changes())
     def check(made: Any) -> None:
         torch.save(changed(copy.deepcopy(content), made), folder / name)
@@ -134,9 +137,7 @@ def test_bytes_at_random(folder: Path, name: str, long: bool) -> None:
     original = (folder / name).read_bytes()
     change = st.tuples(st.integers(0, len(original) - 1), st.binary(max_size=9))
 
-    @settings(
-        max_examples=1000 if long else 30, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    @at_random(long)
     @given(st.lists(change, min_size=1, max_size=3))
     def check(made: list[tuple[int, bytes]]) -> None:
         raw = bytearray(original)

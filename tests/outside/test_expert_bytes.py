@@ -19,7 +19,7 @@ from offload.zero.groups import parameter_grouping
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.update import GroupUpdate, UpdateQueue
 from tests.offload.engine_cases import NVME, bits, config, seeded
-from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
+from tests.outside.expert_cases import EXPERTS, HIDDEN, Routed
 from tests.planning.test_step_time import AtOnce
 
 LAYERS, STEPS, PASSES, CHUNK, PAGE = 3, 8, 6, 2048, 4096

@@ -16,7 +16,7 @@ from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, see
 
 pytest.importorskip("transformers")
 
-from tests.outside.routed_model import EXPERTS, HIDDEN, Routed
+from tests.outside.expert_cases import EXPERTS, HIDDEN, Routed
 
 LAYERS, TOKENS = 2, 3
 
