@@ -47,10 +47,13 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         yield bench
 
 
-def test_what_trains_on_a_stuck_disk_says_so_again(bench: Bench) -> None:
-    bench.files.arm(3, "stuck")
-    with pytest.raises(StuckError):
+@pytest.mark.parametrize("call", [0, 3, 20, 40])
+def test_what_trains_on_a_stuck_disk_says_so_again(bench: Bench, call: int) -> None:
+    bench.files.arm(call, "stuck")
+    with pytest.raises(StuckError, match="has not ended for") as caught:
         bench.train()
+    assert str(bench.folder) in str(caught.value)
+    assert any(kind in str(caught.value) for kind in ("parameters", "gradients", "optimizer"))
     with pytest.raises(StuckError):
         bench.train()
     with pytest.raises(StuckError):
