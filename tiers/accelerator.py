@@ -55,7 +55,6 @@ class Accelerator:
         self._limits: dict[int, list[tuple[float, Callable[[], None]]]] = {}
         self._is_observed = False
 
-    # ---------------------------------------------------------------- which devices are there
     @cached_property
     def _module(self) -> Any:
         import torch
@@ -86,7 +85,6 @@ class Accelerator:
         where: AbstractContextManager[Any] = module.device(device)
         return where
 
-    # ---------------------------------------------------------------- what they are
     def built_for(self) -> str | None:
         """The platform that this PyTorch was built for, such as `CUDA 13.0`; None if not for this
         kind."""
@@ -158,7 +156,6 @@ class Accelerator:
         generator: torch.Generator = self._module.default_generators[device.index]
         return generator
 
-    # ---------------------------------------------------------------- streams
     def stream(self, device: torch.device) -> Stream:
         made: Stream = self._module.Stream(device)
         return made
@@ -196,7 +193,6 @@ class Accelerator:
         given."""
         return bool(self._module.is_current_stream_capturing())
 
-    # ---------------------------------------------------------------- pinning
     def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
         """Pin the runtime's memory, so that copies between it and the device are asynchronous.
         Returns why it could not be pinned, or None; copies of pageable memory are slower."""

@@ -276,7 +276,6 @@ def _alignment(scalar: ir.Type) -> int:
     return {I8: 1, I16: 2, F16: 2, I32: 4, F32: 4, F64: 8}[scalar]
 
 
-# ---------------------------------------------------------------- loops
 # Emits the work on one vector at an index. It yields where the other vectors of the burst should
 # catch up: after its loads, and before its stores.
 Step = Callable[[Lanes, Value], Iterator[None]]

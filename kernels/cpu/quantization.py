@@ -265,7 +265,6 @@ class CodeLanes(Lanes):
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
 
 
-# ---------------------------------------------------------------- dequantizing
 def _dequantize_group(
     vector: CodeLanes, weights: WeightFormat, kind: Float, at: Pointers, number: Value,
     streams: bool,
@@ -345,7 +344,6 @@ def _within(vector: Lanes, value: Value, limit: float) -> Value:
     return builder.select(builder.fcmp_ordered("<", value, lower), lower, value)
 
 
-# ---------------------------------------------------------------- quantizing
 def _quantize_group(
     vector: CodeLanes, weights: WeightFormat, kind: Float, at: Pointers, number: Value
 ) -> None:

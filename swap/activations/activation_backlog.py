@@ -54,7 +54,6 @@ class Backlog:
     _lent: list[tuple[WindowSlot, StreamEvent]] = field(default_factory=list)
     _failure: Failure | None = None  # a write that failed
 
-    # ---------------------------------------------------------------- slots
     def demand(self, nbytes: int) -> WindowSlot | None:
         """A slot; waits for moves under way that make room. None where none would.
 
@@ -111,7 +110,6 @@ class Backlog:
         marks = filling + [mark for _, mark in self._lent if not mark.done()]
         return marks[0].wait if marks else None
 
-    # ---------------------------------------------------------------- to the disk
     def filled(self, piece: SavedPiece) -> None:
         """The piece's slot holds its bytes now, or will when the copy into it is done."""
         if self.store is None:
@@ -172,7 +170,6 @@ class Backlog:
                 self.stored_nbytes -= round_up(piece.nbytes, PAGE_NBYTES)
             self._settled(piece)
 
-    # ---------------------------------------------------------------- from the disk
     def read(self, piece: SavedPiece, slot: WindowSlot, priority: Priority) -> None:
         """Start reading an absent piece into `slot` (lock held)."""
         assert self.store is not None, "absent"
@@ -199,7 +196,6 @@ class Backlog:
         pages = destination[: round_up(piece.nbytes, PAGE_NBYTES)].numpy().data
         return self.store.read(piece.block, pages, priority=Priority.URGENT)
 
-    # ---------------------------------------------------------------- ends
     def _settled(self, piece: SavedPiece) -> None:
         """Bury or list the piece, which no transfer moves any more (lock held)."""
         if piece.dead:

@@ -17,7 +17,6 @@ from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import StreamEvent, current_stream
 from offload.swap.io.io_backend import Priority
 from offload.swap.states.state import HostPiece
-from offload.tiers.accelerator import Stream
 from offload.tiers.tier import PAGE_NBYTES, Residency
 from offload.tiers.units import round_up
 
@@ -117,23 +116,18 @@ class ActivationReturns:
             self._backlog.read(piece, slot, priority)
         return True
 
-    # ---------------------------------------------------------------- to a GPU
     def _fetch_to_device(self, record: SavedStorage) -> torch.Tensor:
         with self._lock:
-            copy = self._take_ahead_for(current_stream(self._links.device), record)
+            copy = self.take_ahead(record)
+            # one of another stream is not used: its memory would be given out again there without
+            # a wait for this use
+            if copy is not None and copy.stream != current_stream(self._links.device):
+                self._copies.hold(copy, record.nbytes)
+                copy = None
         if copy is None:
             copy = self._copy_to_device(record)
         copy.mark.before_compute()
         return copy.memory
-
-    def _take_ahead_for(self, stream: Stream | None, record: SavedStorage) -> DeviceCopy | None:
-        """The copy made ahead, for a use by `stream`, or None. A copy of another stream is not
-        used: its memory would be given out again there without a wait for this use (lock held)."""
-        ahead = self.take_ahead(record)
-        if ahead is not None and ahead.stream != stream:
-            self._copies.hold(ahead, record.nbytes)
-            return None
-        return ahead
 
     def take_ahead(self, record: SavedStorage) -> DeviceCopy | None:
         """The record's bytes on the device, if they were copied ahead of use (lock held)."""
@@ -188,7 +182,6 @@ class ActivationReturns:
         mark.wait()  # nothing else keeps `pages`
         return mark
 
-    # ---------------------------------------------------------------- ahead of use
     def look_ahead(self, number: int) -> None:
         """Bring what was saved before `number`, latest first, as far as there is room (lock held).
 

@@ -96,7 +96,6 @@ class ActivationTier:
         self._trim = trim
         self._untrimmed_nbytes = 0
 
-    # ---------------------------------------------------------------- saving
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave the storages of `tensors` alone, until called again: other code keeps them."""
         spared = {}
@@ -209,7 +208,6 @@ class ActivationTier:
             format_bytes(nbytes), why,
         )  # fmt: skip
 
-    # ---------------------------------------------------------------- giving back
     @defer_signals
     def fetch(self, token: Token) -> torch.Tensor:
         """The bytes of a record on the device; starts bringing what was saved before it."""
@@ -243,7 +241,6 @@ class ActivationTier:
             if not records:
                 del self._of_storage[key]
 
-    # ---------------------------------------------------------------- ends
     def _token_died(self, number: int) -> None:
         """Note a token's death, on any thread, even inside this class or while its lock is held.
         So the lock is neither waited for nor entered twice; the next call buries the token then."""

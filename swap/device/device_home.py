@@ -116,7 +116,6 @@ class DeviceHomeState(State):
     def used_device_piece(self, piece: int, until: StreamEvent) -> None:
         self._worked(until)
 
-    # ---------------------------------------------------------------- both
     def discard(self) -> None:
         """Keep the memory, which is a permanent home; its content no longer counts."""
 

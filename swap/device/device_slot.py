@@ -90,7 +90,6 @@ class DeviceSlot(Slot):
         self.arrival = StreamEvent()  # after the last copy into the slot
         self._before_write: tuple[StreamEvent, ...] = ()  # until something else is written there
 
-    # ---------------------------------------------------------------- memory that changes hands
     def hold(self, lease: Lease) -> None:
         if self.lease is None:
             self._before_write = self.links.fences.claim(lease.extent)
@@ -110,7 +109,6 @@ class DeviceSlot(Slot):
     def has_arrived(self) -> bool:
         return self.arrival.done()
 
-    # ---------------------------------------------------------------- the model's stream
     def note_read(self) -> None:
         self.reads.note(self)
 
@@ -122,7 +120,6 @@ class DeviceSlot(Slot):
         """Note that everything that reads the views given out so far is before `mark`."""
         self._before_write = mark.replacing(self._before_write)
 
-    # ---------------------------------------------------------------- writing
     def begin_write(self) -> None:
         for mark in self._before_write:
             mark.before_compute()

@@ -27,6 +27,7 @@ class MirroredState(StateOverHome, SlotUser):
     def __init__(self, home: State, slot: DeviceSlot) -> None:
         """`slot` is as long as `home`, and lent to no other state."""
         super().__init__(home, home.nbytes)
+        self.can_snapshot = home.can_snapshot
         self.slot = slot
         slot.user = self
         self._lock = slot.lock
@@ -157,10 +158,6 @@ class MirroredState(StateOverHome, SlotUser):
             else:
                 self._lacking.add(piece)
 
-    @property
-    def can_snapshot(self) -> bool:  # type: ignore[override]
-        return self.home.can_snapshot
-
     def snapshot(self) -> Snapshot:
         self._home_read.wait()
         return self.home.snapshot()
@@ -210,7 +207,6 @@ class MirroredState(StateOverHome, SlotUser):
         with self._lock:
             self._updated.add(piece)
 
-    # ---------------------------------------------------------------- both
     def settle(self) -> None:
         self.slot.arrival.wait()
         self.home.settle()

@@ -35,10 +35,6 @@ class BackendReport:
     o_direct: bool  # whether the directory's files bypass the page cache
 
 
-def _threads() -> type[IOBackend]:
-    return ThreadsBackend
-
-
 def _libaio() -> type[IOBackend]:
     from offload.swap.io.libaio_backend import LibaioBackend  # optional: imported when asked for
 
@@ -46,7 +42,9 @@ def _libaio() -> type[IOBackend]:
 
 
 # `auto` is the first: as fast as any with requests of some MiB, and works everywhere.
-BACKENDS: Mapping[str, Callable[[], type[IOBackend]]] = {"threads": _threads, "libaio": _libaio}
+BACKENDS: Mapping[str, Callable[[], type[IOBackend]]] = {
+    "threads": lambda: ThreadsBackend, "libaio": _libaio
+}  # fmt: skip
 
 
 def resolve_backend(name: str) -> str:

@@ -103,8 +103,6 @@ class BlockStore:
         self._records: dict[int, _LiveBlock] = {}  # by version
         self._versions = itertools.count(1)
 
-    # ---- the verbs
-
     @defer_signals
     def write(
         self, source: memoryview, *, owner: str, state_class: Any,
@@ -301,8 +299,6 @@ class BlockStore:
         """Let those in `await_room` look again."""
         if self._waiting:
             self._freed.notify_all()
-
-    # ---- checks
 
     def _verify(self, block: StoredBlock, destination: memoryview) -> None:
         checksum = checksum_of(destination)

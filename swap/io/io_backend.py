@@ -214,8 +214,6 @@ class IOBackend(ABC):
                 if not self._in_flight:
                     self._idle.notify_all()
 
-    # ---- inside
-
     def _give_up(self) -> None:
         """Fail all requests, present and future: the calls under way do not return."""
         with self._books:

@@ -81,17 +81,13 @@ class IOWatch:
                 self._seen, self._looks = self._ended, 0
                 return
             self._looks += 1
-            looks, (what, seconds) = self._looks, self._slowest()
+            looks, (piece, since_s) = self._looks, next(iter(self._moving.items()))
+            others = f" and {len(self._moving) - 1} more calls" if len(self._moving) > 1 else ""
         if looks == WARN_AT:
-            warn_slow(what, seconds, self.timeout_s)
+            seconds = time.monotonic() - since_s  # of the call under way the longest
+            warn_slow(f"{piece.request}{others}", seconds, self.timeout_s)
         if looks >= LOOKS:
             self._give_up()
-
-    def _slowest(self) -> tuple[str, float]:
-        """The call under way the longest, described, and its duration in seconds."""
-        piece, since_s = next(iter(self._moving.items()))
-        others = f" and {len(self._moving) - 1} more calls" if len(self._moving) > 1 else ""
-        return f"{piece.request}{others}", time.monotonic() - since_s
 
     def _run(self) -> None:
         while not self._closing.wait(self.timeout_s / LOOKS):

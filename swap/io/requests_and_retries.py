@@ -123,8 +123,9 @@ class IOPiece:
                 f"the file ends {format_bytes(missing)} too early, at offset {self.offset_bytes}; "
                 "it was truncated"
             )
-        if self.moved_nbytes + count < self.nbytes:
-            count -= self._ragged(count)
+        aligned = (self.request.offset_bytes + self.start) % PAGE_NBYTES == 0
+        if self.moved_nbytes + count < self.nbytes and aligned and self.nbytes % PAGE_NBYTES == 0:
+            count -= count % PAGE_NBYTES  # is moved again: a request of pages stays one (O_DIRECT)
         self.moved_nbytes += count
         if count:
             self.retries = 0
@@ -132,11 +133,6 @@ class IOPiece:
         self.retries += 1
         if self.retries > MAX_RETRIES:
             raise self.request.failed(f"{MAX_RETRIES} calls in a row moved less than a page")
-
-    def _ragged(self, count: int) -> int:
-        """Bytes to move again, so that a page-aligned request stays page-aligned (O_DIRECT)."""
-        aligned = (self.request.offset_bytes + self.start) % PAGE_NBYTES == 0
-        return count % PAGE_NBYTES if aligned and self.nbytes % PAGE_NBYTES == 0 else 0
 
     def pause_before_retry(self, error: OSError) -> float:
         """Seconds to wait before the same call is made again. Raises the typed error, from

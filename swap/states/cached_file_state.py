@@ -255,7 +255,6 @@ class CachedFileState(State, SlotUser):
         with self._lock:
             return self._file.snapshot()
 
-    # ---------------------------------------------------------------- both
     @defer_signals
     def discard(self) -> None:
         try:
@@ -282,7 +281,6 @@ class CachedFileState(State, SlotUser):
     def close(self) -> None:
         self.discard()
 
-    # ---------------------------------------------------------------- moves
     def _staged_pages(self, piece: int, staged: torch.Tensor) -> memoryview:
         span = self.span(piece)
         nbytes = round_up(span.stop - span.start, PAGE_NBYTES)

@@ -74,7 +74,6 @@ class MemoryState(State):
         self._memory[span].copy_(source[: span.stop - span.start])
         return Transfer.completed(None)
 
-    # ---------------------------------------------------------------- a speculative update
     def undoable(self) -> MemoryState | None:
         return None if self.spare is None else self
 

@@ -183,7 +183,6 @@ class QuantizedState(State, SlotUser):
 
     host_piece = mark_piece_dirty = read_piece = write_piece = _refuse
 
-    # ---------------------------------------------------------------- both
     def settle(self) -> None:
         self.home.settle()
 

@@ -103,7 +103,6 @@ class Cursor:
         position = schedule.next_position(item, start)
         return position is None or position >= schedule.end_of_pass(start)
 
-    # ---------------------------------------------------------------- distances
     def next_use(self, item: int) -> float:
         """Uses until the next one of `item`, in this cycle or the next; infinity if there is none.
         For items in no table."""

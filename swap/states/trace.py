@@ -170,7 +170,6 @@ class Trace:
             del table.chosen[item]
         return True
 
-    # ---------------------------------------------------------------- cycles
     def begin_forward(self) -> None:
         """Begin a forward pass of the whole model. If no backward pass followed the last one, none
         is expected now."""
@@ -199,7 +198,6 @@ class Trace:
         self._begin_pass()
         self.cursor = Cursor(self._steps)
 
-    # ---------------------------------------------------------------- predictions
     def ahead(self, count: int) -> list[tuple[int, float]]:
         """The `count` items that are needed next, each with its `next_use`: groups as in
         `upcoming`, and between them the items that the backward pass needs of the tables there."""

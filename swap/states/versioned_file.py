@@ -40,7 +40,6 @@ class VersionedFile:
         """Wait as `BlockStore.await_room` does; needs no lock."""
         return self._store.await_room()
 
-    # ---------------------------------------------------------------- moves
     def is_whole(self) -> bool:
         """Whether every piece was written. Does not need the lock."""
         return None not in self._blocks
@@ -98,7 +97,6 @@ class VersionedFile:
         if arrived.failure is not None:
             self.failure = arrived.failure
 
-    # ---------------------------------------------------------------- versions
     def keep_old(self) -> None:
         """Keep the version before of every piece that is written from here on."""
         self._old = {}

@@ -74,7 +74,6 @@ def waits_s(lanes: Iterable[Lane]) -> dict[str, float]:
     return waited_s
 
 
-# ---------------------------------------------------------------- for a profiler
 _NOTHING = nullcontext()
 
 

@@ -131,8 +131,6 @@ class Transfer(Generic[T]):
         """Fail with a failure that another transfer has already."""
         self._settle(None, failure)
 
-    # ---- inside
-
     def _settle(self, value: T | None, failure: Failure | None) -> None:
         with self._lock:
             if self._state is not _State.PENDING:
@@ -145,20 +143,16 @@ class Transfer(Generic[T]):
             try:
                 callback(self)
             except BaseException as error:  # noqa: BLE001  it is raised where it is waited for
-                self._blame(error)
+                if self._failure is None:
+                    self._failure = Failure(error)
+                else:
+                    self._failure.error.add_note(f"and a callback of it failed: {error!r}")
         with self._lock:
             self._state = _State.DONE
             self._completing_thread = 0
             gates, self._gates = self._gates, []
         for gate in gates:
             gate.release()
-
-    def _blame(self, error: BaseException) -> None:
-        """A callback failed: that is the transfer's error, or a note on the one it has."""
-        if self._failure is None:
-            self._failure = Failure(error)
-        else:
-            self._failure.error.add_note(f"and a callback of it failed: {error!r}")
 
     def _await_done(self) -> None:
         gate = threading.Lock()

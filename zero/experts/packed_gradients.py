@@ -117,7 +117,6 @@ class PackedGradients:
                     handle.source.used_up = why
                     del self._shown[packed]
 
-    # ---------------------------------------------------------------- values
     def value(self, packed: PackedParam) -> torch.Tensor | None:
         """Return a copy, in the accumulators' format; None if there is none."""
         self._rows.drop_cleared()

@@ -337,7 +337,6 @@ class GradientHandles:
             return torch.zeros((), device=device)
         return self._stepper.norms.of(there, self._stepper.loss_scale_of_gradients).to(device)
 
-    # ---------------------------------------------------------------- values
     def value(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return a copy of a parameter's gradient, in the accumulator's format and on the
         parameter's device; None if it has none, or an update in backward has used it up."""
@@ -464,7 +463,6 @@ class GradientHandles:
             if source.state.gradients.passes[source.index]:
                 source.zeroed = False  # some rank has added to it
 
-    # ---------------------------------------------------------------- refusals
     def _check(self, source: GradientSource) -> None:
         if source.used_up is not None:
             raise StateError(f"{source.name} has no value any more: {source.used_up}")
@@ -489,7 +487,6 @@ def _without_values(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=torch.device("meta"))
 
 
-# ---------------------------------------------------------------- operations on whole gradients
 def _norm(s: GradientSource, table: GradientHandles, args: Any, kwargs: Any) -> Any:
     order = args[0] if args else kwargs.get("ord", kwargs.get("p", 2))
     rest = [*args[1:], *(v for k, v in kwargs.items() if k not in ("ord", "p"))]

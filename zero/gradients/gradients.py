@@ -61,22 +61,18 @@ class GradientAccumulator:
         self.spent = False  # an update has used the gradients up
         self.format: Float = accumulate
         self.state: State = make(accumulate.nbytes)
-        self._path = self._choose_path(run, partials, ring)
+        if partials is not None and self.state.at_home_on_device:
+            self._path: GradientPath = DevicePath(self._specs, partials)
+        elif partials is not None and ring is not None:
+            self._path = LeavingPath(self._specs, partials, ring, run)
+        else:
+            self._path = HostPath(self._specs, run)
         self._open: torch.Tensor | None = None  # while gradients arrive: the accumulator, 1D
         self.passes = np.zeros(len(self._specs), dtype=np.int64)  # gradients summed, per parameter
         self._having: defaultdict[int, int] = defaultdict(int)  # parameters by number of passes
         self._factors = np.ones(len(self._specs))  # the factor by which users have scaled each sum
         # Everything taken in is in the accumulator, which is on its way home.
         self.landed: Transfer[None] = Transfer.completed(None)
-
-    def _choose_path(
-        self, run: Runner, partials: DevicePartials | None, ring: StagingRing | None
-    ) -> GradientPath:
-        if partials is not None and self.state.at_home_on_device:
-            return DevicePath(self._specs, partials)
-        if partials is not None and ring is not None:
-            return LeavingPath(self._specs, partials, ring, run)
-        return HostPath(self._specs, run)
 
     @property
     def has_any(self) -> bool:

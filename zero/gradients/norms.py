@@ -145,12 +145,10 @@ class GradientNorms:
         return self._states[places[0][0]].group
 
     def _square_of(self, places: Sequence[Place]) -> float:
-        return math.fsum(self._square(*place) for place in places)
-
-    def _square(self, group: int, index: int) -> float:
-        if index in self._counted_elsewhere[group]:
-            return 0.0
-        return self._states[group].gradients.square(index)
+        return math.fsum(
+            self._states[group].gradients.square(index)
+            for group, index in places if index not in self._counted_elsewhere[group]
+        )  # fmt: skip
 
 
 def clip_coefficient(total: torch.Tensor, limit: float | None) -> float:

@@ -263,7 +263,6 @@ class _Rules:
         hookable = [child for child in children if not isinstance(child, _CONTAINERS)]
         return {id(child) for child in hookable if counts[type(child)] > 1}
 
-    # ---------------------------------------------------------------- experts
     def _is_table(self, name: str, module: nn.Module, experts: bool) -> bool:
         """Return whether a module has experts that move one by one."""
         if ep_size_of(module) > 1:

@@ -48,7 +48,6 @@ class ParameterValues(WeightValues):
         self._runtime = runtime
         self._own: Float = runtime.own
 
-    # ---------------------------------------------------------------- one parameter's arrays
     @interrupted_in_waits
     def read(self, param: nn.Parameter, field: str) -> torch.Tensor:
         """Return a copy of one of the optimizer's states or of `master` (fp32, the shape of the
@@ -149,7 +148,6 @@ class ParameterValues(WeightValues):
             arrays.clear()
             del buffer
 
-    # ---------------------------------------------------------------- optimizer state of torch
     def is_trained(self, param: nn.Parameter) -> bool:
         """Return whether the optimizer may update it."""
         group, index = self._first(param)

@@ -272,16 +272,9 @@ def _handle(group: ParamGroup, tensor: torch.Tensor) -> Handle:
     counter = tensor.detach()
     forget_values(counter)
     return Handle(
-        group,
-        group.writes.version,
-        view.dtype,
-        view.shape,
-        view.stride(),
-        int(view.storage_offset()),
-        counter,
-        tensor._version,
-        spec,
-    )
+        group, group.writes.version, view.dtype, view.shape, view.stride(),
+        int(view.storage_offset()), counter, tensor._version, spec,
+    )  # fmt: skip
 
 
 def _was_written(handle: Handle) -> bool:
@@ -306,7 +299,6 @@ def _params_of(handle: Handle) -> Iterator[tuple[int, str]]:
             yield index, spec.name
 
 
-# ---------------------------------------------------------------- sessions
 def in_backward() -> bool:
     """Return whether autograd has called the running code."""
     return torch._C._current_graph_task_id() != -1

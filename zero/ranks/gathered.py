@@ -51,7 +51,6 @@ class SharedState(StateOverHome, RankCopies):
         self._update = update
         self._arrival: Transfer[StreamEvent] | None = None
 
-    # ---------------------------------------------------------------- gathering
     @property
     def is_arriving(self) -> bool:
         return self._arrival is not None and not self._arrival.done()

@@ -139,7 +139,6 @@ class RankWatch:
         self._thread = threading.Thread(target=self._tell, name="offload-ranks", daemon=True)
         self._thread.start()
 
-    # ---------------------------------------------------------------- collectives
     @contextmanager
     def during(
         self, what: str, *groups: dist.ProcessGroup, members: tuple[int, ...] = (),
@@ -188,7 +187,6 @@ class RankWatch:
         with self._lock:
             self._doing.remove(watched)
 
-    # ---------------------------------------------------------------- failures
     def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
         """Return the error for a collective that failed. This rank's record stays in it, for the
         others to read."""

@@ -84,7 +84,6 @@ class SharedWork(RankWork):
     def of(self, ep_size: int) -> RankWork:
         return self if ep_size == 1 else self._experts
 
-    # ---------------------------------------------------------------- weights
     def parameters(
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
         update: Callable[[], Transfer[None] | None],
@@ -145,7 +144,6 @@ class SharedWork(RankWork):
             "(nn.Embedding(max_norm=...) does that): the ranks would train different models"
         )
 
-    # ---------------------------------------------------------------- gradients
     def refresh_updated(self) -> None:
         self.refresh(self._groups[index] for index in self.reductions.forward_order)
         self._experts.refresh_updated()
@@ -153,7 +151,6 @@ class SharedWork(RankWork):
     def note(self, what: str) -> None:
         self.ranks.note(what)
 
-    # ---------------------------------------------------------------- the whole
     def moved_nbytes(self) -> dict[str, int]:
         own, theirs = self.collectives.moved_nbytes, self._experts.moved_nbytes()
         names = ("all-gather", "reduce-scatter", "all-reduce")

@@ -131,7 +131,6 @@ class Ranks:
             gather, reduce, across = (_group_of(each, limit) for each in (shards, shards, replicas))
         return Collectives(gather, reduce, across, self.watch)
 
-    # ---------------------------------------------------------------- small things
     def note(self, what: str) -> None:
         """Note an action that all ranks have to take without exchanging anything: the next exchange
         compares the notes."""

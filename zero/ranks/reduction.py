@@ -143,7 +143,6 @@ class ReducedGradients:
     def add(self, index: int, gradient: torch.Tensor) -> bool:
         return self._reductions.take(self, index, gradient)
 
-    # ---------------------------------------------------------------- not reduced yet
     def keep(self, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient to those that this rank has for itself."""
         if self.local is None:
@@ -276,7 +275,6 @@ class SharedReductions(Reductions):
         self._of[index] = made
         return made
 
-    # ---------------------------------------------------------------- backward
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.finish()
@@ -447,7 +445,6 @@ class SharedReductions(Reductions):
         ended = self.thread.submit(f"the reduce-scatter of {group.name}", partial(reduce, bucket))
         ended.then(settle)
 
-    # ---------------------------------------------------------------- between passes
     def finish(self) -> None:
         if not self._open:
             return

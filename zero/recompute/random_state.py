@@ -6,7 +6,6 @@ of the block's modules. Other generators are not covered.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -88,11 +87,7 @@ class RandomState:
 
 def is_generator(value: object) -> bool:
     """Return whether `state_of` knows the object."""
-    return _is_generator(type(value))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _is_generator(kind: type) -> bool:
+    kind = type(value)
     return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
 
 

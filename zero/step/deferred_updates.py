@@ -84,7 +84,6 @@ class DeferredUpdates:
             with self.lock:
                 self.room = self.room + lent
 
-    # ---------------------------------------------------------------- before the step
     def __contains__(self, index: int) -> bool:
         """Return whether a group's update has begun ahead of its step."""
         return False
@@ -114,7 +113,6 @@ class DeferredUpdates:
             self._hyper_ahead = self.hyper_source()
         return self._hyper_ahead
 
-    # ---------------------------------------------------------------- the step
     def check_step(self, hyper_of: HyperOf) -> None:
         """Raise StateError if updates that cannot be undone were made with other numbers."""
 
@@ -147,7 +145,6 @@ class DeferredUpdates:
         self._hyper_ahead = None
         return ()
 
-    # ---------------------------------------------------------------- making and submitting
     def _submit(
         self, states: Sequence[OptimizerState], hyper_of: HyperOf, grad_scale: float, *,
         first: bool = False,
@@ -196,7 +193,6 @@ class DeferredUpdates:
         self.take_back(range(len(self.states)))
         self.catch_up(self.missed.behind())
 
-    # ---------------------------------------------------------------- gradients that are read
     def wait_for_reads(self) -> None:
         """Wait for updates that read gradients of earlier steps: a group has one update at a time,
         and what zero_grad cleared must not be seen by the next."""

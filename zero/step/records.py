@@ -114,7 +114,6 @@ class RecordFormat:
         for field, start in zip(self.fields, self.offsets(numel)[:-1], strict=True):
             yield field, slice(start, start + field.numel(numel) * field.dtype.itemsize)
 
-    # ---------------------------------------------------------------- states as kernels take them
     def operands(self, arrays: Mapping[str, A], span: slice, scalars: Scalars) -> Operands[A]:
         """Return a kernel's operands from a record (from its arrays, or tensors on the device) to
         step a range of parameters that begins at a block boundary."""
@@ -137,7 +136,6 @@ class RecordFormat:
         kind = Variant(Rule.ADAM, True, None, weight, self.master, self.state_format, count)
         return self.states == AdamScalars.states[:2] and can_undo(kind)
 
-    # ---------------------------------------------------------------- states as fp32
     def in_format(self, arrays: dict[str, Array], other: RecordFormat) -> dict[str, Array]:
         """Return the arrays as `other` keeps them (itself, or one with fp32 states)."""
         if other == self:

@@ -157,7 +157,6 @@ class Runtime:
             begun.pop_all()
         self._gradient_hooks: GradientHooks | None = None
 
-    # ---------------------------------------------------------------- building
     def _optimizer_state(self, group: ParamGroup) -> OptimizerState:
         index, layout, part = group.index, group.layout, self.store.part_of(group)
 
@@ -230,7 +229,6 @@ class Runtime:
         params = self.gradients.params.values()
         self._gradient_hooks = GradientHooks(self.store, params, self._take)
 
-    # ---------------------------------------------------------------- forward and backward
     def _begin_forward(self) -> None:
         self.store.check_usable()
         self.on_forward()
@@ -286,7 +284,6 @@ class Runtime:
             return True
         return self.updates.await_progress()
 
-    # ---------------------------------------------------------------- step
     @defer_signals
     def step(self, hyper_of: HyperOf) -> StepOutcome:
         """Make the update of every group with gradients pending, or skip it (see `Stepper`)."""
@@ -322,7 +319,6 @@ class Runtime:
                             "gradient now; set requires_grad before offload.initialize"
                         )
 
-    # ---------------------------------------------------------------- the whole
     def lanes(self) -> list[Lane]:
         """Return the lanes that the model's thread waits for, beside its states."""
         meshed = [] if self.tensor_parallel is None else [self.tensor_parallel.ranks.watch.lane]

@@ -172,7 +172,6 @@ class ReleasedParameters:
         body = {"data": property(data, _DATA.__set__), "__deepcopy__": deepcopy}
         return _subclass(kind, body)
 
-    # ---------------------------------------------------------------- uses
     def _use(self, function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "")
         if name == "__set__" and _property(function) == "data":
@@ -261,7 +260,6 @@ class ReleasedParameters:
         part = quantizer.layout.parts[index]
         return StoredParam(part, stored[part.stored], quantizer, group.dtype)
 
-    # ---------------------------------------------------------------- packed ones
     def hide(self, packed: PackedParam, dtype: torch.dtype, device: torch.device) -> None:
         """Let a packed parameter be a placeholder, whose rows have the values."""
         param = packed.param
@@ -297,7 +295,6 @@ class ReleasedParameters:
 
         return function(*mapped(args, whole), **mapped(kwargs, whole))
 
-    # ---------------------------------------------------------------- in and out of graphs
     def _in_graph(
         self, function: Function, name: str, args: Any, kwargs: Any, params: Sequence[nn.Parameter]
     ) -> Any:
