@@ -62,11 +62,6 @@ def variant_code(
     return formats | state_count << 8 | flag << 10 | rule << 11
 
 
-def without_gradient(code: int) -> int:
-    """The same variant with a gradient of zeros."""
-    return code | NO_GRADIENT
-
-
 def master_of(weight: Float, *, low: bool, master: bool) -> Master:
     """The kind of master for the arrays given; ValueError if they contradict each other."""
     if low and master:

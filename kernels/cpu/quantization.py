@@ -58,6 +58,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
+from offload.kernels import weight_formats as formats
 from offload.kernels.cpu import jit
 from offload.kernels.cpu.lanes import (
     F32,
@@ -72,19 +73,7 @@ from offload.kernels.cpu.lanes import (
     has_wide_registers,
 )
 from offload.kernels.floats import Array, Float, Runner, check_input, check_output, numel_of, serial
-from offload.kernels.weight_formats import (
-    GRID_STEP_BITS,
-    GROUP_SIZES,
-    INT8_SCALE_MASK,
-    LARGEST,
-    LINE_NBYTES,
-    MIN_SCALE_BITS,
-    NF4_LEVELS,
-    NF4_MIDPOINTS,
-    SIXTEEN_FIFTEENTHS,
-    QuantType,
-    WeightFormat,
-)
+from offload.kernels.weight_formats import GROUP_SIZES, LINE_NBYTES, QuantType, WeightFormat
 
 _MAGIC = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, in the low bits of the sum
 _MAGIC_BITS = 0x4B400000
@@ -320,12 +309,12 @@ def levels(vector: CodeLanes, quant: QuantType, kind: Float, word: Value) -> Val
     builder = vector.builder
     if quant is QuantType.NF4:
         scale = vector.splat(builder.bitcast(word, F32))
-        return vector.mul(vector.constants(F32, NF4_LEVELS), scale)
+        return vector.mul(vector.constants(F32, formats.NF4_LEVELS), scale)
     zero = vector.splat(builder.and_(word, I32(15)))
     scale = vector.splat(builder.bitcast(builder.and_(word, I32(-16)), F32))
     steps = builder.sub(vector.constants(I32, range(16)), zero)
     value = vector.mul(builder.sitofp(steps, vector.of(F32)), scale)
-    return _within(vector, value, LARGEST[kind])
+    return _within(vector, value, formats.LARGEST[kind])
 
 
 def signed_bytes(vector: CodeLanes, word: Value, codes: Value, start: Value) -> Value:
@@ -360,7 +349,7 @@ def _quantize_group(
     builder.store(word, builder.gep(at.words, [number]), align=4)
     zero = vector.splat(builder.select(finite, zero, I32(0)))
     keep = vector.splat(builder.select(finite, I32(-1), I32(0)))  # else codes of zeros
-    divisor = builder.select(finite, scale_bits, I32(MIN_SCALE_BITS))
+    divisor = builder.select(finite, scale_bits, I32(formats.MIN_SCALE_BITS))
     scale = vector.splat(builder.bitcast(divisor, F32))
     for start, value in zip(starts, loaded, strict=True):
         bits = builder.and_(builder.bitcast(value, vector.of(I32)), keep)
@@ -379,7 +368,7 @@ def _quantize_group(
 def _nf4(vector: CodeLanes, ratio: Value) -> Value:
     """Emit the code: the number of midpoints that are less than `ratio`."""
     count = vector.constant(I32, 0)
-    for midpoint in NF4_MIDPOINTS:
+    for midpoint in formats.NF4_MIDPOINTS:
         less = vector.builder.fcmp_ordered(">", ratio, vector.constant(F32, midpoint))
         count = vector.builder.sub(count, vector.builder.sext(less, vector.of(I32)))
     return count
@@ -404,20 +393,22 @@ def _scale(vector: CodeLanes, quant: QuantType, up: Value, down: Value) -> tuple
     builder = vector.builder
     largest = vector.signed_max(up, down)
     if quant is QuantType.NF4:
-        return vector.signed_max(largest, I32(MIN_SCALE_BITS)), I32(0)
+        return vector.signed_max(largest, I32(formats.MIN_SCALE_BITS)), I32(0)
     if quant is QuantType.INT8:
         step = builder.fdiv(builder.bitcast(largest, F32), F32(127.0))
-        bits = builder.and_(builder.bitcast(step, I32), I32(INT8_SCALE_MASK - (1 << 32)))
-        return vector.signed_max(bits, I32(MIN_SCALE_BITS)), I32(0)
+        bits = builder.and_(builder.bitcast(step, I32), I32(formats.INT8_SCALE_MASK - (1 << 32)))
+        return vector.signed_max(bits, I32(formats.MIN_SCALE_BITS)), I32(0)
     above, below = builder.bitcast(up, F32), builder.bitcast(down, F32)
     sixteenths = [builder.fmul(each, F32(0.0625)) for each in (above, below)]
-    step = builder.fmul(builder.fadd(*sixteenths), F32(SIXTEEN_FIFTEENTHS))
-    half = I32(GRID_STEP_BITS // 2)
-    bits = builder.and_(builder.add(builder.bitcast(step, I32), half), I32(-GRID_STEP_BITS))
-    bits = vector.signed_max(bits, I32(MIN_SCALE_BITS))
+    step = builder.fmul(builder.fadd(*sixteenths), F32(formats.SIXTEEN_FIFTEENTHS))
+    half = I32(formats.GRID_STEP_BITS // 2)
+    bits = builder.and_(builder.add(builder.bitcast(step, I32), half), I32(-formats.GRID_STEP_BITS))
+    bits = vector.signed_max(bits, I32(formats.MIN_SCALE_BITS))
     steps = [_rounded_steps(builder, each, bits) for each in (above, below)]
     short = builder.icmp_signed("<", builder.add(*steps), I32(15))
-    lower = vector.signed_max(builder.sub(bits, I32(GRID_STEP_BITS)), I32(MIN_SCALE_BITS))
+    lower = vector.signed_max(
+        builder.sub(bits, I32(formats.GRID_STEP_BITS)), I32(formats.MIN_SCALE_BITS)
+    )
     bits = builder.select(short, lower, bits)
     zero = _rounded_steps(builder, below, bits)
     return bits, builder.select(builder.icmp_signed("<", zero, I32(15)), zero, I32(15))

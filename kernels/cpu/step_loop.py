@@ -21,7 +21,7 @@ from offload.kernels.cpu.rule_lanes import RULES
 from offload.kernels.cpu.step_parts import Operands
 from offload.kernels.floats import Float
 from offload.kernels.rules import StateFormat
-from offload.kernels.variants import Variant, without_gradient
+from offload.kernels.variants import NO_GRADIENT, Variant
 
 # Elements per round of a loop: a round loads from all arrays, computes, then stores. 128 fill the
 # 32 registers of AVX-512 (4 operands of 8 vectors; 256 spill), 16 are what AVX2's 16 can hold.
@@ -62,7 +62,7 @@ def replay_loop(code: int) -> jit.Kernel:
     As that of `step_loop`, but `arguments` and `constants` have a row per step. It makes all steps
     on some elements before it goes on to the next: they cross memory once.
     """
-    last, missed = jit.plan(code, _DIGEST), jit.plan(without_gradient(code), _DIGEST)
+    last, missed = jit.plan(code, _DIGEST), jit.plan(code | NO_GRADIENT, _DIGEST)
     span = SPAN // BLOCK if Variant.from_code(code).states is StateFormat.INT8 else SPAN
 
     def replay(arguments, constants, lo, hi):  # type: ignore[no-untyped-def]

@@ -183,8 +183,7 @@ class StagingRing:
         return bucket
 
     def filled(self, bucket: Bucket, index: int, add: Addition | None = None) -> None:
-        """Record that the stream that was current at `bucket` has filled a range. Where it lands,
-        `add` takes it from there."""
+        """Record that a range of `bucket` is filled. Where it lands, `add` takes it from there."""
         bucket.filled.add(index)
         if add is not None:
             bucket.additions[index] = add

@@ -217,8 +217,7 @@ class BlockStore:
 
     @defer_signals
     def close(self) -> None:
-        """Finish what is in flight and close backend and files, so that all blocks are gone.
-        Calling it again does nothing."""
+        """Finish what is in flight and close backend and files: all blocks are gone. Idempotent."""
         try:
             self.backend.close()
         finally:

@@ -82,8 +82,7 @@ class QuantizedState(State, SlotUser):
         return self.home.prefetch(next_use=next_use, priority=priority)
 
     def held_values(self) -> torch.Tensor | None:
-        """A view of the values in the slot, for what the model's stream is given from here on;
-        None if it holds none."""
+        """A view of the values in the slot, for the model's stream; None if it holds none."""
         with self._lock:
             if not self._has_values:
                 return None

@@ -106,8 +106,7 @@ class Slot:
         return self.pool.offer(size, self.name, self.state_class, next_use=next_use)
 
     def hold(self, lease: Lease) -> None:
-        """Keep `lease` until the slot is evicted; free it if another thread's is kept already
-        (under the lock)."""
+        """Keep `lease` until evicted; free it if another is kept already (under the lock)."""
         if self.lease is not None:
             lease.free()
             return

@@ -108,8 +108,7 @@ class VersionedFile:
             self._store.free(block)
 
     def go_back(self) -> list[int]:
-        """Return to the versions that were kept, and drop what replaced them. Returns the pieces
-        that changed. No write may be on its way."""
+        """Return to the kept versions; returns the changed pieces. No write may be on its way."""
         old, self._old = self._old or {}, None
         for piece, block in old.items():
             written, self._blocks[piece] = self._blocks[piece], block

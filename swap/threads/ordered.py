@@ -66,8 +66,7 @@ class OrderedWork:
 
     @interrupted_in_waits
     def await_oldest(self) -> bool:
-        """Wait for the oldest job that has not ended; False if there is none, or on the thread
-        itself."""
+        """Wait for the oldest job under way; False if there is none, or on the thread itself."""
         with self._lock:
             oldest = self._oldest or (self._waiting[0].ended if self._waiting else None)
         if oldest is None or self._worker.is_this_thread():
@@ -116,8 +115,7 @@ class OrderedWork:
 
     @defer_signals
     def close(self) -> None:
-        """Stop after the job under way, and wait for what the stream was given; jobs that wait
-        fail."""
+        """Stop after the job under way, and wait for the stream's work; jobs that wait fail."""
         with self._lock:
             self._closed = True
         self._end_with(Failure(StateError("the engine is closed")))

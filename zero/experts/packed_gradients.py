@@ -75,11 +75,13 @@ class PackedGradients:
         self._shown: dict[PackedParam, PagedTensor] = {}
 
     def prepare(self) -> None:
+        """Forget what is in `.grad` from before the engine."""
         with torch._C.DisableTorchFunctionSubclass():
             for packed in self._all:
                 packed.param.grad = None
 
     def arrived(self, row: torch.Tensor) -> None:
+        """Note that a parameter, which may be a row, got a gradient."""
         packed = self._of_row.get(id(row))
         if packed is None or packed in self._shown:
             return
@@ -93,6 +95,7 @@ class PackedGradients:
             param.grad = handle
 
     def follow(self) -> None:
+        """Apply to the rows that users set `.grad` to None."""
         with torch._C.DisableTorchFunctionSubclass():
             for packed in self._all:
                 gradient, handle = packed.param.grad, self._shown.get(packed)
@@ -108,6 +111,7 @@ class PackedGradients:
                             row.grad = None
 
     def forget(self, why: str) -> None:
+        """Forget all gradients, which are used up."""
         with torch._C.DisableTorchFunctionSubclass():
             for packed, handle in list(self._shown.items()):
                 if packed.param.grad is handle and all(row.grad is None for row in packed.rows):

@@ -82,8 +82,7 @@ class PackedValues:
                 self._store.hide(packed)
 
     def adopt(self, params: Sequence[PackedParam] | None = None) -> None:
-        """Let rows have the values that were written to the shown parameters. All ranks take over
-        any rank's writes."""
+        """Let rows have the values that any rank has written to the shown parameters."""
         for packed in list(self._shown) if params is None else params:
             values = packed.param.detach()
             shape, dtype = packed.spec.shape, self._store.dtype

@@ -55,19 +55,13 @@ def there(reference: weakref.ref[T]) -> T:
 
 
 class WholeGradients(Protocol):
-    """The gradients of packed parameters, whose rows are parameters with handles."""
+    """The gradients of packed parameters, whose rows are parameters with handles: what
+    `PackedGradients` has."""
 
-    def prepare(self) -> None:
-        """Forget what is in `.grad` from before the engine."""
-
-    def arrived(self, row: torch.Tensor) -> None:
-        """Note that a parameter, which may be a row, got a gradient."""
-
-    def follow(self) -> None:
-        """Apply to the rows that users set `.grad` to None."""
-
-    def forget(self, why: str) -> None:
-        """Forget all gradients, which are used up."""
+    def prepare(self) -> None: ...
+    def arrived(self, row: torch.Tensor) -> None: ...
+    def follow(self) -> None: ...
+    def forget(self, why: str) -> None: ...
 
 
 class GradientSource:

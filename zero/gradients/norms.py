@@ -64,8 +64,7 @@ class GradientNorms:
         self._norms = None
 
     def of(self, places: Sequence[Place], loss_scale: float) -> torch.Tensor:
-        """Return the norm of one parameter's gradient, 0-dim; of a packed one, `places` are its
-        rows'."""
+        """Return the norm of one parameter's gradient, 0-dim; `places`: of a packed one's rows."""
         sharding = self._reductions.sharding.of_experts(self._group_of(places).ep_size)
         alone = not self._reductions.has_others and self._tensor_parallel is None
         if alone or sharding.world_size == 1:  # no other rank has a part of the parameter

@@ -25,26 +25,19 @@ _NOW = -1.0  # a next use before announced ones, and before the trace's next, wh
 
 
 class Prefetchable(Protocol):
-    """A state, or several that are used together."""
+    """A state, or several that are used together, with these parts of `State`."""
 
     @property
-    def in_place(self) -> bool:
-        """Whether it never moves."""
-
-    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool:
-        """Start to fetch it, as `State.prefetch` does. Return False if there is no room."""
-
-    def note_use(self) -> None:
-        """Note a use, as `State.note_use` does."""
+    def in_place(self) -> bool: ...
+    def prefetch(self, *, next_use: float | None, priority: Priority = Priority.NORMAL) -> bool: ...
+    def note_use(self) -> None: ...
 
 
 class Fetchable(Protocol):
-    """Something that moves as a whole."""
+    """Something that moves as a whole; `index` is its number in the trace."""
 
     @property
-    def index(self) -> int:
-        """Its number in the trace."""
-
+    def index(self) -> int: ...
     @property
     def state(self) -> Prefetchable: ...
 

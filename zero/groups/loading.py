@@ -37,8 +37,7 @@ def load_weights(state: State, part: Part, own: Float, values: ValuesOf) -> None
 
 
 def load_group(state: OptimizerState, own: Float, values: ValuesOf) -> None:
-    """Set this rank's part of a group's parameters (from any float dtype), with fresh optimizer
-    states."""
+    """Set this rank's part of a group's parameters (from any float dtype), with fresh states."""
     group = state.group
     host = array_of(group.state.host_blank(), own)
     part = state.part

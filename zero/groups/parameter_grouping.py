@@ -254,8 +254,7 @@ class _Rules:
         return bool(name) and _numel(module.parameters()) <= SMALL_UNIT_NUMEL
 
     def _repeated_children(self, module: nn.Module) -> set[int]:
-        """Return children of a container that share their class with a sibling and hold
-        parameters."""
+        """Return a container's children with parameters that share their class with a sibling."""
         if not isinstance(module, (*_CONTAINERS, nn.Sequential)):
             return set()
         children = [child for child in module.children() if self._managed(child.parameters())]

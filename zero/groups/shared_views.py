@@ -80,8 +80,7 @@ def check_format(
     name: str, given: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Raise UnsupportedError if `.data` of a parameter of this format was set to a tensor of
-    another one."""
+    """Raise UnsupportedError if a parameter's `.data` was set to a tensor of another format."""
     if (tuple(given.shape), given.dtype, given.device) != (tuple(shape), dtype, device):
         raise UnsupportedError(
             f"{name}.data was set to {tuple(given.shape)}, {given.dtype} on {given.device}, and is "

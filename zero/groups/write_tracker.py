@@ -137,6 +137,5 @@ class WriteTracker:
             )
 
     def _find_places(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the address and the strides of each parameter's values: those of `w.data.t()` are
-        at the same address."""
+        """Return each parameter's address and strides: `w.data.t()` is at the same address."""
         return [(memory.data_ptr(), memory.stride()) for memory in map(local_of, self._params)]

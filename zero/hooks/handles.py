@@ -70,8 +70,7 @@ def active_hooks() -> Hooks | None:
 
 
 def take_off_hooks(outer: Hooks | None) -> None:
-    """Remove the hooks set after `outer`, so that it is active again: an interrupt left them
-    behind."""
+    """Remove the hooks above `outer`, which an interrupt left behind: it is active again."""
     while (hooks := active_hooks()) is not None and (outer is None or hooks[0] is not outer[0]):
         torch._C._autograd._pop_saved_tensors_default_hooks()
 

@@ -151,8 +151,7 @@ class UnitHooks:
 
     @defer_signals
     def _end(self, outer: int) -> None:
-        """End all calls but the first `outer` ones, at any stage. May be interrupted and called
-        again."""
+        """End all calls but the first `outer` ones, at any stage. May be called again."""
         while len(self._calls) > outer:
             call = self._calls[-1]
             if call.thread != get_ident():  # this call was refused
@@ -241,8 +240,7 @@ class UnitHooks:
             yield
 
     def remove(self) -> None:
-        """Restore the modules and torch's stacks, also during a call, whose groups are not needed
-        any more."""
+        """Restore the modules and torch's stacks, also during a call."""
         for call in self._calls:
             if call.session is not None:
                 call.session.abandon()

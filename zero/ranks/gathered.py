@@ -128,8 +128,7 @@ class Gatherer:
         self._gathered[id(state)] = self._gathered.pop(id(state))
 
     def expect(self, state: GatheredState, now: GatheredState) -> None:
-        """Note that `state` is needed next: begin to gather it, if there is room beside what is
-        needed `now`. Copies that were used before that make room."""
+        """Begin to gather `state`, needed next, if there is room beside what is needed `now`."""
         if state.is_gathered:
             return
         self._make_room(state, now)

@@ -188,8 +188,7 @@ class RankWatch:
             self._doing.remove(watched)
 
     def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
-        """Return the error for a collective that failed. This rank's record stays in it, for the
-        others to read."""
+        """Return the error for a collective that failed. This rank's record stays in it."""
         took = time.monotonic() - watched.began
         among = f"among ranks {', '.join(map(str, watched.members))}"
         head = f"rank {self._rank}: {watched.what} {among} failed after {took:.1f} s"

@@ -40,8 +40,7 @@ class RankWeights:
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
         update: Callable[[], Transfer[None] | None],
     ) -> State:  # fmt: skip
-        """Return the parameters of a group, as the model sees them. `is_held` and `update` are the
-        group's (see `GatheredState`)."""
+        """Return a group's parameters as the model sees them (arguments: see `GatheredState`)."""
         return make(layout.numel, layout.paged_trainable, None)
 
     def watch(self, groups: Sequence[ParamGroup], trace: Trace) -> None:

@@ -119,8 +119,7 @@ class Ranks:
         return replace(self, sharding=sharding, control=control, owns_world=False, notes=[])
 
     def collectives(self) -> Collectives:
-        """Return the process groups of gathering and reducing, of their own: each is used by one
-        thread. Every rank has to call this."""
+        """Return process groups for gathering and reducing threads. Every rank has to call this."""
         ranks, place = self.in_world, self.sharding
         first = place.replica * place.ranks
         shards, replicas = ranks[first : first + place.ranks], ranks[place.rank :: place.ranks]
@@ -132,8 +131,7 @@ class Ranks:
         return Collectives(gather, reduce, across, self.watch)
 
     def note(self, what: str) -> None:
-        """Note an action that all ranks have to take without exchanging anything: the next exchange
-        compares the notes."""
+        """Note an action of all ranks without an exchange: the next exchange compares notes."""
         self.notes.append(what)
 
     def exchange(

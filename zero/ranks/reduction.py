@@ -188,14 +188,12 @@ class Reductions:
         return own
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside add up on this rank alone; the next one outside, or the step,
-        reduces the sum."""
+        """Backward passes inside add up here alone; the next one outside, or the step, reduces."""
         return nullcontext()
 
     @property
     def forward_order(self) -> Sequence[int]:
-        """The groups that were reduced in the last step, in about the order in which the model uses
-        them: the same on every rank."""
+        """The groups reduced in the last step, roughly in order of use: the same on every rank."""
         return ()
 
     def when_issued(self, index: int, begin: Callable[[], None]) -> None:

@@ -75,8 +75,7 @@ class TensorParallel:
         return frozenset(index for index, param in enumerate(params) if not _is_sharded(param))
 
     def agree_on(self, param: torch.nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        """Return initial values of a parameter's local part; if it is whole everywhere, the first
-        rank's."""
+        """Return a local part's initial values: the first rank's, if it is whole everywhere."""
         return values if _is_sharded(param) else self.ranks.from_first(values)
 
 

@@ -41,13 +41,10 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Holder(Protocol):
-    """Holds the parameters of blocks (a `WeightStore`)."""
+    """Holds the parameters of blocks (a `WeightStore`, which says what these methods do)."""
 
-    def computing(self, unit: Unit) -> AbstractContextManager[None]:
-        """Hold a unit's parameters around its own forward in a backward pass."""
-
-    def versions(self, unit: Unit) -> tuple[int, ...]:
-        """Return numbers that change with every update of its parameters."""
+    def computing(self, unit: Unit) -> AbstractContextManager[None]: ...
+    def versions(self, unit: Unit) -> tuple[int, ...]: ...
 
 
 class Recomputation:

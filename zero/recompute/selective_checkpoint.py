@@ -75,8 +75,7 @@ class SelectiveCheckpoint:
 
     @contextmanager
     def calls_again(self) -> Iterator[None]:
-        """Use the kept products in the block's forward, computed again inside, as often as
-        needed."""
+        """Use the kept products in the block's forward, computed again inside."""
         left = iter(self.calls)
 
         def replay(op: Any, run: Callable[[], Any]) -> Any:

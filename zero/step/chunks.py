@@ -238,8 +238,7 @@ class Chunk:
         return both if self.gradient is None else (*both, self.gradient)
 
     def segments(self, of: Sequence[Segment] | None = None) -> Iterator[tuple[Segment, slice]]:
-        """Yield the chunk's segments, or its part `of` others, counted in elements from its
-        start."""
+        """Yield the chunk's segments, or its part `of` others, in elements from its start."""
         for segment in self.update.segments if of is None else of:
             lo = max(segment.start, self.elements.start) - self.elements.start
             hi = min(segment.stop, self.elements.stop) - self.elements.start
@@ -248,8 +247,7 @@ class Chunk:
                     yield run, slice(lo, hi)
 
     def noise(self, seed: int, step: int, span: slice) -> Noise:
-        """Return noise that depends on the seed, the group, the step and an element's place in the
-        group alone."""
+        """Return noise that depends on seed, group, step and place in the group alone."""
         noise = noise_of(seed, self.update.group.index, step)
         first = self.update.state.part.trainable.start
         return noise.at(first + self.elements.start + span.start)

@@ -215,8 +215,7 @@ class Runtime:
         )
 
     def start(self, model: nn.Module, values: Values, owner: object) -> None:
-        """Install the hooks: from here on `model` trains through this runtime, and keeps its
-        `owner`."""
+        """Install the hooks: `model` trains through this runtime, and keeps its `owner`."""
         self.store.start(model, values, owner, self._begin_forward)
         all_places = [self.store.places_of(param) for param in model.parameters()]
         self.stepper.norms.add_in(
@@ -301,8 +300,7 @@ class Runtime:
 
     @defer_signals
     def drop_cleared_gradients(self) -> None:
-        """Forget gradients that are not in `param.grad` any more, each as soon as a pending update
-        has read it."""
+        """Forget gradients that left `param.grad`, each as soon as a pending update has read it."""
         self.store.check_usable()
         with self.store.one_thread:
             self.gradients.drop_cleared()
@@ -326,8 +324,7 @@ class Runtime:
 
     @interrupted_in_waits
     def settle(self) -> None:
-        """Make the lazy updates of all missed steps, wait for pending updates and for all moves,
-        and raise the error of any of them."""
+        """Make all missed steps, wait for updates and moves, and raise the error of any of them."""
         self.stepper.policy.complete_steps()
         self.updates.settle()
         for state in self.optimizer_states:
@@ -343,8 +340,7 @@ class Runtime:
         return partial(_end, weakref.ref(self.store), ends)
 
     def close(self, why: str | None = None) -> None:
-        """Stop the update thread, remove the hooks, release all parameters (see
-        `WeightStore.close`)."""
+        """Stop the update thread, and close the store (see `WeightStore.close`)."""
         self.store.refuse_use()
         try:
             self.rank_work.finish()  # gathering may wait for updates

@@ -27,8 +27,7 @@ class SaveGate:
         self._wanted: OrderedDict[int, None] = OrderedDict()  # the next one first
 
     def close(self, held: Mapping[int, int | None], room_nbytes: int) -> None:
-        """Note that a save begins to read these groups: versions of them may take so much room
-        beside new ones."""
+        """Note that a save begins to read these groups, and the room for versions of them."""
         with self._lock:
             self._held = dict(held)
             self._admitted = {}

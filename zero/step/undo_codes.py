@@ -46,8 +46,7 @@ class Codes:
 
     @classmethod
     def lease(cls, pool: SlotPool, nbytes: Mapping[int, int], owner: str) -> Codes | None:
-        """Return room for the codes of chunks, of so many bytes each; None if there is too
-        little."""
+        """Return room for chunks' codes, of so many bytes each; None if there is too little."""
         codes = cls(pool)
         with ExitStack() as leased:
             leased.callback(codes.free)

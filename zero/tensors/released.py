@@ -76,19 +76,12 @@ _DATA: Any = torch.Tensor.__dict__.get("data") or torch._C.TensorBase.data
 
 
 class Values(Protocol):
-    """Access to parameters of a group from outside of the model."""
+    """Access to parameters of a group from outside of the model: what `WeightValues` has."""
 
-    def reading(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Provide gathered parameters inside."""
-
-    def gathered(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Provide gathered parameters inside, and keep what is written to them."""
-
-    def adopt_changes(self) -> None:
-        """Keep what was written to parameters that are always gathered."""
-
-    def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None:
-        """Keep what a forward wrote to parameters of its group."""
+    def reading(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]: ...
+    def gathered(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]: ...
+    def adopt_changes(self) -> None: ...
+    def adopt_written(self, group: ParamGroup, indices: Sequence[int]) -> None: ...
 
 
 class ReleasedParameters:
@@ -113,8 +106,7 @@ class ReleasedParameters:
         self, handles: HandleTable, join_call: Callable[[Sequence[ParamGroup]], bool],
         values: Values,
     ) -> None:  # fmt: skip
-        """`join_call` lets the module call under way gather groups until it ends; False if there is
-        none."""
+        """`join_call` lets the call under way gather groups until it ends; False without one."""
         self._handles, self._join_call, self._values = handles, join_call, values
 
     def classes_of(self, kind: type) -> Classes:
@@ -250,8 +242,7 @@ class ReleasedParameters:
                 )
 
     def _stored(self, value: Any) -> StoredParam | None:
-        """Return the stored bytes of a released parameter whose group is quantized; None for any
-        other value."""
+        """Return the stored bytes of a released parameter of a quantized group; else None."""
         if type(value) not in self._released:
             return None
         group, index = self._place_of(value)
