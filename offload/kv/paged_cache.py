@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from offload.zero.groups.cached_layer import CachedLayer
 
 # layer types without keys and values
 _STATELESS = ("linear_attention", "conv", "moe", "mlp")
+_SLIDING = ("sliding_attention", "hybrid_sliding", "chunked_attention")
 
 
 class _Paged(CacheLayerMixin):  # type: ignore[misc]
@@ -268,12 +270,19 @@ def cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
     if outermost is None:
         return ()
     config = outermost.config.get_text_config(decoder=True)
-    if not hasattr(config, "num_attention_heads"):  # RWKV: states alone
+    if not hasattr(config, "num_hidden_layers"):  # BLT: several towers
         return ()
-    layers = get_layer_types_and_kwargs(config)[0]
-    layer = _latent(outermost, config) or _of_heads(config)
+    if not hasattr(config.per_layer_config[0], "num_attention_heads"):  # RWKV: states alone
+        return ()
+    kinds, settings = get_layer_types_and_kwargs(config)
+    latent, layers = _latent(outermost, config), []
+    for number, kind in enumerate(kinds):
+        if kind not in _STATELESS:
+            layer = latent or _of_heads(config.per_layer_config[number])
+            window = settings.get("sliding_window") if kind in _SLIDING else None
+            layers.append(replace(layer, window=window))
     crossed = layers if outermost.config.is_encoder_decoder else []
-    return (layer,) * sum(kind not in _STATELESS for kind in (*layers, *crossed))
+    return (*layers, *crossed)
 
 
 def _latent(model: PreTrainedModel, config: Any) -> CachedLayer | None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from offload.config import OffloadConfig
+from offload.kv.paged_cache import cached_layers
 from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.estimate import Workload
 from offload.tiers.errors import UnsupportedError
-from offload.tools.memest.generation import Generation, generation_facts
-from offload.tools.memest.source.transformers_models import modules_cache
+from offload.tools.memest.generation import CacheShape, Generation, generation_facts
 from tests.tools.test_memest_cli import run
 
 transformers = pytest.importorskip("transformers")
@@ -49,14 +49,12 @@ def built(model_type: str, settings: dict[str, Any]) -> Any:
 # ---------------------------------------------------------------- what is cached
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_is_as_large_as_a_real_forward_leaves_it(kind: str) -> None:
-    told = modules_cache(built(*KINDS[kind]))
-    assert told is not None
+    told = CacheShape(cached_layers(built(*KINDS[kind])))
     assert told.kept_numel(20) == _kept(*KINDS[kind], length=20)
 
 
 def test_latent_caches_are_counted_as_they_are_kept() -> None:
-    cache = modules_cache(built("deepseek_v3", MLA))
-    assert cache is not None
+    cache = CacheShape(cached_layers(built("deepseek_v3", MLA)))
     assert {layer.token_numel for layer in cache.layers} == {8 + 6}  # the latent, a rotated key
     assert {(layer.heads, layer.key_dim, layer.value_dim) for layer in cache.layers} == {(1, 8, 6)}
 
@@ -82,8 +80,7 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
 def test_the_cache_is_part_of_the_peak_and_of_what_decoding_touches() -> None:
     config = OffloadConfig.load({"precision": "bf16", "device": "cpu"})
     model = built("llama", {})
-    cache = modules_cache(model)
-    assert cache is not None
+    cache = CacheShape(cached_layers(model))
     asked = Generation(batch=3, prompt=10, new_tokens=21)
     prefill = trace_activations(model, config, asked.prefill, trains=False)
     decode = trace_activations(model, config, asked.decode, trains=False)

@@ -69,16 +69,15 @@ class Generation:
 
 def _kept_numel(layer: CachedLayer, tokens: int) -> int:
     """The elements of a layer kept between two passes, when `tokens` have been seen."""
-    kept = tokens if layer.window is None else min(tokens, layer.window - 1)
-    return layer.token_numel * kept + layer.fixed_numel
+    return layer.token_numel * (tokens if layer.window is None else min(tokens, layer.window - 1))
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The caches of the layers in order; layers without a cache are left out.
+    """The layers that cache keys and values, in order.
 
     As transformers' `DynamicCache`: a layer of full attention keeps every token, one with a sliding
-    window the last `window - 1`, one of linear attention a state that does not grow.
+    window the last `window - 1`. The states of linear attention, which do not grow, are left out.
     """
 
     layers: tuple[CachedLayer, ...]
@@ -123,10 +122,8 @@ def generation_facts(
     touched = _CACHE_PASSES * element * cache.read_numel((first + last) // 2)
     decode = replace(
         decode,
-        forward=replace(
-            decode.forward, touched_nbytes=decode.forward.touched_nbytes + touched
-        ),
-    )  # fmt: skip
+        forward=replace(decode.forward, touched_nbytes=decode.forward.touched_nbytes + touched),
+    )
     before, after = (element * cache.kept_numel(tokens) for tokens in (first, last))
     # the layer at work has its cache twice, before and behind the new token
     reads = (_kept_numel(layer, last) + layer.token_numel for layer in cache.layers)

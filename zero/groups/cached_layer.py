@@ -28,14 +28,12 @@ def vector_nbytes(dim: int, itemsize: int, *, int8: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """The contents of a layer's cache for one sequence: keys and values of its tokens, and states
-    that do not grow (of linear attention)."""
+    """The keys and values that a layer's cache holds of one sequence."""
 
     heads: int
     key_dim: int
     value_dim: int
     window: int | None = None  # tokens that attention sees; None: all
-    fixed_numel: int = 0  # elements, however long the sequence is
 
     @property
     def token_numel(self) -> int:

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from offload.process import machine
 from offload.process.disk_cache import remembered
@@ -24,11 +24,10 @@ from offload.tools.memest.generation import CacheShape
 from offload.tools.memest.source.hugging_face import ModelConfiguration, names_code
 from offload.tools.memest.source.input_files import one_line
 from offload.tools.memest.source.model_source import key_of
-from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 # Not of the model, wherever in the file: code of others (kernels of a repository, too, and a map
 # that gives them another name), formats of stored weights, choices of one machine.
@@ -39,7 +38,6 @@ _IGNORED = (
 _BUILDING = "building the model with transformers, once (a few seconds) ..."
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 _SPECIAL = ("Infinity", "-Infinity", "NaN")
-_LENGTHS = (2, 3)  # of sequences that modules are asked with: shorter than any window
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,18 @@ def library_model(
 def library_cache(
     configuration: ModelConfiguration, build: Callable[[], nn.Module]
 ) -> CacheShape | None:
-    """Return the cache of keys and values that the model of `build` fills; None if it has none, or
-    if its code cannot be followed. Kept on disk, as it takes seconds."""
+    """Return the cache of keys and values that the model of `build` fills, by its configuration;
+    None if it has none. Kept on disk, as building takes seconds."""
+
+    def find() -> CacheShape | None:
+        from offload.kv.paged_cache import cached_layers
+
+        model: Any = build()
+        layers = cached_layers(model) if model.can_generate() else ()
+        return CacheShape(layers) if layers else None
+
     key = key_of(fingerprint_parts(configuration))
-    return remembered("caches", key, CacheShape | None, lambda: modules_cache(build()))
+    return remembered("caches", key, CacheShape | None, find)
 
 
 def fingerprint_parts(configuration: ModelConfiguration) -> dict[str, Any]:
@@ -170,76 +176,3 @@ def _quiet_and_offline() -> Iterator[None]:
     finally:
         constants.HF_HUB_OFFLINE = offline
         logging.disable(disabled)
-
-
-# ---------------------------------------------------------------- the cache of keys and values
-def modules_cache(model: nn.Module) -> CacheShape | None:
-    """Return the cache that transformers' modules fill in their own forward, run without values.
-    None if there is none, or if the forward needs values."""
-    import torch
-
-    from offload.planning.activations.valueless import WithoutValues, valueless
-
-    values = WithoutValues()
-    training = model.training
-    model.eval()
-    try:
-        with valueless(model, values, torch.float32), values, torch.no_grad():
-            caches = [_kept(model, length) for length in _LENGTHS]
-    except Exception:  # noqa: BLE001 - the model's own code, on what it may not be made for
-        return None
-    finally:
-        model.train(training)
-    few, more = caches
-    if not few or len(few) != len(more):
-        return None
-    pairs = zip(few, more, strict=True)
-    return CacheShape(tuple(_layer(a, b) for a, b in pairs if b.numel))
-
-
-class _Kept(NamedTuple):
-    """The cache of one layer."""
-
-    window: int | None
-    numel: int
-    keys: tuple[int, ...]  # shapes: batch, heads, tokens, width
-    values: tuple[int, ...]
-
-
-def _kept(model: nn.Module, length: int) -> list[_Kept]:
-    import torch
-
-    output = model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=True)
-    cache = getattr(output, "past_key_values", None)
-    return [
-        _Kept(
-            getattr(layer, "sliding_window", None),
-            sum(t.numel() for t in _states(vars(layer))),
-            *(tuple(getattr(getattr(layer, n, None), "shape", ())) for n in ("keys", "values")),
-        )
-        for layer in getattr(cache, "layers", ())
-    ]
-
-
-def _states(values: Any) -> Iterator[Tensor]:
-    import torch
-
-    if isinstance(values, torch.Tensor):
-        if values.is_floating_point():
-            yield values
-    elif isinstance(values, dict):
-        for each in values.values():
-            yield from _states(each)
-    elif isinstance(values, list | tuple):
-        for each in values:
-            yield from _states(each)
-
-
-def _layer(few: _Kept, more: _Kept) -> CachedLayer:
-    token_numel = (more.numel - few.numel) // (_LENGTHS[1] - _LENGTHS[0])
-    fixed_numel = few.numel - token_numel * _LENGTHS[0]
-    heads = few.keys[1] if len(few.keys) == 4 else 1
-    key_dim, value_dim = (shape[-1] if len(shape) == 4 else 0 for shape in (few.keys, few.values))
-    if heads * (key_dim + value_dim) != token_numel:  # not keys and values alone, or none
-        heads, key_dim, value_dim = 1, token_numel - token_numel // 2, token_numel // 2
-    return CachedLayer(heads, key_dim, value_dim, few.window, fixed_numel)
