@@ -16,7 +16,7 @@ from offload.errors import ConfigError
 from offload.runs.folder import RunFolder
 from offload.runs.metrics import Measured, Prediction
 from offload.swap.io.threads_backend import ThreadsBackend
-from offload.tools.memest.commands.run_check import RunCheck, check_run, compare
+from offload.tools.memest.commands.run_check import RunCheck, check_run
 from offload.train.loop import Trainer, run
 from tests.offload.test_background_saves import Held
 
@@ -24,9 +24,9 @@ PREDICTION = Prediction({"device": 0, "host": 110, "nvme": 200}, 330, 2.0)
 MEASURED = Measured({"device": 0, "host": 100, "nvme": 200}, 300, 2.5, 20)
 
 
-def leave(folder: Path) -> None:
+def leave(folder: Path, prediction: Prediction = PREDICTION) -> None:
     folder.mkdir()
-    (folder / "prediction.json").write_text(PREDICTION.to_json())
+    (folder / "prediction.json").write_text(prediction.to_json())
     (folder / "measured.json").write_text(MEASURED.to_json())
 
 
@@ -42,7 +42,8 @@ def test_every_tier_that_holds_something_is_compared(tmp_path):
 
 
 def test_of_a_tier_that_depends_on_the_moment_a_bound_is_predicted(tmp_path):
-    check = compare(replace(PREDICTION, bounds=("nvme",)), MEASURED)
+    leave(tmp_path / "run", replace(PREDICTION, bounds=("nvme",)))
+    check = check_run(tmp_path / "run")
     assert [row.name for row in check.rows if row.is_bound] == ["nvme"]
 
 

@@ -48,8 +48,14 @@ class RunCheck:
     missing: str = ""  # why there is no row of the step
 
 
-def compare(prediction: Prediction, measured: Measured) -> RunCheck:
-    """Compare the figures that both sides have and that are not 0."""
+def check_run(folder: Path) -> RunCheck:
+    """Compare predicted with measured figures of the run in `folder`, which has ended: those that
+    both sides have and that are not 0. Without torch.
+
+    Raises ConfigError, naming what is missing, if the folder has no run that can be checked.
+    """
+    prediction: Prediction = _read(folder, PREDICTION, Prediction.from_json)
+    measured: Measured = _read(folder, MEASURED, Measured.from_json)
     rows = [
         Row(name, prediction.tiers[name], held, "bytes", name in prediction.bounds)
         for name, held in measured.tiers.items()
@@ -87,16 +93,6 @@ def print_check(folder: Path) -> None:
 
 def _figure(row: Row, value: float) -> str:
     return duration(value) if row.unit == "seconds" else format_bytes(int(value))
-
-
-def check_run(folder: Path) -> RunCheck:
-    """Compare predicted with measured figures of the run in `folder`, which has ended, without
-    torch.
-
-    Raises ConfigError, naming what is missing, if the folder has no run that can be checked.
-    """
-    prediction = _read(folder, PREDICTION, Prediction.from_json)
-    return compare(prediction, _read(folder, MEASURED, Measured.from_json))
 
 
 def _read(folder: Path, name: str, parse: Callable[[str], Any]) -> Any:

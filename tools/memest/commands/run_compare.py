@@ -52,9 +52,7 @@ def run_compare(asked: EstimateOptions) -> int:
     return 0 if estimate.fits else DOES_NOT_FIT
 
 
-def _table(
-    estimate: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
-) -> RenderableType:  # fmt: skip
+def _table(estimate: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]) -> RenderableType:
     heads = (f"{_TITLES.get(t, t.title)}\nof {format_bytes(n)}" for t, n in capacities.items())
     cells: list[list[str | Cell]] = []
     for row in rows:
@@ -69,9 +67,7 @@ def _table(
     return Group(Text(title), table, "", *bullets(estimate.notes))
 
 
-def _values(
-    estimate: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]
-) -> dict[str, Any]:  # fmt: skip
+def _values(estimate: Estimate, rows: Sequence[Row], capacities: dict[Tier, int]) -> dict[str, Any]:
     systems = [
         {
             "system": row.name,

@@ -104,7 +104,6 @@ def source_of(asked: EstimateOptions, config: OffloadConfig | None = None) -> Mo
 def _config_of(
     asked: EstimateOptions, source: ModelSource, named: OffloadConfig | None
 ) -> tuple[OffloadConfig, list[str]]:
-    """Return the configuration, and the assumptions in it."""
     overrides = asked.overrides or ()
     if source.config is not None:
         if named is not None:
@@ -121,18 +120,14 @@ def _config_of(
             return named.in_precision_of(source.precision), []
         return named, []
     own = source.precision if asked.inference else None
-    precision = own or _usual_precision(asked)
+    # bf16 where it is fast: on a GPU, and on a CPU with instructions for it
+    fast = {"avx512f", "amx_bf16", "bf16", "asimddp"} & machine.cpu_features()
+    precision = own or ("bf16" if asked.gpu not in (None, "none") or fast else "fp32")
     chosen = [f"precision={precision}", "placement.activations.checkpoint=auto"]
     config = OffloadConfig.load({}, [*chosen, *overrides])
     given = any(text.partition("=")[0].strip() == "precision" for text in overrides)
     why = "as the weights are" if own is not None else "as none was asked for"
     return config, [] if given else [f"precision: {precision}, {why}"]
-
-
-def _usual_precision(asked: EstimateOptions) -> str:
-    """Return bf16 if it is fast: on a GPU, and on a CPU with instructions for it; else fp32."""
-    fast = {"avx512f", "amx_bf16", "bf16", "asimddp"}
-    return "bf16" if asked.gpu not in (None, "none") or fast & machine.cpu_features() else "fp32"
 
 
 def _workload_of(
@@ -161,8 +156,14 @@ def _generation_of(asked: EstimateOptions, source: ModelSource) -> tuple[Generat
         notes.append(
             f"sequences get longer than the {source.context:,} tokens the model was made for"
         )
+    blocks = sum(unit.repeated for unit in source.shape.units)
     if source.cache is None:
         notes.append("the cache of keys and values is not counted: what is cached is not known")
+    elif blocks > len(source.cache.layers):
+        others = blocks - len(source.cache.layers)
+        notes.append(
+            f"{others} of {blocks} layers cache no keys and values; states are not counted"
+        )
     return generation, notes
 
 

@@ -112,9 +112,8 @@ class Estimator:
         elif case.source.has_graph:
             baseline = baseline.that_plans()
         run = RunFacts(
-            case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config),
-            baseline,
-        )  # fmt: skip
+            case.workload, case.speeds or NOMINAL, lambda config: self.facts(case, config), baseline
+        )
         return plan_run(case.config, case.shape, case.hardware, run, traced=case.source.has_graph)
 
 

@@ -11,8 +11,6 @@ import contextlib
 import importlib
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.tiers.errors import ConfigError
@@ -59,11 +57,10 @@ def build_named(source: str) -> nn.Module:
 
 
 def _imported(source: str) -> Any:
-    match = _NAMED.fullmatch(source)
-    if match is None:
-        raise ConfigError(f"{source!r} is not of the form module:function")
-    module_name, attributes = match.groups()
-    with _current_folder_importable(), contextlib.redirect_stdout(sys.stderr):
+    module_name, _, attributes = source.partition(":")
+    if "" not in sys.path:  # the path of a console script does not begin with the current folder
+        sys.path.insert(0, "")
+    with contextlib.redirect_stdout(sys.stderr):
         try:
             target: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -80,18 +77,3 @@ def _imported(source: str) -> Any:
     if not callable(target):
         raise ConfigError(f"{source}: is {type(target).__name__}, not a function")
     return target
-
-
-@contextlib.contextmanager
-def _current_folder_importable() -> Iterator[None]:
-    """Make modules of the current folder importable, as `python -m` does; the path of a console
-    script does not begin with it."""
-    here = str(Path.cwd())
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)

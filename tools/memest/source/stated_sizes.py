@@ -90,9 +90,12 @@ def model_of(sizes: StatedSizes) -> tuple[ModelConfig, tuple[str, ...]]:
     """Return a model with the most parameters up to `sizes.params` that its MLP can have, and notes
     on what is assumed. Raise ConfigError if the sizes do not make a model."""
     layers, hidden, notes = _depth_and_width(sizes)
+    vocab = _VOCAB  # or one that takes two fifths of a small model's parameters; bytes are tokens
+    if sizes.params is not None:
+        vocab = max(256, min(vocab, sizes.params // (5 * hidden) // 64 * 64))
     base: dict[str, object] = {
         "layers": layers, "hidden": hidden, "heads": _heads_for(hidden), "tied": False,
-        "vocab": sizes.vocab or _vocab_for(sizes, hidden), "max_sequence": _CONTEXT,
+        "vocab": sizes.vocab or vocab, "max_sequence": _CONTEXT,
     }  # fmt: skip
     if sizes.params is None:
         config = _config(base)
@@ -119,14 +122,10 @@ def _depth_and_width(sizes: StatedSizes) -> tuple[int, int, tuple[str, ...]]:
     else:
         if layers is None:
             layers = max(1, min(MAX_LAYERS, round((params / (12 * _ASPECT**2)) ** (1 / 3))))
-        hidden = _even(math.sqrt(params / (12 * layers)))
+        width = math.sqrt(params / (12 * layers))
+        step = 128 if width >= 512 else 16  # divisible into heads
+        hidden = max(step, round(width / step) * step)
     return layers, hidden, (f"{layers} layers of width {hidden} are assumed",)
-
-
-def _even(width: float) -> int:
-    """Return an integer close to `width`, and divisible into heads."""
-    step = 128 if width >= 512 else 16
-    return max(step, round(width / step) * step)
 
 
 def _heads_for(hidden: int) -> int:
@@ -137,28 +136,17 @@ def _heads_for(hidden: int) -> int:
     return min(fitting, key=lambda heads: abs(hidden / heads - 128))
 
 
-def _vocab_for(sizes: StatedSizes, hidden: int) -> int:
-    """Return Llama 2's vocabulary, or one that takes two fifths of a small model's parameters."""
-    if sizes.params is None:
-        return _VOCAB
-    return max(256, min(_VOCAB, sizes.params // (5 * hidden) // 64 * 64))  # bytes are tokens
-
-
 def _mlp_for(params: int, narrowest: ModelConfig) -> int:
     """Return the width of the widest MLP with which the model has at most `params` parameters."""
     per_width = 3 * narrowest.hidden * narrowest.layers
-    min_params = _numel(narrowest)
+    norms = (2 * narrowest.layers + 1) * narrowest.hidden
+    min_params = narrowest.numel + norms
     if min_params > params:
         raise ConfigError(
             f"--params {params:,}: {narrowest.layers} layers of width {narrowest.hidden} and a "
             f"vocabulary of {narrowest.vocab:,} already have {min_params:,}; lower one of them"
         )
     return 1 + (params - min_params) // per_width
-
-
-def _numel(config: ModelConfig) -> int:
-    """Return the parameters of a Llama-like model, those of norms too."""
-    return config.numel + (2 * config.layers + 1) * config.hidden
 
 
 def _config(values: dict[str, object]) -> ModelConfig:
