@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.bench.io_raw import RAW, Shape, raw_loop
+from offload.bench.io_raw import raw_loop
 from offload.bench.record import Kind, Record, Row
 from offload.bench.rounds import interleaved, seconds_of
 from offload.bench.table import Column, number, print_record
@@ -35,7 +35,7 @@ from offload.process.child import Child, Parent
 OFFLOAD, IN_RAM = "offload, all on nvme", "all weights in memory"
 DISK, LONGEST = "bound by disk", "the larger bound"
 DISK_NBYTES = 2 << 30
-_OF_EXPERTS = Shape(8, 3 << 20)  # of `mixture`
+_BLOCK_NBYTES = {"mixture": 3 << 20}  # of the raw loop: an expert; else as `raw_loop` has it
 _LLAMA = {"model_type": "llama", "vocab_size": 32768, "max_position_embeddings": 4096}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "dense": _LLAMA | {
@@ -144,10 +144,6 @@ def serve(options: Mapping[str, Any], parent: Parent) -> None:
             parent.answer(passes.turn(bytes_read))
 
 
-def _read_nothing() -> int:
-    return 0
-
-
 def _offload(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable[[], int]]:
     config: dict[str, Any] = {
         "precision": "bf16", "budget": {"host": options["budget"]},
@@ -177,7 +173,7 @@ def _in_ram(options: Mapping[str, Any], stack: ExitStack) -> tuple[Any, Callable
     with ExitStack() as closed:  # which gives the model its parameters back
         config = {"precision": "bf16", "placement": {"parameters": "host"}}
         model = dispatch(options["shape"], config, closed)
-    return model, _read_nothing
+    return model, lambda: 0
 
 
 _OPENED = {OFFLOAD: _offload, IN_RAM: _in_ram}
@@ -188,8 +184,8 @@ def compare(options: argparse.Namespace, batch: int) -> Record:
     """Measure one batch size: every system once per round, with the bounds."""
     record = Record("generation", {**vars(options), "batch": batch})
     with ExitStack() as stack:
-        shape = _OF_EXPERTS if options.shape == "mixture" else RAW
-        disk = raw_loop(options.path, DISK_NBYTES, print, stack, shape)
+        block = _BLOCK_NBYTES.get(options.shape, 16 << 20)
+        disk = raw_loop(options.path, DISK_NBYTES, print, stack, block)
         runs: dict[str, Callable[[], Any]] = {
             DISK: lambda: disk.nbytes / seconds_of(partial(disk.run, write=False))
         }

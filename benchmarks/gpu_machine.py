@@ -51,11 +51,15 @@ def probe(options: Mapping[str, Any], parent: Parent) -> None:
     about 20 seconds."""
     device = accelerator.default_device()
     folder = Path(options["folder"])
+    with ExitStack() as stack:
+        loop = optimizer_loop("bf16", _BUS_NUMEL, machine.cpu_count(), stack)
+        loop()
+        bus_bytes_per_s = statistics.median(loop.speed() for _ in range(_ROUNDS))
     measured = GpuMachine(
         device_nbytes=accelerator.free_nbytes(device),
         host_nbytes=machine.available_memory_nbytes(),
         disk_nbytes=free_space(folder),
-        bus_bytes_per_s=_bus_speed(),
+        bus_bytes_per_s=bus_bytes_per_s,
         speeds=machine_speeds([folder], remeasure=True),
     )
     answer = {"machine": asdict(measured), "hardware": describe(device), "clocks": clocks()}
@@ -88,13 +92,6 @@ def clocks() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(_CLOCKS, shown.stdout.partition("\n")[0].split(", "), strict=False))
-
-
-def _bus_speed() -> float:
-    with ExitStack() as stack:
-        loop = optimizer_loop("bf16", _BUS_NUMEL, machine.cpu_count(), stack)
-        loop()
-        return statistics.median(loop.speed() for _ in range(_ROUNDS))
 
 
 def timed_on_device(work: Callable[[], object], repeats: int) -> float:

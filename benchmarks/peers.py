@@ -56,9 +56,7 @@ def run_step(options: StepOptions, say: Say) -> Record:
 def run_ranks(options: StepOptions, say: Say) -> Record:
     record = run_offload_ranks(options, say, (DDP, FSDP2, FSDP2_OFFLOAD, ZERO3_RANKS))
     full, partly, *_ = (spec.label for spec in RANK_SYSTEMS)
-    for of, to in (
-        (full, FSDP2), (full, FSDP2_OFFLOAD), (full, ZERO3_RANKS), (partly, DDP),
-    ):  # fmt: skip
+    for of, to in ((full, FSDP2), (full, FSDP2_OFFLOAD), (full, ZERO3_RANKS), (partly, DDP)):
         record.compare(of, to.label, "seconds")
         record.compare(of, to.label, "peak_rss_nbytes")
     return record

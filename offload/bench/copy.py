@@ -26,10 +26,7 @@ DEFAULT_NBYTES = 1 << 30
 PIECE_NBYTES = 64 << 20
 _SHARE_OF_MEMORY = 16  # by default one buffer takes at most this part of what is free
 
-COLUMNS = (
-    Column("ms", number("seconds", 1e-3, 1)),
-    Column("GB/s", number("bytes_per_s", 1e9, 1)),
-)
+COLUMNS = (Column("ms", number("seconds", 1e-3, 1)), Column("GB/s", number("bytes_per_s", 1e9, 1)))
 
 
 @dataclass(frozen=True)

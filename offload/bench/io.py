@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from offload.bench.io_raw import RAW, Shape, fill, noise, raw_loop
+from offload.bench.io_raw import fill, noise, raw_loop
 from offload.bench.record import Kind, Record
 from offload.bench.rounds import Say, measure, moving
 from offload.bench.table import Column, number
@@ -55,8 +55,7 @@ def run_io(options: IoOptions, say: Say) -> Record:
     record = Record("io", {**asdict(options), "folder": str(folder), "nbytes": nbytes})
     record.note_rounds(options.rounds)
     with ExitStack() as stack:
-        shape = Shape(min(RAW.depth, nbytes // RAW.block_nbytes), RAW.block_nbytes)
-        raw = raw_loop(folder, nbytes, say, stack, shape)
+        raw = raw_loop(folder, nbytes, say, stack)
         store = StoreLoop(stack.enter_context(SwapFile(folder)), nbytes, options.backend, say)
         stack.callback(store.close)
         store.write()

@@ -21,30 +21,19 @@ from offload.tiers.units import format_bytes
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The number of calls in flight, and the bytes of each."""
-
-    depth: int
-    block_nbytes: int
-
-    def __str__(self) -> str:
-        return f"threads, {self.depth} x {self.block_nbytes / _MIB:g} MiB"
-
-
-RAW = Shape(8, 16 * _MIB)  # as much under way as any disk here needs
+_DEPTH, _BLOCK_NBYTES = 8, 16 * _MIB  # calls in flight, as many as any disk here needs
 
 
 def raw_loop(
-    folder: Path, nbytes: int, say: Say, opened: ExitStack, shape: Shape = RAW
+    folder: Path, nbytes: int, say: Say, opened: ExitStack, block_nbytes: int = _BLOCK_NBYTES
 ) -> ThreadsLoop:
     """Return a loop over a new file of `nbytes` in `folder`, both closed with `opened`. Blocks
     until the file is written."""
     file = opened.enter_context(SwapFile(folder))
     file.reserve(nbytes)
-    blocks = noise(shape.depth, shape.block_nbytes)
+    blocks = noise(min(_DEPTH, nbytes // block_nbytes), block_nbytes)
     fill(file, blocks[0], nbytes, say)
-    loop = ThreadsLoop(shape, file, blocks, nbytes)
+    loop = ThreadsLoop(file, blocks, nbytes)
     opened.callback(loop.close)
     return loop
 
@@ -84,15 +73,14 @@ class DiskSpeed:
 
 
 class ThreadsLoop:
-    """Moves the whole blocks of the first `nbytes` of a file, once, in either direction: `depth`
-    threads, each with one buffer, take the next block when they are done."""
+    """Moves the whole blocks of the first `nbytes` of a file, once, in either direction: threads,
+    each with one of `blocks` as its buffer, take the next block when they are done."""
 
-    def __init__(self, shape: Shape, file: SwapFile, blocks: list[memoryview], nbytes: int) -> None:
-        self.name, self.file = str(shape), file
-        self._block = shape.block_nbytes
+    def __init__(self, file: SwapFile, blocks: list[memoryview], nbytes: int) -> None:
+        self.file, self._blocks, self._block = file, blocks, blocks[0].nbytes
+        self.name = f"threads, {len(blocks)} x {self._block / _MIB:g} MiB"
         self.nbytes = nbytes // self._block * self._block
-        self._blocks = blocks
-        self._pool = ThreadPoolExecutor(shape.depth, thread_name_prefix="offload-bench-io")
+        self._pool = ThreadPoolExecutor(len(blocks), thread_name_prefix="offload-bench-io")
 
     def run(self, *, write: bool) -> None:
         self.mixed(*((0, self.nbytes) if write else (self.nbytes, 0)))

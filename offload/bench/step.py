@@ -74,7 +74,10 @@ def run_step(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -
     _check_losses(systems)
     _add_differences(record, systems)
     _add_roofline(record, results[_DISK], results[_BUS], bounds.bus.traffic * numel)
-    _compare(record)
+    record.compare(_ROOFLINE, NVME.label, "seconds")
+    record.compare(HOST.label, PLAIN.label, "seconds")
+    record.compare(NVME.label, PLAIN.label, "seconds")
+    record.compare(NVME.label, PLAIN.label, "peak_rss_nbytes")
     record.details["losses"] = {s.spec.name: losses_of(s) for s in systems}
     record.details["parameters"] = numel
     record.notes += _notes(base, numel, bounds)
@@ -155,13 +158,6 @@ def _add_roofline(
         record.rows.append(Row(_ROOFLINE, Kind.LIMIT, {"seconds": longest}))
     record.details["disk"] = [asdict(speed) for speed in disk]
     record.details["bus_bytes_per_s"] = bus
-
-
-def _compare(record: Record) -> None:
-    record.compare(_ROOFLINE, NVME.label, "seconds")
-    record.compare(HOST.label, PLAIN.label, "seconds")
-    record.compare(NVME.label, PLAIN.label, "seconds")
-    record.compare(NVME.label, PLAIN.label, "peak_rss_nbytes")
 
 
 def _notes(base: OffloadConfig, numel: int, bounds: _Bounds) -> list[str]:

@@ -108,12 +108,7 @@ def io(
 
 
 @bench_app.command()
-def copy(
-    context: typer.Context,
-    size: Size = None,
-    rounds: Rounds = 7,
-    json: Json = None,
-) -> None:
+def copy(context: typer.Context, size: Size = None, rounds: Rounds = 7, json: Json = None) -> None:
     """Copies between host and GPU: offload's streams against a raw copy."""
     from offload.bench.copy import CopyOptions
 
