@@ -80,9 +80,7 @@ class PageFormat:
         """Return the bytes of one token and head."""
         return vector_nbytes(shape.dim, shape.dtype.itemsize, int8=self.int8)
 
-    def write(
-        self, page: torch.Tensor, at: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:  # fmt: skip
+    def write(self, page: torch.Tensor, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put tokens, [batch, heads, count, dim] of each, into `page` (1D uint8) from token `at`
         on."""
         for (shape, part), states in zip(self._parts(page), (keys, values), strict=True):

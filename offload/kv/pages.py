@@ -281,10 +281,7 @@ class KVPages:
         self.batch = keys.shape[0]
         value_type = torch.promote_types(keys.dtype, values.dtype)  # the type of torch.cat
         self._known = self._store.format(
-            KVShape.of(keys, keys.dtype),
-            KVShape.of(values, value_type),
-            self.batch,
-            self._window,
+            KVShape.of(keys, keys.dtype), KVShape.of(values, value_type), self.batch, self._window
         )
 
     # ---------------------------------------------------------------- reading

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 
 from offload.kv.page_format import KVShape, PageFormat
+from offload.planning.plan.kv_plan import KV_PAGE_NBYTES
 from offload.swap.states.state import State
 from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.memory_tier import Lease
@@ -32,7 +33,6 @@ from offload.tiers.units import round_up
 from offload.zero.groups.fetching import Fetchable, Fetcher
 
 _log = logging.getLogger("offload")
-KV_PAGE_NBYTES = 4 << 20  # about: so large that requests for files of this size keep disks busy
 _MIN_WINDOW_PAGES = 8  # a page is at most this part of a window: what is kept beside it
 _SLAB_NBYTES = 32 << 20  # about, of several open pages together
 _TRIM_NBYTES = 8 << 20  # bytes of new pages after which freed memory is returned to the system
@@ -93,14 +93,14 @@ class KVStore:
         self, homes: KVHomes, fetcher: Fetcher, device: torch.device, *, room_nbytes: int,
         page_nbytes: int | None = None, tokens: int = 0, int8: bool = False, layers: int = 1,
         session: AbstractContextManager[object] | None = None,
-        page_tokens: int | None = None, check_usable: Callable[[], None] = lambda: None,
+        check_usable: Callable[[], None] = lambda: None,
         trim: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         """`room_nbytes` is the memory that open pages and what attention reads may take, `tokens`
         of all rows of the batch are planned for (0: unknown), `layers` is about how many layers
-        caches have. A page has about `page_nbytes` or just `page_tokens`; by default it is
-        `KV_PAGE_NBYTES` long, if that leaves room for open ones. `trim` gives memory that
-        was freed back to the system, now and then."""
+        caches have. A page has about `page_nbytes`; by default it is `KV_PAGE_NBYTES` long, if that
+        leaves room for open ones. `trim` gives memory that was freed back to the system, now and
+        then."""
         self.fetcher = fetcher
         self.device = device
         self.check_usable = check_usable
@@ -110,7 +110,6 @@ class KVStore:
         self._planned_tokens = tokens
         self._int8 = int8
         self._layers = layers
-        self._page_tokens = page_tokens
         self._trim = trim
         self._untrimmed_nbytes = 0
         self._session: AbstractContextManager[object] = session or nullcontext()
@@ -183,14 +182,12 @@ class KVStore:
     def format(self, keys: KVShape, values: KVShape, batch: int, window: int | None) -> PageFormat:
         """Return the format of the pages of one layer."""
         of_one = PageFormat(keys, values, batch, 1, self._int8)
-        tokens = self._page_tokens
-        if tokens is None:
-            max_nbytes = self._page_nbytes or min(
-                KV_PAGE_NBYTES, self._room_nbytes // (_OPEN_SHARE * self._layers)
-            )
-            tokens = max(1, max_nbytes // of_one.token_nbytes)
-            if window is not None:
-                tokens = min(tokens, max(1, window // _MIN_WINDOW_PAGES))
+        max_nbytes = self._page_nbytes or min(
+            KV_PAGE_NBYTES, self._room_nbytes // (_OPEN_SHARE * self._layers)
+        )
+        tokens = max(1, max_nbytes // of_one.token_nbytes)
+        if window is not None:
+            tokens = min(tokens, max(1, window // _MIN_WINDOW_PAGES))
         return replace(of_one, tokens=tokens)
 
     def new_page(self, name: str, nbytes: int, next_use: Callable[[], float]) -> State:
@@ -245,9 +242,7 @@ class KVStore:
             slab.free.clear()
             self._homes.free_kv_memory(slab.lease)
 
-    def buffer(
-        self, what: str, batch: int, shape: KVShape, length: int, room: int
-    ) -> torch.Tensor:  # fmt: skip
+    def buffer(self, what: str, batch: int, shape: KVShape, length: int, room: int) -> torch.Tensor:
         """Return [batch, heads, length, dim], contiguous, content undefined, in memory that has
         room for `room` tokens. That memory is not used again while any view of it is alive."""
         # of the planned size from the beginning on: later there may be no such room in one piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -66,10 +66,13 @@ class Homes:
             lease.free()
 
     def store(self, *, int8: bool = False, page_tokens: int | None = 3, depth: int = 4) -> KVStore:
-        return KVStore(
-            self, Fetcher(depth), torch.device("cpu"), room_nbytes=self.host_nbytes, int8=int8,
-            page_tokens=page_tokens,
-        )  # fmt: skip
+        store = KVStore(
+            self, Fetcher(depth), torch.device("cpu"), room_nbytes=self.host_nbytes, int8=int8
+        )
+        if page_tokens is not None:
+            usual = store.format
+            store.format = lambda *shape: replace(usual(*shape), tokens=page_tokens)  # type: ignore[method-assign]
+        return store
 
     def held(self) -> dict[str, int]:
         with self.lock:

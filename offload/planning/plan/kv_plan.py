@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offload.planning.plan.sizes import pages
 from offload.tiers.placement import Placement
-from offload.tiers.tier import PAGE_NBYTES, Tier
-from offload.tiers.units import round_up
+from offload.tiers.tier import Tier
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -46,18 +46,14 @@ def plan_kv(config: OffloadConfig, model: ModelShape, *, itemsize: int, gpu: boo
     stored = [layer.token_nbytes(itemsize, int8=int8) for layer in model.cached]
     largest = max(stored)
     max_page = max(largest, largest * tokens // _OPEN_SHARE)
-    page = _whole(max(largest, min(KV_PAGE_NBYTES, max_page)))
+    page = pages(max(largest, min(KV_PAGE_NBYTES, max_page)))
     computed = [layer.token_nbytes(itemsize) for layer in model.cached]
     computing = Tier.DEVICE if gpu else Tier.HOST
     expected: dict[Tier, int] = defaultdict(int)
-    expected[computing] += page * len(stored) + _whole(tokens * max(computed))
+    expected[computing] += page * len(stored) + pages(tokens * max(computed))
     if Tier.NVME in placement.tiers:
         expected[Tier.HOST] += 2 * page
     for tier, share in placement.shares:
-        expected[tier] += sum(_whole(int(tokens * each * share)) + page for each in stored)
+        expected[tier] += sum(pages(int(tokens * each * share)) + page for each in stored)
     known = page if config.kv.tokens else None
     return KVPlan(placement, tokens, len(stored), sum(stored), known, computing, expected)
-
-
-def _whole(nbytes: int) -> int:
-    return round_up(nbytes, PAGE_NBYTES)
