@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.checkpoint.format.disk import write_named
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
     BUFFERS,
@@ -32,7 +33,7 @@ from offload.checkpoint.format.user_state import DTYPE_NAMES, STATE, packed, ten
 from offload.checkpoint.format.writer import CheckpointWriter, fields_of, group_record
 from offload.config.optimizer import KINDS
 from offload.deepspeed.migration import migrate
-from offload.deepspeed.saved import LoopState, last_tag, write_latest
+from offload.deepspeed.saved import LATEST, LoopState, last_tag
 from offload.deepspeed.zero_checkpoint import ZeroCheckpoint
 from offload.display.plain_text import plain
 from offload.kernels.cpu.convert import split_master
@@ -83,7 +84,7 @@ def import_checkpoint(
     with _as_deepspeed_writes(folder), PendingFolder(target) as pending:
         reader.write(pending.path)
         pending.commit()
-    write_latest(out, folder.name)
+    write_named(out / LATEST, folder.name)
     return target
 
 

@@ -43,12 +43,14 @@ _SWAP_PATH = Key("nvme.paths", str, "a folder for swap files; two different are 
 MAPPED: dict[str, dict[str, Key]] = {
     "": {
         "gradient_accumulation_steps": Key(
-            "gradient_accumulation_steps", Whole,
+            "gradient_accumulation_steps",
+            Whole,
             "in a loop of your own divide the loss by it and step after as many passes; "
             "offload.deepspeed does both",
         ),
         "train_batch_size": Key(
-            "gradient_accumulation_steps", Whole,
+            "gradient_accumulation_steps",
+            Whole,
             "divided by the batch per rank and the ranks, where accumulation is not given",
         ),
         "train_micro_batch_size_per_gpu": Key(
@@ -78,8 +80,7 @@ MAPPED: dict[str, dict[str, Key]] = {
     },
     "zero_optimization.offload_optimizer": {
         "device": Key(
-            "placement.optimizer", str,
-            "cpu: host, and gradients with it; nvme: nvme; none: auto",
+            "placement.optimizer", str, "cpu: host, and gradients with it; nvme: nvme; none: auto"
         ),
         "nvme_path": _SWAP_PATH,
         "ratio": Key("placement.optimizer", Number, "the share that is offloaded"),
@@ -95,14 +96,13 @@ MAPPED: dict[str, dict[str, Key]] = {
         "enabled": Key("precision", bool),
         "check_grad_overflow": Key("skip_nonfinite", bool, "absent: true"),
         "bf16_master_weights_and_grads": Key(
-            "optimizer.master", bool,
+            "optimizer.master",
+            bool,
             "true: none. Weights are rounded stochastically, DeepSpeed rounds to nearest",
         ),
         "bf16_optimizer_states": Key("optimizer.states", bool, "true: bf16"),
     },
-    "optimizer": {
-        "type": Key("optimizer.type", str, "Adam and AdamW: adamw; Lion, Adagrad, SGD"),
-    },
+    "optimizer": {"type": Key("optimizer.type", str, "Adam and AdamW: adamw; Lion, Adagrad, SGD")},
     "optimizer.params": {
         "lr": Key("optimizer.lr", Number),
         "betas": Key("optimizer.betas", tuple[Number, Number]),
@@ -117,16 +117,14 @@ MAPPED: dict[str, dict[str, Key]] = {
         "adam_w_mode": Key("optimizer.type", bool, "false with Adam: adam"),
         "torch_adam": Key("optimizer.weight_decay", bool, "true with AdamW: 0.01 where absent"),
     },
-    "scheduler": {
-        "type": Key("", str, "WarmupLR, WarmupDecayLR, WarmupCosineLR; printed as code"),
-    },
+    "scheduler": {"type": Key("", str, "WarmupLR, WarmupDecayLR, WarmupCosineLR; printed as code")},
     "scheduler.params": {},  # `schedules` has them
     "activation_checkpointing": {
         "cpu_checkpointing": Key(
             "placement.activations.tier", bool, "true: host. All saved activations move"
-        ),
+        )
     },
-}  # fmt: skip
+}
 ALSO = {  # other names of the same key
     "bf16.check_overflow": "bf16.check_grad_overflow",
     "optimizer.params.adamw_mode": "optimizer.params.adam_w_mode",

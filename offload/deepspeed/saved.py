@@ -68,12 +68,7 @@ def save_all(
     engine.save_checkpoint(path, state=state.entry if is_first else {})
     with on_all(ranks, f"{folder / LATEST} was not written"):
         if is_first and save_latest:
-            write_latest(folder, tag)
-
-
-def write_latest(folder: Path, tag: str) -> None:
-    """Write the tag of an existing checkpoint to the file `latest`."""
-    write_named(folder / LATEST, tag)
+            write_named(folder / LATEST, tag)
 
 
 def load_saved(engine: Engine, folder: Path, tag: str | None) -> tuple[Path, LoopState] | None:

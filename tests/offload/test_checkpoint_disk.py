@@ -49,11 +49,11 @@ def test_a_call_that_does_not_return_is_named_with_its_path(
 
 
 def test_a_call_whose_end_an_interrupt_left_out_is_not_watched_any_longer() -> None:
-    before = set(threading.enumerate())
-    call = disk._Call("sync", Path("file"))
-    disk._Watchdog().began(call)
-    (thread,) = set(threading.enumerate()) - before  # it lives as long as the call does
-    del call  # without `ended`
+    before, watchdog = set(threading.enumerate()), disk._Watchdog()
+    watchdog.began("sync", Path("file"))  # without `ended`
+    (thread,) = set(threading.enumerate()) - before
+    watchdog.began("stat", Path("file"))  # the thread's next call
+    watchdog.ended()
     thread.join(10)
     assert not thread.is_alive()
 
@@ -66,11 +66,13 @@ def test_an_interrupt_leaves_no_watch_without_a_thread(monkeypatch: pytest.Monke
         start(thread)
         started.append(thread)
 
+    monkeypatch.setattr(disk, "_watchdog", disk._Watchdog())
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        disk._Watchdog().began(disk._Call("sync", Path("file")))
+        disk.make_call("sync", Path("file"), int)
     (thread,) = started
     thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_full_device_is_an_error_of_its_kind() -> None:

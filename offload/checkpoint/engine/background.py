@@ -83,7 +83,7 @@ class BackgroundSave:
         that `saves` waits for; `done()` is called on the thread, once it is complete."""
         self.path = path
         self._done = done
-        self._is_cancelled = False
+        self.is_cancelled = False  # it is to end soon, and leave nothing
         self._pid = os.getpid()
         self._began_s = time.perf_counter()
         with ExitStack() as unless_begun:
@@ -129,10 +129,6 @@ class BackgroundSave:
         if self._is_mine:
             self._end.wait()
 
-    def cancel(self) -> None:
-        """Let the save end soon, and leave nothing."""
-        self._is_cancelled = True
-
     @property
     def _is_mine(self) -> bool:
         """Whether this process made the save; a forked child has no such thread."""
@@ -167,7 +163,7 @@ class BackgroundSave:
         self._check(0)
 
     def _check(self, nbytes: int) -> None:
-        if self._is_cancelled:
+        if self.is_cancelled:
             raise _Cancelled(f"{self.path} was given up")
 
 
@@ -179,9 +175,8 @@ class BackgroundSaves:
         self._said = False
 
     def begin(
-        self, engine: Trained, path: Path, state: Mapping[str, Any] | None,
-        done: Callable[[], None],
-    ) -> bool:  # fmt: skip
+        self, engine: Trained, path: Path, state: Mapping[str, Any] | None, done: Callable[[], None]
+    ) -> bool:
         """Like `save_engine`, but return once the state is fixed, and write it while the engine
         trains; `done()` is called on another thread when it is complete. Returns False, after
         logging the reason once, if that is impossible: nothing was begun then."""
@@ -205,7 +200,7 @@ class BackgroundSaves:
     def give_up(self) -> None:
         """End the save, and leave nothing."""
         if self.under_way is not None:
-            self.under_way.cancel()
+            self.under_way.is_cancelled = True
             self.wait()
 
 

@@ -96,8 +96,6 @@ def _open(engine: Trained, path: Path, stack: ExitStack) -> tuple[_Loader, Resto
 
 
 class _Loader:
-    """Overwrites an engine's state."""
-
     def __init__(
         self, engine: Trained, reader: CheckpointReader, records: dict[str, ParameterRecord]
     ) -> None:
@@ -206,9 +204,8 @@ class _Loader:
         kept.take_over(arrays, read)
 
     def _read_fields(
-        self, arrays: dict[str, Array], elements: range, specs: list[ParamSpec],
-        saved: RecordFormat,
-    ) -> None:  # fmt: skip
+        self, arrays: dict[str, Array], elements: range, specs: list[ParamSpec], saved: RecordFormat
+    ) -> None:
         for spec, here, there in self._entries.overlaps(specs, elements):
             theirs, mine = saved.field_spans(there), saved.field_spans(here)
             for field, array in arrays.items():

@@ -199,7 +199,14 @@ _MASTERS: dict[Master, MasterName] = {
 # --------------------------------------------------------------------------- numbers
 def optimizer_record(engine: Trained) -> OptimizerRecord:
     """The optimizer's kind and the numbers of its param groups."""
-    saved = saved_format(engine)
+    saved, spread = saved_format(engine), engine.spread
+
+    def names_of(param: nn.Parameter) -> list[str]:
+        """The names of a parameter; of an expert that is spread, also those on other ranks."""
+        spec = engine.store.spec_of(param)
+        assert spec is not None, "the optimizer takes managed parameters only"
+        return [spread.name_on(rank, spec.name) for rank in spread.owners(spec.name)]
+
     return OptimizerRecord(
         type=engine.config.optimizer.type,
         master=_MASTERS[saved.master],
@@ -210,18 +217,11 @@ def optimizer_record(engine: Trained) -> OptimizerRecord:
                 numbers={
                     key: _plain(key, value) for key, value in group.items() if key != "params"
                 },
-                params=[name for p in group["params"] for name in _names_of(engine, p)],
+                params=[name for param in group["params"] for name in names_of(param)],
             )
             for group in engine.optimizer.param_groups
         ],
     )
-
-
-def _names_of(engine: Trained, param: nn.Parameter) -> list[str]:
-    """The names of a parameter; of an expert that is spread, also those on other ranks."""
-    spec = engine.store.spec_of(param)
-    assert spec is not None, "the optimizer takes managed parameters only"
-    return [engine.spread.name_on(rank, spec.name) for rank in engine.spread.owners(spec.name)]
 
 
 def _plain(key: str, value: Any) -> Any:

@@ -247,17 +247,15 @@ class Restoring:
         """Prepare all sections, in the order in which they are in the file; returns the entries of
         modules that are no tensors."""
         self._prepare_objects(run)
-        values = {key: self._value(record) for key, record in run.named(_ENTRIES).items()}
+        named = run.named(_ENTRIES).items()
+        values = {key: value_of(self._reader, record) for key, record in named}
         self.state = state_in(self._reader)
         self._prepare_random(run.named(_RANDOM))  # last: what is set before may draw
         return values
 
-    def _value(self, record: BufferRecord) -> Any:
-        return value_of(self._reader, record)
-
     def _prepare_random(self, saved: Mapping[str, BufferRecord]) -> None:
         own = saved.get(str(self._rank))
-        states = {} if own is None else dict(self._value(own))
+        states = {} if own is None else dict(value_of(self._reader, own))
         mine = named_generators(self._engine.module, self._engine.device)
         self._tell_left(states, mine, "state of the generators", "no such generators are here")
         for name, generator in mine.items():
@@ -282,7 +280,7 @@ class Restoring:
                     f"it has no state of {name}; load it before that is registered, or register "
                     f"what was saved ({', '.join(saved) or 'nothing'})"
                 )
-            self._add(name, each, self._value(self._own(name, saved[name])))
+            self._add(name, each, value_of(self._reader, self._own(name, saved[name])))
 
     def _add(self, name: str, value: Carried, state: Any) -> None:
         if isinstance(value, Stateful):

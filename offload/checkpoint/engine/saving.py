@@ -200,7 +200,6 @@ class Saver:
         self._has_parameters.add(number)
 
     def _write_records(self, number: int) -> None:
-        """Write one group's file of optimizer states."""
         saved, record = self.saved[number], self._manifest.groups[number]
         reader, name = self._reader, record.optimizer
         states = optimizer_sections(self._of(number), self._manifest.optimizer.fields)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ def _write(
         make_folder(pending)
     model = reader.manifest.model
     weights = _Weights(reader, dtype, () if model is None else model.tied)
-    names = write_shards(weights, pending, SHARD)
+    names = write_shards(weights.tensors, weights.write, pending, SHARD)
     return [*names, *write_others(model, source, {"dtype": weights.dtype_name}, pending)]
 
 
@@ -205,35 +205,27 @@ class _Weights:
 
 
 # --------------------------------------------------------------------------- files of weights
-class Tensors(Protocol):
-    """The tensors to write: `tensors` has them by name, on the meta device."""
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
-
-    def write(self, write: Write) -> None:
-        """Write every tensor's bytes, in any order of tensors."""
-
-
 def write_shards(
-    saved: Tensors, folder: Path, max_shard_size: int | str, *, variant: str | None = None,
+    tensors: Mapping[str, torch.Tensor], write_all: Callable[[Write], None], folder: Path,
+    max_shard_size: int | str, *, variant: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> list[str]:  # fmt: skip
     """Write files of at most `max_shard_size`, and their index if there are several, with
     `metadata` in it; return their names. Existing files in `folder` are replaced when the new ones
-    are complete."""
+    are complete. `tensors` are on the meta device, by name; `write_all` writes the bytes of each,
+    in any order of tensors."""
     # tensors of one storage by the first of them: huggingface_hub keeps them in one file
     by_storage: dict[int, list[str]] = {}
-    for name, tensor in saved.tensors.items():
+    for name, tensor in tensors.items():
         by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
     groups = {names[0]: names for names in by_storage.values()}
-    sizes = {first: saved.tensors[first].untyped_storage().nbytes() for first in groups}
+    sizes = {first: tensors[first].untyped_storage().nbytes() for first in groups}
     cuts = cut(sizes, parse_bytes(max_shard_size), named(SINGLE, variant))
     files = {
         file: [each for first in held for each in groups[first]] for file, held in cuts.items()
     }
-    with new_files(folder, files, saved.tensors) as write:
-        saved.write(write)
+    with new_files(folder, files, tensors) as write:
+        write_all(write)
     if len(files) > 1:
         index = {
             "metadata": {**(metadata or {}), "total_size": sum(sizes.values())},

@@ -34,20 +34,18 @@ def weight_files(folder: Path, names: Sequence[str] = (SINGLE, INDEX)) -> list[P
         path = own_file(folder, name)
         if not name.endswith(".json"):
             return [path]
-        shards = read_json(path).get("weight_map")
-        named = list(shards.values()) if isinstance(shards, dict) else []
+        weight_map = read_json(path).get("weight_map")
+        named = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if not named or not all(isinstance(each, str) for each in named):
             raise CheckpointError(f"{path} is damaged: it has no weight_map; get the folder again")
-        return [_named_by(path, shard) for shard in sorted(set(named))]
+        shards = sorted(set(named))
+        for shard in shards:
+            if not os.path.isfile(folder / shard):  # a pipe, say: to open it would wait
+                raise CheckpointError(
+                    f"{path} names {shard!r}, and there is no such file; get the whole folder"
+                )
+        return [own_file(folder, shard) for shard in shards]
     return []
-
-
-def _named_by(index: Path, name: str) -> Path:
-    if not os.path.isfile(index.parent / name):  # of a pipe, too: to open it would wait
-        raise CheckpointError(
-            f"{index} names {name!r}, and there is no such file; get the whole folder"
-        )
-    return own_file(index.parent, name)
 
 
 def own_file(folder: Path, name: str) -> Path:

@@ -77,8 +77,6 @@ class _Block:
 
 
 class _File:
-    """One file, open until it is closed."""
-
     def __init__(self, file: OpenFile, bound_to: str, sections: list[SectionRecord]) -> None:
         self.file = file
         self._bound_to = bound_to

@@ -14,7 +14,6 @@ import stat
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -66,13 +65,6 @@ def storage_error(
 
 
 # --------------------------------------------------------------------------- calls
-class _Call:
-    """A call that is under way."""
-
-    def __init__(self, operation: str, path: Path) -> None:
-        self.operation, self.path, self.began_s = operation, path, time.monotonic()
-
-
 class _Watchdog:
     """Names calls that have not returned for `WARN_AFTER_S`: a disk or a server that does not
     answer keeps the thread that asks, and nothing takes a call back."""
@@ -81,8 +73,8 @@ class _Watchdog:
     _LOOK_EVERY_S = 0.05  # the thread ends so soon after the last call: a program may fork
 
     def __init__(self) -> None:
-        # until they are named. Not kept: an interrupt may come before `ended`
-        self._calls: set[weakref.ref[_Call]] = set()
+        # until they are named: operation, path and beginning, by the thread that makes the call
+        self._calls: dict[int, tuple[str, Path, float]] = {}
         self._thread: threading.Thread | None = None
         os.register_at_fork(after_in_child=self._forget_parent)
 
@@ -91,9 +83,9 @@ class _Watchdog:
         self._thread = None
 
     @defer_signals  # a thread that never started would be taken for one that watches
-    def began(self, call: _Call) -> None:
-        """Watch a call until `ended`."""
-        self._calls.add(weakref.ref(call, self._calls.discard))
+    def began(self, operation: str, path: Path) -> None:
+        """Watch a call of this thread until `ended`."""
+        self._calls[threading.get_ident()] = operation, path, time.monotonic()
         if self._thread is None and not sys.is_finalizing():  # a thread begun then never runs
             self._thread = threading.Thread(target=self._run, name="offload-watchdog", daemon=True)
             try:
@@ -101,27 +93,25 @@ class _Watchdog:
             except RuntimeError:  # no thread can be started: the call is made all the same
                 self._thread = None
 
-    def ended(self, call: _Call) -> None:
-        """End the watch over a call."""
-        self._calls.discard(weakref.ref(call))
+    def ended(self) -> None:
+        """End the watch over this thread's call."""
+        self._calls.pop(threading.get_ident(), None)
 
     def _run(self) -> None:
         while True:
             time.sleep(self._LOOK_EVERY_S)
             self._thread = None  # before it looks: a call that comes then begins another one
-            for call in list(self._calls):
-                self._look_at(call())
+            for thread, (operation, path, began_s) in list(self._calls.items()):
+                if (seconds := time.monotonic() - began_s) >= self.WARN_AFTER_S:
+                    self._calls.pop(thread, None)
+                    _log.warning(
+                        "%s of %s has not ended for %.3g s: the device or its server does not "
+                        "answer, see `dmesg`; a second Ctrl-C ends the program",
+                        operation, path, seconds,
+                    )  # fmt: skip
             if not self._calls:
                 return
             self._thread = threading.current_thread()
-
-    def _look_at(self, call: _Call | None) -> None:
-        if call and (seconds := time.monotonic() - call.began_s) >= self.WARN_AFTER_S:
-            self.ended(call)
-            _log.warning(
-                "%s of %s has not ended for %.3g s: the device or its server does not answer, "
-                "see `dmesg`; a second Ctrl-C ends the program", call.operation, call.path, seconds,
-            )  # fmt: skip
 
 
 _watchdog = _Watchdog()
@@ -129,12 +119,11 @@ _watchdog = _Watchdog()
 
 def make_call(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:
     """Make a call of the system on a checkpoint: one that does not return is named in the log."""
-    call = _Call(operation, path)
     try:
-        _watchdog.began(call)
+        _watchdog.began(operation, path)
         return perform(operation, path, function, *args)
     finally:
-        _watchdog.ended(call)
+        _watchdog.ended()
 
 
 def perform(operation: str, path: Path, function: Callable[..., R], *args: Any) -> R:

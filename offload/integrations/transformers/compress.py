@@ -71,7 +71,7 @@ def compress(
     with pending_output(out) as pending:
         with storage_errors("creating", pending):
             make_folder(pending)
-        names = write_shards(changed, pending, SHARD)
+        names = write_shards(changed.tensors, changed.write, pending, SHARD)
         names += write_others(record, folder, changed.config(), pending)
     return [out / name for name in names]
 

@@ -91,9 +91,9 @@ class StreamedSave:
             make_folder(folder, parents=True)
         PreTrainedModel.save_pretrained(model, **others)
         sync_files(folder)
+        saved = ModelInHubFormat(model, hub_format=given["save_original_format"])
         write_shards(
-            ModelInHubFormat(model, hub_format=given["save_original_format"]), folder,
-            given["max_shard_size"], variant=given["variant"],
+            saved.tensors, saved.write, folder, given["max_shard_size"], variant=given["variant"],
             metadata={"total_parameters": model.num_parameters()},
         )  # fmt: skip
 
