@@ -25,7 +25,7 @@ from offload.config.paths import StrPath, local_path_of
 from offload.losses.causal_lm import ChunkedLoss
 from offload.losses.tiled_mlp import tile_mlps
 from offload.memory.tier_manager import TierManager, ranks_here
-from offload.models.activations import Activations
+from offload.models.activations import handle_activations
 from offload.models.closing import Keep
 from offload.models.foreign_wrappers import refuse_foreign_wrappers
 from offload.optimizers.optimizer import (
@@ -150,7 +150,6 @@ class Engine(TieredModel):
         self.carried: dict[str, Carried] = {}
         self._run: ParallelRunner | None = None
         self._runtime: Runtime | None = None
-        self._activations: Activations | None = None
         self._saves = BackgroundSaves()
         self._told_of_scheduler = False
         super().__init__(model, config)
@@ -208,9 +207,9 @@ class Engine(TieredModel):
         module, store = self.module, self.store
         self.optimizer.register_step_pre_hook(lambda *_: _refuse_unseen(module, store))
         self.optimizer.serve(self)
-        self._activations = Activations(
+        self.before_close(handle_activations(
             self.module, grouping, config, self._tier_manager.activations, self._store
-        )
+        ))  # fmt: skip
         runtime.start(self.module, self.values, self)  # which the model keeps
         refuse_foreign_optimizers(store)
         refuse_foreign_wrappers(store)
@@ -453,8 +452,12 @@ class Engine(TieredModel):
         except OffloadError as error:
             earlier = error
         self.values.adopt_changes()
-        saved = SavedCheckpoint(path, self.steps_done)
-        note = partial(_note, weakref.ref(self), saved)
+        saved, engine = SavedCheckpoint(path, self.steps_done), weakref.ref(self)
+
+        def note() -> None:
+            if (live_engine := engine()) is not None:
+                live_engine.last_checkpoint = saved
+
         if wait or not self._saves.begin(self, path, state, note):
             save_engine(self, path, state)
             note()
@@ -529,8 +532,6 @@ class Engine(TieredModel):
         for ranks in (self.ranks, meshed):
             if ranks is not None and sys.exception() is not None:
                 ranks.watch.leave()  # before anything waits for the others
-        if self._activations is not None:
-            self._activations.remove()
         super()._close()
 
     def _close_all(self) -> None:
@@ -543,13 +544,6 @@ class Engine(TieredModel):
                 self.ranks.watch.close()
                 if self.ranks.owns_world:
                     end_world()
-
-
-def _note(engine: weakref.ref[Engine], saved: SavedCheckpoint) -> None:
-    """Note a completed save."""
-    live_engine = engine()
-    if live_engine is not None:
-        live_engine.last_checkpoint = saved
 
 
 def _close_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,30 +21,21 @@ if TYPE_CHECKING:
 _ASKED, _GIVEN = "use_cache", "past_key_values"
 
 
-class Activations:
-    """Settings of one model: blocks are recomputed, caches are off, inputs and buffers stay put."""
-
-    def __init__(
-        self, model: nn.Module, grouping: ParameterGrouping, config: OffloadConfig,
-        tier: ActivationTier | None, holder: Holder,
-    ) -> None:  # fmt: skip
-        """Apply the settings. Must be called before the model's other hooks are installed."""
-        wanted = config.placement.activations
-        self._caches = WithoutCaches(model)
-        self._recomputation: Recomputation | None = None
-        if wanted.checkpoint:
-            self._recomputation = Recomputation(
-                grouping.units, holder, selective=wanted.checkpoint == "selective", keeper=tier
-            )
-        self._hook = None if tier is None else _spare_inputs(model, tier)
-
-    def remove(self) -> None:
-        """Restore the model."""
-        self._caches.remove()
-        if self._recomputation is not None:
-            self._recomputation.remove()
-        if self._hook is not None:
-            self._hook.remove()
+def handle_activations(
+    model: nn.Module, grouping: ParameterGrouping, config: OffloadConfig,
+    tier: ActivationTier | None, holder: Holder,
+) -> Callable[[], None]:  # fmt: skip
+    """Let blocks be recomputed, caches be off, inputs and buffers stay put; returns a function that
+    undoes this. Must be called before the model's other hooks are installed."""
+    undo, checkpoint = ExitStack(), config.placement.activations.checkpoint
+    undo.callback(WithoutCaches(model).remove)
+    if checkpoint:
+        selective = checkpoint == "selective"
+        recomputation = Recomputation(grouping.units, holder, selective=selective, keeper=tier)
+        undo.callback(recomputation.remove)
+    if tier is not None:
+        undo.callback(_spare_inputs(model, tier).remove)
+    return undo.close
 
 
 def _spare_inputs(model: nn.Module, tier: ActivationTier) -> Any:

@@ -41,10 +41,6 @@ class _Given:
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def put(self, first: int, values: torch.Tensor) -> None:
-        """Store `values` (1D) as those of the parameter from element `first` on."""
-        self.storage().view(-1)[first : first + values.numel()].copy_(values)
-
     def storage(self) -> torch.Tensor:
         """Return the tensor of the values, made when it is first asked for."""
         if self.values is None:
@@ -126,16 +122,15 @@ class GivenBack:
                 values = self._values.master(param)
             if values is None:
                 values = group.flat()[spec.offset : spec.stop]
-            given.put(store.whole_of(param)[1], local_of(values).reshape(-1))
+            flat, first = local_of(values).reshape(-1), store.whole_of(param)[1]
+            given.storage().view(-1)[first : first + flat.numel()].copy_(flat)
             copied += values.numel() * given.dtype.itemsize
         return copied
 
     # ---------------------------------------------------------------- into the model
     def install(self) -> None:
         """Give the model its parameters back; nothing of the tiers stays on its modules."""
-        with (
-            torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), exchanging(),
-        ):  # fmt: skip
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), exchanging():
             for given in self._given.values():
                 param = given.param
                 own, param.grad = param.grad, None

@@ -148,15 +148,15 @@ def test_an_error_amid_closing_closes_and_says_that_values_are_gone(
 ) -> None:
     model = seeded(TinyLM)
     engine = offload.initialize(model, config(tmp_path, NVME))
-    put, left = closing._Given.put, [3]
+    storage, left = closing._Given.storage, [3]
 
-    def failing(*args: Any) -> None:
+    def failing(given: Any) -> torch.Tensor:
         left[0] -= 1
         if left[0] < 0:
             raise MemoryError
-        put(*args)
+        return storage(given)
 
-    monkeypatch.setattr(closing._Given, "put", failing)
+    monkeypatch.setattr(closing._Given, "storage", failing)
     with pytest.raises(MemoryError):
         engine.close("host")
     assert engine.is_closed

@@ -40,7 +40,7 @@ BEFORE_WEIGHTS_LEAVE = {
 AFTER = {
     "the first values": (offload.engine, "load_group"),
     "the optimizer": (offload.engine, "optimizer_class"),
-    "saved activations": (offload.engine, "Activations"),
+    "saved activations": (offload.engine, "handle_activations"),
     "the hooks": (offload.zero.step.runtime.Runtime, "start"),
     "the refusal of wrappers": (offload.engine, "refuse_foreign_wrappers"),
 }
