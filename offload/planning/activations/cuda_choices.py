@@ -73,9 +73,8 @@ def _attention(
         )[0]
         return output
     result: Tensor = _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale,
-        enable_gqa=enable_gqa,
-    )[0]  # fmt: skip
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
     return result
 
 

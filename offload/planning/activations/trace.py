@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 
 from offload.config import OffloadConfig
-from offload.losses.causal_lm import chunked_loss
+from offload.losses.causal_lm import ChunkedLoss
 from offload.losses.tiled_mlp import tile_mlps
 from offload.planning.activations.cuda_choices import choosing_for_cuda
 from offload.planning.activations.facts import ActivationFacts
@@ -170,18 +170,14 @@ def run_of(model: nn.Module, *, trains: bool) -> Run:
         more["logits_to_keep"] = 1
 
     def run(model: nn.Module, workload: Workload) -> Any:
-        given = {name: _tokens(workload) for name in inputs[: 1 + trains]}
-        output = model(**given, **more)
+        tokens = torch.zeros(workload.batch, workload.sequence, dtype=torch.long)
+        output = model(**dict.fromkeys(inputs[: 1 + trains], tokens), **more)
         return output.loss if trains else output.logits
 
     return run
 
 
 _INPUTS = (("tokens", "targets"), ("input_ids", "labels"))
-
-
-def _tokens(workload: Workload) -> Tensor:
-    return torch.zeros(workload.batch, workload.sequence, dtype=torch.long)
 
 
 @contextmanager
@@ -203,7 +199,8 @@ def as_the_engine(
     """Install what changes the live bytes as the engine does: recomputation, saved tensors that
     move elsewhere, gradients that are taken, a chunked loss."""
     with ExitStack() as stack:
-        stack.enter_context(chunked_loss(model, config.loss.chunked))
+        if config.loss.chunked:
+            stack.callback(ChunkedLoss(model).remove)
         activations = config.placement.activations
         stack.callback(tile_mlps(model, activations.tiled_mlp))
         checkpoint = activations.checkpoint

@@ -30,12 +30,7 @@ from offload.planning.activations.facts import (
 from offload.planning.choice.placement_search import filled, near, without_files
 from offload.planning.machine.baseline import GPU_NBYTES, Baseline
 from offload.planning.machine.speeds import NOMINAL, Speeds
-from offload.planning.plan.builder import (
-    PlanBuilder,
-    reserve_nbytes,
-    resolve,
-    within_gpu_budget,
-)
+from offload.planning.plan.builder import PlanBuilder, reserve_nbytes, resolve, within_gpu_budget
 from offload.planning.plan.estimate import Shortfall, StepEstimate, Workload, short_weight
 from offload.planning.plan.plan import (
     Hardware,
@@ -161,13 +156,10 @@ def solve(
     fastest_s = min((c.seconds for c in candidates if c.fits), default=0.0)
     # `sorted` keeps the search's order among equals
     best, *others = sorted(candidates, key=lambda candidate: candidate.timed_rank(fastest_s))
-    return Solution(best, tuple(others), tuple(_open_keys(config)))
-
-
-def _open_keys(config: OffloadConfig) -> Iterator[str]:
-    yield from (f"placement.{name}" for name, home in config.placement.homes().items() if not home)
+    keys = [f"placement.{name}" for name, home in config.placement.homes().items() if not home]
     if config.placement.activations.checkpoint == "auto":
-        yield "placement.activations.checkpoint"
+        keys.append("placement.activations.checkpoint")
+    return Solution(best, tuple(others), tuple(keys))
 
 
 def _choices(config: OffloadConfig, run: RunFacts | None) -> Iterator[OffloadConfig]:
@@ -301,7 +293,6 @@ class _Search:
         return self._plans[key]
 
     def _timed(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with the time of its step, if it is known how."""
         if (run := self._run) is None:
             return candidate
         step = estimate_step(

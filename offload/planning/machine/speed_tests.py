@@ -289,7 +289,10 @@ class _Disk:
     def measure(self, *, beside_compute: bool) -> DiskSpeeds:
         """Measure the three rates in turn, since the speed of a disk that is shared, or throttled
         after a while, changes during the measurement."""
-        self._fill()
+        # first writes take up to twice as long, and are rare in a run
+        self._move("w", self._nbytes, _FILL_S)
+        self._nbytes = self._next["w"]
+        self._next["w"] = self._nbytes // 2 // _BLOCK_NBYTES * _BLOCK_NBYTES
         part = max(_BLOCK_NBYTES, self._nbytes // _ROUNDS)
         ways = ("w", "r", "rw")
         rounds = [[self._move(how, part, _PART_S) for how in ways] for _ in range(_ROUNDS)]
@@ -298,12 +301,6 @@ class _Disk:
             nvme_read_bytes_per_s=read, nvme_write_bytes_per_s=write, nvme_mixed_bytes_per_s=mixed,
             io_lost_s_per_byte=self._lost_s_per_byte() if beside_compute else 0.0,
         )  # fmt: skip
-
-    def _fill(self) -> None:
-        """Write all blocks once: first writes take up to twice as long, and are rare in a run."""
-        self._move("w", self._nbytes, _FILL_S)
-        self._nbytes = self._next["w"]
-        self._next["w"] = self._nbytes // 2 // _BLOCK_NBYTES * _BLOCK_NBYTES
 
     def _lost_s_per_byte(self) -> float:
         """Seconds that a product loses per byte that is moved and checked beside it."""

@@ -13,12 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.config.fields import Percent
-from offload.planning.plan.buffers import (
-    kinds_of,
-    plan_device,
-    plan_shared,
-    staging_nbytes_of,
-)
+from offload.planning.plan.buffers import kinds_of, plan_device, plan_shared, staging_nbytes_of
 from offload.planning.plan.chunk_and_prefetch import chunk_in_memory, prefetch_depth, streamed_chunk
 from offload.planning.plan.kv_plan import plan_kv
 from offload.planning.plan.plan import (
@@ -259,10 +254,14 @@ def resolve_budgets(
     machine without a GPU."""
     gpu_nbytes = hardware.device_nbytes
     whole = {**hardware.capacities, Tier.DEVICE: gpu_nbytes or hardware.host_nbytes}
+    free = hardware.host_free_nbytes
+    left = free - reserve_nbytes(free)
+    if not gpu_nbytes:  # a share of RAM is left to activations, whose size is not known here
+        left = min(left, int(free * _BESIDE_ACTIVATIONS))
     auto = {
         **whole,
         Tier.DEVICE: int(gpu_nbytes * 0.8) if gpu_nbytes else on_cpu_device,
-        Tier.HOST: _host_auto(hardware),
+        Tier.HOST: left,
         Tier.NVME: int(hardware.nvme_free_nbytes * 0.9),
     }
     return {tier: resolve(config.budget.of(tier), whole[tier], auto[tier]) for tier in TIERS}
@@ -280,14 +279,6 @@ def within_gpu_budget(config: OffloadConfig, hardware: Hardware) -> Hardware:
     # 0 would be no GPU
     left = max(PAGE_NBYTES, min(free, budget - hardware.device_held_nbytes))
     return replace(hardware, device_nbytes=left, gpu_budget_nbytes=budget)
-
-
-def _host_auto(hardware: Hardware) -> int:
-    """Return the automatic host budget: free RAM without the reserve. Without a GPU a share of RAM
-    is left to activations, whose size is not known here."""
-    free = hardware.host_free_nbytes
-    left = free - reserve_nbytes(free)
-    return left if hardware.device_nbytes else min(left, int(free * _BESIDE_ACTIVATIONS))
 
 
 def reserve_nbytes(free_nbytes: int) -> int:

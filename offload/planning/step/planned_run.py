@@ -26,15 +26,7 @@ from typing import TYPE_CHECKING
 from offload.planning.plan.plan import Plan, spare_host_nbytes, speculative_groups
 from offload.planning.plan.sizes import ITEMSIZE, RecordKind, pages
 from offload.planning.step.planned_states import PlannedGroup, PlannedState, pool_of
-from offload.planning.step.program import (
-    Action,
-    Bytes,
-    Fetch,
-    Move,
-    Verb,
-    total_of,
-    write_program,
-)
+from offload.planning.step.program import Action, Bytes, Fetch, Move, Verb, total_of, write_program
 from offload.planning.step.representatives import Representatives
 from offload.tiers.ledger import StateClass, TierAccount
 from offload.tiers.tier import Tier

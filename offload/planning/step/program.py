@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
-from offload.zero.groups.model_shape import ModelShape, UnitShape
+from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
@@ -138,12 +138,8 @@ def _backward_uses(model: ModelShape) -> dict[int, list[int]]:
     before_blocks = True
     for index, unit in enumerate(model.units):
         before_blocks = before_blocks and not unit.repeated
-        if not (before_blocks and _is_one_matrix(model, unit)):
+        own = [param for group in unit.groups for param in model.groups[group].params]
+        # one matrix is needed for its input's gradient alone
+        if not (before_blocks and len(own) == 1 and len(own[0].shape) == 2):
             uses[index] = list(reversed(unit.groups))
     return uses
-
-
-def _is_one_matrix(model: ModelShape, unit: UnitShape) -> bool:
-    """Whether the unit is one matrix, which backward would need only for its input's gradient."""
-    own = [param for group in unit.groups for param in model.groups[group].params]
-    return len(own) == 1 and len(own[0].shape) == 2
