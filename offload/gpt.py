@@ -65,9 +65,6 @@ class Head(Linear):
 class Embedding(nn.Embedding):
     """An embedding initialised from a normal distribution."""
 
-    def __init__(self, count: int, width: int) -> None:
-        super().__init__(count, width)
-
     def reset_parameters(self) -> None:
         """Fill the weight from the default generator."""
         _fill_normal(self.weight, _INIT_STD)

@@ -46,10 +46,7 @@ def plan(
     ranks: Annotated[
         int,
         typer.Option(
-            metavar="N",
-            min=1,
-            max=_MAX_RANKS,
-            help="Processes per machine, as under torchrun.",
+            metavar="N", min=1, max=_MAX_RANKS, help="Processes per machine, as under torchrun."
         ),
     ] = 1,
     nodes: Annotated[
@@ -97,8 +94,7 @@ def generate(
 @app.command()
 def doctor(
     paths: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="PATH", help="Folders for swap files to check."),
+        list[Path] | None, typer.Argument(metavar="PATH", help="Folders for swap files to check.")
     ] = None,
 ) -> None:
     """Report what this machine offers, what is missing, and how to fix it. The exit code is 1 if

@@ -61,8 +61,7 @@ def verify(path: Folder) -> None:
 def export(
     path: Folder,
     out: Annotated[
-        Path,
-        typer.Argument(metavar="OUT", help="A new OUT.safetensors, or a new folder of them."),
+        Path, typer.Argument(metavar="OUT", help="A new OUT.safetensors, or a new folder of them.")
     ],
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
@@ -71,8 +70,7 @@ def export(
     source: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER",
-            help="Folder with the tokenizer's files. Default: the model's source.",
+            metavar="FOLDER", help="Folder with the tokenizer's files. Default: the model's source."
         ),
     ] = None,
 ) -> None:
@@ -130,7 +128,6 @@ def import_deepspeed(
 
 
 def _summary(manifest: Manifest) -> list[str]:
-    """Return a few lines that summarise the checkpoint."""
     from offload.tiers.units import format_bytes
 
     optimizer = manifest.optimizer
@@ -155,7 +152,6 @@ def _summary(manifest: Manifest) -> list[str]:
 
 
 def _groups(manifest: Manifest) -> Table:
-    """Return a table of the checkpoint's groups, their parameters and bytes."""
     from offload.display.console import table
     from offload.tiers.units import format_bytes
 

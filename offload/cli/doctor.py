@@ -95,7 +95,6 @@ def check_path(path: Path) -> list[Check]:
 
 
 def _machine() -> Iterator[Check]:
-    """Check software, memory and processor."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.platform()}")
     for name in ("torch", "numba", "numpy"):
         yield Check(name, "ok", str(machine.version_of(name)))

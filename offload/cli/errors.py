@@ -134,7 +134,8 @@ def _drop_output() -> None:
 def print_error(message: str) -> None:
     """Print `error: message` to stderr, in red on a terminal."""
     # written without rich: its wrapping would cut paths that users copy
-    red, normal = ("\x1b[31m", "\x1b[0m") if _colours(sys.stderr.isatty()) else ("", "")
+    term, plain = os.environ.get("TERM"), "NO_COLOR" in os.environ or not sys.stderr.isatty()
+    red, normal = ("", "") if plain or term == "dumb" else ("\x1b[31m", "\x1b[0m")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "rank" not in message.partition(":")[0]:
         message = f"rank {_rank()}: {message}"
     indented = plain_lines(message).replace("\n", "\n       ")
@@ -144,7 +145,3 @@ def print_error(message: str) -> None:
 def _rank() -> str:
     """Return the rank of this process among those that `torchrun` has started."""
     return os.environ.get("RANK", "0")
-
-
-def _colours(is_tty: bool) -> bool:
-    return is_tty and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

@@ -15,14 +15,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
@@ -52,9 +45,8 @@ class Section(BaseModel):
     """A part of the configuration: frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )  # fmt: skip
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def contradiction(self, key: str, other: str, why: str) -> KeyedError:
         """Return the error about two keys of this section; `why` says what else, and what to do."""

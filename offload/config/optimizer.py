@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
-from offload.config.fields import (
-    AutoBool,
-    AutoChunk,
-    KeyedError,
-    Section,
-    StateFormatName,
-    key,
-)
+from offload.config.fields import AutoBool, AutoChunk, KeyedError, Section, StateFormatName, key
 from offload.kernels.rules import RULES, Scalars
 
 Number = float | bool

@@ -136,5 +136,4 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value as it is written in a file."""
     return dump_yaml(value, inline=True)

@@ -34,7 +34,7 @@ from offload.config.fields import (
 from offload.config.file import dump_yaml
 from offload.config.optimizer import OptimizerConfig
 from offload.config.paths import StrPath
-from offload.config.source import ConfigSource, load_source
+from offload.config.source import load_source
 from offload.config.suggestions import near
 from offload.config.training import TrainConfig
 from offload.errors import ConfigError
@@ -439,14 +439,11 @@ class OffloadConfig(Section):
             if not overrides:
                 return source
             source = source.to_dict()
-        return cls._validated(load_source(source, overrides))
-
-    @classmethod
-    def _validated(cls, source: ConfigSource) -> OffloadConfig:
+        loaded = load_source(source, overrides)
         try:
-            return cls.model_validate(source.value)
+            return cls.model_validate(loaded.value)
         except ValidationError as error:
-            raise render(error, cls, source) from None
+            raise render(error, cls, loaded) from None
 
     @property
     def master(self) -> Literal["split", "fp32", "none"]:

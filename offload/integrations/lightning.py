@@ -249,22 +249,18 @@ class OffloadStrategy(ParallelStrategy):  # type: ignore[misc]
                 "%s: weights alone were asked for, and the engine's folder has the optimizer's "
                 "states as well", filepath,
             )  # fmt: skip
-        if self.lightning_module.trainer.interrupted:
-            self._drop_gradients_of_half_a_step(filepath)
-        file = io.BytesIO()
-        torch.save(checkpoint, file)
-        state = {_LIGHTNINGS: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
-        self.engine.save_checkpoint(filepath, state=state)
-
-    def _drop_gradients_of_half_a_step(self, filepath: Any) -> None:
-        """After an exception amid accumulation: the checkpoint is of the last step, as without this
-        strategy, and the exception stays the one that is seen."""
-        if self.engine.has_unstepped_gradients():
+        if self.lightning_module.trainer.interrupted and self.engine.has_unstepped_gradients():
+            # amid accumulation: the checkpoint is of the last step, as without this strategy, and
+            # the exception that interrupted the run stays the one that is seen
             _log.warning(
                 "%s: the run was interrupted between a backward and its step; those gradients are "
                 "not in the checkpoint", filepath,
             )  # fmt: skip
             self.engine.optimizer.zero_grad()
+        file = io.BytesIO()
+        torch.save(checkpoint, file)
+        state = {_LIGHTNINGS: torch.frombuffer(file.getbuffer(), dtype=torch.uint8)}
+        self.engine.save_checkpoint(filepath, state=state)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -244,17 +244,6 @@ class ChunkedLoss:
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(loss.device)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
-
-
-@contextmanager
-def chunked_loss(model: nn.Module, chunked: bool) -> Iterator[None]:
-    """Inside, a model's loss is made in chunks, if `chunked`."""
-    loss = ChunkedLoss(model) if chunked else None
-    try:
-        yield
-    finally:
-        if loss is not None:
-            loss.remove()
 
 
 def _has_a_head(module: Any) -> bool:

@@ -115,7 +115,6 @@ class DeviceHomes:
         }
 
     def _to_host(self) -> list[CopyStream]:
-        """Return the links to the host."""
         return [self.links.to_host, self._update_links.to_host, self._gradients_to_host]
 
     # ---------------------------------------------------------------- waiting

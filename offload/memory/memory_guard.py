@@ -174,7 +174,6 @@ def read_headroom(root: Path = _ROOT) -> list[Headroom]:
 
 
 def _headroom(limit: machine.MemoryLimit) -> Headroom:
-    """Return what is left of a cgroup."""
     size = limit.limit_nbytes
     room = max(0, size - limit.used_nbytes + limit.active_cache_nbytes)
     return Headroom(f"cgroup {limit.folder}", size, room, reserve_of(size))

@@ -301,10 +301,7 @@ class TierManager:
         planned = self.plan.shared
         assert planned is not None, "there are several ranks"
         pool = self._device.pool if self.plan.gpu else self.pool
-        wanted = {
-            "received": planned.received_nbytes,
-            "summed": planned.summed_nbytes,
-        }
+        wanted = {"received": planned.received_nbytes, "summed": planned.summed_nbytes}
         leases = {
             what: pool.demand(nbytes, f"the workspace of collectives, {what}", StateClass.STAGING)
             for what, nbytes in wanted.items()

@@ -53,9 +53,8 @@ def run_page(folder: Path) -> str:
     )
     name = folder.resolve().name
     page = Page(
-        f"{name}: a run of offload", name, (), verdict, state,
-        tuple(_figures(run)), sections,
-    )  # fmt: skip
+        f"{name}: a run of offload", name, (), verdict, state, tuple(_figures(run)), sections
+    )
     return to_html(page, by="offload")
 
 

@@ -35,12 +35,7 @@ from offload.runs.world import World
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
-from offload.train.summary import (
-    loss_line,
-    moved_line,
-    plain_state_nbytes,
-    summary_table,
-)
+from offload.train.summary import loss_line, moved_line, plain_state_nbytes, summary_table
 from offload.train.text import Batches
 
 if TYPE_CHECKING:

@@ -66,9 +66,8 @@ def _tensors_of(model: nn.Module, path: Path, files: ExitStack) -> dict[str, Laz
 
 
 def _fill(
-    model: nn.Module, lazy: LazyWeights, tensors: Mapping[str, LazyTensor],
-    only: torch.dtype | None,
-) -> None:  # fmt: skip
+    model: nn.Module, lazy: LazyWeights, tensors: Mapping[str, LazyTensor], only: torch.dtype | None
+) -> None:
     """Let the model have these tensors. Raises CheckpointError, which names them, if parameters are
     not among them; warns of buffers that are not, and of tensors that the model lacks."""
     tied: dict[int, list[str]] = {}

@@ -11,8 +11,7 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,22 +96,16 @@ def from_pretrained(
         raise ConfigError(
             "dtype=: precision in offload's configuration says what the model computes with"
         )
-    model = open_pretrained(
-        folder, model_class=model_class, dtype=DTYPES[loaded.precision], **kwargs
-    )
-    _say_rounded(model, loaded.precision)
-    return initialize(model, loaded, parameters=parameters, mesh=mesh)
-
-
-def _say_rounded(model: nn.Module, precision: str) -> None:
-    """Warn about rounded weights: an engine computes in one format, and transformers keeps some
-    models' weights in fp32."""
-    wide = [n for n, p in model.named_parameters() if p.dtype.itemsize > DTYPES[precision].itemsize]
+    dtype = DTYPES[loaded.precision]
+    model = open_pretrained(folder, model_class=model_class, dtype=dtype, **kwargs)
+    # an engine computes in one format, and transformers keeps some models' weights in fp32
+    wide = [n for n, p in model.named_parameters() if p.dtype.itemsize > dtype.itemsize]
     if wide:
         _log.warning(
             "transformers keeps %d parameters in fp32 (%s); here they are computed with in %s",
-            len(wide), some_of(wide), precision,
+            len(wide), some_of(wide), loaded.precision,
         )  # fmt: skip
+    return initialize(model, loaded, parameters=parameters, mesh=mesh)
 
 
 def open_pretrained(
@@ -145,9 +138,16 @@ def open_pretrained(
     quantized = settings_of(text, folder)  # unsupported formats, before a class is looked for
     files = _files(folder, variant, text.get("transformers_weights"))
     _check_counts(text, _max_tensors(files), folder / CONFIG)
-    with _understood(folder / CONFIG):
+    try:
         settings, kind, kwargs = _settings(transformers, folder, text, model_class, kwargs)
         return _opened(folder, files, kind, settings, text, quantized, dtype=dtype, **kwargs)
+    except OffloadError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{folder / CONFIG}: transformers makes no model of it ({type(error).__name__}: "
+            f"{plain(' '.join(str(error)[:4000].split()), 1000)})"
+        ) from error
 
 
 def _max_tensors(files: Iterable[Path]) -> int:
@@ -199,9 +199,8 @@ def _opened(
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
                 module._buffers[name] = buffer.value()
-    from offload.integrations.transformers.pretrained_save import (
-        StreamedSave,  # which needs transformers
-    )
+    # which needs transformers
+    from offload.integrations.transformers.pretrained_save import StreamedSave
 
     for module in model.modules():
         StreamedSave.install(module)  # also the base model alone
@@ -293,20 +292,6 @@ def _settings(
         if not isinstance(settings, model_class.config_class):  # the text model of several
             settings = settings.get_text_config()
     return settings, model_class, left
-
-
-@contextmanager
-def _understood(path: Path) -> Iterator[None]:
-    """Raise any error of transformers about a configuration as a ConfigError."""
-    try:
-        yield
-    except OffloadError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{path}: transformers makes no model of it ({type(error).__name__}: "
-            f"{plain(' '.join(str(error)[:4000].split()), 1000)})"
-        ) from error
 
 
 def _transposed(kind: Any, settings: Any) -> set[str]:
