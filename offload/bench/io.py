@@ -95,7 +95,6 @@ def _nbytes(options: IoOptions, folder: Path) -> int:
     return nbytes
 
 
-# ---------------------------------------------------------------- the block store
 class StoreLoop:
     """Writes and reads blocks of a `BlockStore`, a few in flight.
 

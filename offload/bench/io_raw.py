@@ -19,8 +19,6 @@ from offload.tiers.errors import StorageError
 from offload.tiers.units import format_bytes
 
 _MIB = 1 << 20
-
-
 _DEPTH, _BLOCK_NBYTES = 8, 16 * _MIB  # calls in flight, as many as any disk here needs
 
 

@@ -92,7 +92,6 @@ class Offload(System):
         self._engine.close("drop")
 
 
-# ---------------------------------------------------------------- turns
 @dataclass(frozen=True)
 class Turn:
     """One turn's measurements, with the losses of all its steps."""

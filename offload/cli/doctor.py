@@ -168,7 +168,6 @@ def _backends(path: Path) -> list[Check]:
     return checks
 
 
-# ---------------------------------------------------------------- the command
 def print_checks(paths: Sequence[Path]) -> None:
     """Check the machine (and `paths`), and print the findings and the verdict. The exit code is 1
     if nothing can be trained, 2 if a path is no folder."""

@@ -177,7 +177,6 @@ class CheckedFiles:
         self._open.move_to_end(name)
         return file
 
-    # ---------------------------------------------------------------- checks
     def problems(self, name: str, on_bytes: Callable[[int], None]) -> Iterator[str]:
         """The first damaged block of each section of a file, as a message."""
         try:

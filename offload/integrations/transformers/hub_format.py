@@ -177,7 +177,6 @@ def raw_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-# ---------------------------------------------------------------- an engine's weights
 def stream_weights(engine: Engine, take: Take) -> None:
     """Call `take(spec, elements, raw)` for every part of every parameter, from its first element to
     its last: `elements` of the parameter, and their bytes (1D uint8, valid during the call), in the

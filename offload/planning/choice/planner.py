@@ -59,7 +59,6 @@ def check_plan(best: Candidate) -> None:
         raise BudgetError(best.shortfalls[0].message)
 
 
-# ---------------------------------------------------------------- of a run
 @dataclass(frozen=True)
 class RunPlan:
     """The chosen candidate (`solution.best`) of a run."""

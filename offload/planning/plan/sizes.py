@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 STAGING_BUFFERS = 4  # read | compute | write, and one to spare
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 CLASSES = (StateClass.PARAMETERS, StateClass.GRADIENTS, StateClass.OPTIMIZER)
-
-
 Placements = Mapping[StateClass, Placement]
 
 

@@ -77,7 +77,6 @@ def _rank_notes(case: Case) -> Iterator[str]:
         yield "no times: the network between the ranks is not known"
 
 
-# ---------------------------------------------------------------- changes
 def changes(case: Case, now: Estimate, estimator: Estimator) -> tuple[Change, ...]:
     """Return single changes that fit, the fastest step first."""
 

@@ -54,7 +54,6 @@ def _all(case: Case, estimate: Estimate, tiers: set[Tier]) -> Iterator[Knob]:
     yield from _hardware(case, tiers)
 
 
-# ---------------------------------------------------------------- the configuration
 def _recompute(case: Case) -> Knob:
     now = case.config.placement.activations.checkpoint
     key = "placement.activations.checkpoint"
@@ -144,7 +143,6 @@ def _states(case: Case) -> Knob:
     ]
 
 
-# ---------------------------------------------------------------- hardware
 def _hardware(case: Case, tiers: set[Tier]) -> Iterator[Knob]:
     profile = case.profile
     if Tier.HOST in tiers:
@@ -162,7 +160,6 @@ def _bought(option: str, nbytes: int, text: str) -> Change:
     return Change({option: format_bytes(nbytes).replace(".0 ", "")}, text)
 
 
-# ---------------------------------------------------------------- applied
 def applied(change: Change, case: Case) -> Case | None:
     """Return the case with the change; None if the configuration refuses it beside other
     settings."""

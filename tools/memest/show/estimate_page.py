@@ -49,7 +49,6 @@ def _formats(estimate: Estimate) -> str:
     return f"{config.precision}{master}{states}{words.get(recompute, '')}"
 
 
-# ---------------------------------------------------------------- key figures
 def _figures(estimate: Estimate) -> Iterator[Figure]:
     """Yield the key figures: time first, then the wear of disks."""
     if estimate.inference is not None:
@@ -88,7 +87,6 @@ def _of_inference(estimate: Estimate, inference: InferenceEstimate) -> Iterator[
         yield Figure("kv cache", format_bytes(inference.cache_nbytes or 0), cached)
 
 
-# ---------------------------------------------------------------- sections
 def _sections(estimate: Estimate) -> Iterator[Section]:
     messages = dict.fromkeys(each.message for each in estimate.shortfalls)
     yield Section("Why not", lines=tuple(messages))

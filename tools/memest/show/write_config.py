@@ -90,7 +90,6 @@ def _train_lines(command: str, profile: HardwareProfile) -> Iterator[str]:
     yield "# or in a loop of your own:"
 
 
-# ---------------------------------------------------------------- the keys
 def _planned(estimate: Estimate, asked: OffloadConfig, *, pretrained: bool) -> dict[str, Any]:
     """Return what was planned, then the other keys that were given."""
     config, plan, trains = estimate.config, estimate.plan, estimate.inference is None
