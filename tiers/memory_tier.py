@@ -94,7 +94,6 @@ class MemoryTier:
         return round_up(max(nbytes, 1), PAGE_NBYTES) <= largest
 
     def full(self, nbytes: int, owner: str, state_class: StateClass) -> TierFullError:
-        """The error that says why `nbytes` do not fit."""
         what = "optimizer states" if state_class is StateClass.STAGING else str(state_class)
         slower = " or ".join(map(str, self.name.slower))
         remedy = f"raise budget.{self.name}" + (f" or move {what} to {slower}" if slower else "")

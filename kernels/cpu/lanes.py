@@ -50,7 +50,6 @@ class Lanes:
         self.width = width
 
     def of(self, scalar: ir.Type) -> ir.VectorType:
-        """The vector type over a scalar type."""
         return ir.VectorType(scalar, self.width)
 
     def constant(self, scalar: ir.Type, value: float) -> Value:

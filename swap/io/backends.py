@@ -118,7 +118,6 @@ def measured_speed(path: str | os.PathLike[str], timeout_s: float) -> float:
 
 
 def _pass_s(operation: Operation, file: SwapFile, backend: IOBackend, buffer: memoryview) -> float:
-    """Seconds to move all of `buffer`."""
     started = time.perf_counter()
     moves: list[Transfer[None]] = [
         backend.submit(operation, file.fd, buffer[at : at + _BLOCK_NBYTES], at, path=file.path)

@@ -109,7 +109,6 @@ class IOPiece:
         return self.request.offset_bytes + self.start + self.moved_nbytes
 
     def remaining(self) -> memoryview:
-        """The bytes that the next call has to move."""
         begin = self.start + self.moved_nbytes
         end = min(self.start + self.nbytes, begin + MAX_CALL_NBYTES)
         return self.request.buffer[begin:end]

@@ -113,7 +113,6 @@ class Transfer(Generic[T]):
 
     @classmethod
     def completed(cls, value: T, what: object = "a completed transfer") -> Transfer[T]:
-        """A transfer that is done already."""
         transfer = cls(what)
         transfer._value = value
         transfer._state = _State.DONE

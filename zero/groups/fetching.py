@@ -72,7 +72,6 @@ class Fetcher:
 
     @property
     def next_number(self) -> int:
-        """The number of the next item to be added."""
         return len(self._items)
 
     def add(self, item: Fetchable, table: str = "") -> None:
@@ -86,7 +85,6 @@ class Fetcher:
         self._any_moves |= not item.state.in_place
 
     def replace(self, item: Fetchable) -> None:
-        """Let `item` take the place of the one with its number."""
         self._items[item.index] = item
 
     def next_use(self, index: int) -> float:

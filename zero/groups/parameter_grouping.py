@@ -65,7 +65,6 @@ class ParameterGrouping:
     cached: tuple[CachedLayer, ...] = ()  # layers whose keys and values are kept in tiers
 
     def shape(self) -> ModelShape:
-        """Return the same without modules and values."""
         units = (UnitShape(u.name, tuple(u.groups), u.repeated, u.table) for u in self.units)
         groups, chosen = tuple(self.groups), self.experts_per_token
         return ModelShape(groups, tuple(units), chosen, self.cached)

@@ -124,7 +124,6 @@ class Gatherer:
         state.begin(lease, self._fences.claim(lease.extent))
 
     def used(self, state: GatheredState) -> None:
-        """Note that `state` is the most recently used now."""
         self._gathered[id(state)] = self._gathered.pop(id(state))
 
     def expect(self, state: GatheredState, now: GatheredState) -> None:

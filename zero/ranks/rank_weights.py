@@ -78,11 +78,9 @@ class RankWeights:
         return {}
 
     def lanes(self) -> list[Lane]:
-        """Return the lanes that the model's thread waits for."""
         return []
 
     def orders(self) -> list[OrderedWork]:
-        """Return the threads that issue collectives."""
         return []
 
     def ending(self) -> Callable[[], None]:

@@ -227,7 +227,6 @@ def _kept(state: OptimizerState) -> list[Undoable]:
 
 
 def _code_nbytes(state: OptimizerState) -> dict[int, int]:
-    """Return the bytes of the codes, by chunk."""
     pieces = len(state.steps)  # of consecutive elements with equal numbers, at most
     return {chunk: codes_nbytes(len(state.chunks[chunk]), pieces) for chunk in _coded(state)}
 
