@@ -1,4 +1,4 @@
-"""What the engine's tests share: a small language model, configurations, and runs to compare."""
+"""What the engine's tests share: a small language model, and configurations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,16 @@ import offload.tiered_model
 from offload.errors import BudgetError
 from offload.process.child import child_environment
 from offload.tiers.units import parse_bytes
+from tests.offload.engine_states import (  # noqa: F401 - tests in other folders look for them here
+    assert_same_bits,
+    assert_scheduler_is_saved,
+    bits,
+    differing,
+    gradients_of,
+    losses_of,
+    parameters_of,
+    states_of,
+)
 
 # The engine's device. `make gpu-check` sets it; tests that go by it take MARKS.
 ON = os.environ.get("OFFLOAD_TEST_DEVICE", "cpu")
@@ -116,70 +126,6 @@ def config(folder: Path, placement: Mapping[str, Any] = NVME, **keys: Any) -> di
     }
 
 
-def parameters_of(engine: offload.Engine) -> dict[str, Tensor]:
-    """Copies of all parameters, by name."""
-    with engine.gathered():
-        named = engine.module.named_parameters()
-        return {name: param.detach().clone() for name, param in named}
-
-
-def states_of(engine: offload.Engine) -> dict[str, Tensor]:
-    """Parameters, masters, moments and step counts, by name."""
-    states = parameters_of(engine)
-    for name, param in engine.module.named_parameters():
-        if engine.store.group_of(param) is not None:
-            state = engine.values.read_state(param)
-            states.update({f"{name} {key}": value for key, value in state.items()})
-    return states
-
-
-def gradients_of(engine: offload.Engine) -> dict[str, Tensor]:
-    """Copies of the accumulated gradients, by name."""
-    gradients = {n: engine.gradient(p) for n, p in engine.module.named_parameters()}
-    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
-
-
-def assert_scheduler_is_saved(engine: offload.Engine) -> None:
-    """The saved checkpoint has the scheduler: no warning was given that it is left out."""
-    assert engine.optimizer.has_scheduler
-    assert not engine._told_of_scheduler
-
-
-def bits(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def differing(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
-    """Names whose tensors are not equal bit for bit, and names that only one side has."""
-    common = a.keys() & b.keys()
-    return sorted(
-        (a.keys() ^ b.keys()) | {name for name in common if bits(a[name]) != bits(b[name])}
-    )
-
-
-def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
-    names = differing(a, b)
-    assert not names, f"{len(names)} of {len(a)} differ: {names[:6]}"
-
-
-def losses_of(
-    engine: offload.Engine,
-    data: Sequence[Tensor],
-    accumulate: int = 1,
-    loss_of: Callable[[nn.Module, Tensor], Tensor] | None = None,
-) -> list[float]:
-    """Train on `data`, a step after every `accumulate` batches; the loss of each batch."""
-    losses = []
-    for number, tokens in enumerate(data, 1):
-        loss = loss_of(engine.module, tokens) if loss_of else engine.module.loss(tokens)  # type: ignore[operator]
-        engine.backward(loss / accumulate)
-        losses.append(loss.item())
-        if number % accumulate == 0:
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-    return losses
-
-
 def plan_for_a_gpu(patch: pytest.MonkeyPatch, **more: Any) -> None:
     """Engines plan as for a machine with a GPU of 1 GiB; host memory stands in for its memory."""
     real = offload.tiered_model.this_machine
@@ -198,11 +144,12 @@ def saved_step(folder: Path, keys: Mapping[str, Any]) -> Path:
     return folder / "saved"
 
 
-def said_by(program: Path, *arguments: str) -> Any:
-    """The JSON that a program prints, in a process of its own with one thread of PyTorch's: several
-    would mostly wait for each other."""
+def said_by(program: Path | str, *arguments: str) -> Any:
+    """The JSON that a program (a file, or its text) prints, in a process of its own with one thread
+    of PyTorch's: several would mostly wait for each other."""
+    named = ["-c", program] if isinstance(program, str) else [str(program)]
     done = subprocess.run(
-        [sys.executable, str(program), *arguments], capture_output=True, text=True, timeout=300,
+        [sys.executable, *named, *arguments], capture_output=True, text=True, timeout=300,
         env={**child_environment(), "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

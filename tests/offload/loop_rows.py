@@ -860,6 +860,7 @@ def evaluation(t: Trial) -> list[float]:
         one = t.loss(x, y).item()
     with torch.inference_mode():
         two = t.loss(-x, y).item()
+        assert not any(p.is_inference() for p in t.params)
     t.model.train()
     return [one, two]
 

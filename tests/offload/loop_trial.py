@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import BudgetError, OffloadError
-from tests.offload.engine_cases import DEVICE_BUDGET, HOST, NVME, ON, bits
+from tests.offload.engine_cases import DEVICE_BUDGET, HOST, NVME, ON
+from tests.offload.engine_states import bits
 
 WIDTH, OUT, BATCH, STEPS, BLOCKS = 32, 8, 6, 6, 4
 PLACEMENTS = {"host": HOST, "nvme": NVME}

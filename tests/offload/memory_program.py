@@ -1,6 +1,6 @@
-"""Trains two steps with everything on nvme and prints its peak memory as JSON.
+"""Trains two steps of the built-in model and prints as JSON what memory they took.
 
-python memory_program.py LAYERS HOST_MIB FOLDER
+python memory_program.py CONFIG BATCH LENGTH
 """
 
 from __future__ import annotations
@@ -16,26 +16,13 @@ from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.process import machine
 
-
-def config_of(layers: int, host_mib: int, folder: str) -> OffloadConfig:
-    return OffloadConfig.load(
-        {
-            "budget": {"host": f"{host_mib}MiB", "nvme": "4GiB"},
-            "nvme": {"paths": [folder]},
-            "placement": {
-                "parameters": "nvme", "gradients": "nvme", "optimizer": "nvme",
-                "activations": {"tier": "device", "checkpoint": True},
-            },
-            "optimizer": {"chunk": 262144},
-            "train": {"model": {"layers": layers, "hidden": 512, "heads": 8, "mlp": 1536}},
-        }
-    )  # fmt: skip
+STEPS = 2
 
 
 def main() -> None:
-    layers, host_mib, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    config = config_of(layers, host_mib, folder)
-    tokens = torch.randint(0, 256, (1, 17))
+    config = OffloadConfig.load(json.loads(sys.argv[1]))
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 256, (int(sys.argv[2]), int(sys.argv[3]) + 1))
     model = build_meta_model(config)
     states = 16 * sum(p.numel() for p in model.parameters())
     warm_up(config)
@@ -43,16 +30,19 @@ def main() -> None:
     machine.trim_memory()
     baseline = machine.rss_nbytes()
     with offload.initialize(model, config) as engine:
-        for _ in range(2):
-            model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+        for _ in range(STEPS):
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+            loss.backward()
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         engine.settle()
         engine.check_integrity()
-        host = engine.report().tiers["host"]
-    peak = machine.peak_rss_nbytes()
-    print(json.dumps({"baseline": baseline, "peak": peak, "states": states,
-                      "budget": host.budget_nbytes, "ledger_peak": host.peak_nbytes}))  # fmt: skip
+        report = engine.report()
+    host, moved = report.tiers["host"], report.bytes_moved
+    print(json.dumps({"baseline": baseline, "peak": machine.peak_rss_nbytes(), "states": states,
+                      "budget": host.budget_nbytes, "ledger_peak": host.peak_nbytes,
+                      "loss": loss.item(), "stayed": moved.get("activations stayed", 0),
+                      "parked": moved.get("activations parked", 0) // STEPS}))  # fmt: skip
 
 
 def warm_up(config: OffloadConfig) -> None:

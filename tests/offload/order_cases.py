@@ -18,15 +18,8 @@ import offload.swap.activations.activation_returns
 import offload.swap.activations.activations
 import offload.tiered_model
 from offload.errors import BudgetError
-from tests.offload.engine_cases import (
-    HOST,
-    VOCABULARY,
-    batches,
-    config,
-    losses_of,
-    plan_for_a_gpu,
-    seeded,
-)
+from tests.offload.engine_cases import HOST, VOCABULARY, batches, config, plan_for_a_gpu, seeded
+from tests.offload.engine_states import losses_of
 from tests.swap.checked_world import CheckedWorld
 
 KIB = 1 << 10
@@ -37,13 +30,14 @@ SLOT = 16  # KiB: more than one of a block's parameters
 class Block(nn.Module):
     """Two chunks of parameters, as few tensors as may be: each costs an interpreted kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: bool) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(16) if norm else nn.Identity()
         self.up = nn.Linear(16, 96, bias=False)
         self.down = nn.Linear(96, 16, bias=False)
 
     def forward(self, x: Tensor, *, whole: bool = True) -> Tensor:
-        y = self.up(x) if whole else x.repeat(1, 1, 6)
+        y = self.up(self.norm(x)) if whole else x.repeat(1, 1, 6)
         y = self.down(nn.functional.gelu(y))
         return x + y
 
@@ -51,10 +45,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """An embedding, blocks, a tied head."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4, *, norm: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(norm) for _ in range(blocks))
         self.head = nn.Linear(16, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.whole = True  # else the first half of each block gets no gradient

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from tests.offload.engine_cases import (
-    DEVICE,
-    HOST,
-    NVME,
-    ON,
-    WIDTH,
-    assert_same_bits,
-    gradients_of,
-    parameters_of,
-    seeded,
-)
+from tests.offload.engine_cases import DEVICE, HOST, NVME, ON, WIDTH, seeded
+from tests.offload.engine_states import assert_same_bits, gradients_of, parameters_of
 
 LR, DECAY = 1e-2, 0.1
 Loss = Callable[[Any, Tensor], Tensor]

@@ -16,7 +16,8 @@ from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.tiered_model import DTYPES
 from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.parameter_grouping import ParameterGrouping, group_parameters
-from tests.offload.engine_cases import VOCABULARY, bits, seeded
+from tests.offload.engine_cases import VOCABULARY, seeded
+from tests.offload.engine_states import bits
 
 WIDTH = 64
 FORMATS = ("int8", "int4", "nf4")

@@ -7,9 +7,7 @@ import functools
 import gc
 import json
 import logging
-import math
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,24 +22,23 @@ import offload.planning.plan.plan
 import offload.swap.activations.activations
 import offload.tiered_model
 from offload.errors import BudgetError, UnsupportedError
-from offload.tiers.units import parse_bytes
 from tests.offload.engine_cases import (
     HOST,
     MARKS,
     NVME,
     ON,
-    assert_same_bits,
     config,
-    gradients_of,
+    min_budget,
     on_the_cpu_alone,
     plan_for_a_gpu,
     said_by,
     seeded,
 )
+from tests.offload.engine_states import assert_same_bits, gradients_of
 
 pytestmark = MARKS
 
-PROGRAM = Path(__file__).with_name("activation_program.py")
+PROGRAM = Path(__file__).with_name("memory_program.py")
 WIDTH, LENGTH, BATCH, VOCABULARY = 32, 16, 4, 37
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -130,14 +127,7 @@ def keys(folder: Path, tier: str, check: Any = False, placement: Any = HOST, **m
 
 def tight(settings: dict[str, Any]) -> dict[str, Any]:
     """The least host budget: what a refusal asks for has to be enough."""
-    budget = {**settings["budget"], "host": "4KiB"}
-    with pytest.raises(BudgetError) as refusal:
-        offload.initialize(seeded(Model), {**settings, "budget": budget})
-    needed = re.search(r"budget.host: .* of the ([\d.]+) (\w+) needed", str(refusal.value))
-    assert needed, str(refusal.value)
-    unit = parse_bytes(f"1{needed[2]}")
-    nbytes = float(needed[1]) * unit + (0 if unit == 1024 else unit / 20)  # one decimal is shown
-    return {**settings, "budget": {**budget, "host": f"{math.ceil(nbytes / 1024)}KiB"}}
+    return {**settings, "budget": min_budget(Model, settings)}
 
 
 @dataclasses.dataclass
@@ -232,8 +222,12 @@ def test_activations_away_from_a_gpu_train_to_the_same_bits(
     assert run.moved["activations stayed"] == 0
 
 
-def test_a_checkpoint_of_the_models_own_inside_trains_to_the_same_bits(folder: Path) -> None:
-    run = train(tight(keys(folder, "nvme")), lambda: Model(inner=True))
+@pytest.mark.parametrize("check", [False, True])
+def test_a_checkpoint_of_the_models_own_inside_trains_to_the_same_bits(
+    folder: Path, check: bool
+) -> None:
+    """A model that checkpoints its blocks itself is left alone."""
+    run = train(tight(keys(folder, "nvme", check)), lambda: Model(inner=True))
     plain = train(keys(folder, "device"), lambda: Model(inner=True))
     run.assert_same(plain)
 
@@ -324,12 +318,6 @@ def test_tier_host_without_a_gpu_changes_nothing(folder: Path) -> None:
     run = train(keys(folder, "host"))
     run.assert_same(reference(folder))
     assert "activations parked" not in run.moved
-
-
-def test_a_model_that_checkpoints_its_blocks_itself_is_left_alone(folder: Path) -> None:
-    run = train(keys(folder, "nvme", True), lambda: Model(inner=True))
-    plain = train(keys(folder, "device"), lambda: Model(inner=True))
-    run.assert_same(plain)
 
 
 def test_a_model_without_repeated_blocks_is_told_that_nothing_is_recomputed(
@@ -457,7 +445,12 @@ def test_a_disk_budget_without_anything_left_is_refused(folder: Path) -> None:
 # ------------------------------------------------------------------------------ memory
 @functools.cache
 def measured(tier: str, check: Any, folder: Path) -> Any:
-    return said_by(PROGRAM, tier, json.dumps(check), str(folder))
+    keys = {
+        "budget": {"host": "256MiB", "nvme": "4GiB"}, "nvme": {"paths": [str(folder)]},
+        "placement": {**HOST, "activations": {"tier": tier, "checkpoint": check}},
+        "train": {"model": {"layers": 6, "hidden": 256, "heads": 4, "max_sequence": 512}},
+    }  # fmt: skip
+    return said_by(PROGRAM, json.dumps(keys), "8", "512")
 
 
 @pytest.mark.slow
@@ -468,6 +461,6 @@ def test_activations_on_nvme_leave_memory(folder: Path, long: bool) -> None:
     assert away["loss"] == there["loss"]
     assert away["parked"] > 400 * MIB
     assert away["stayed"] == 0
-    assert away["host_peak"] <= away["host_budget"]
+    assert away["ledger_peak"] <= away["budget"]
     # the window remains, and what is freed but not yet given back to the system
     assert there["peak"] - away["peak"] > away["parked"] - 272 * MIB

@@ -30,18 +30,8 @@ from offload.planning.plan.plan import needed_nbytes
 from offload.swap.io.block_store import BlockStore
 from offload.tiers.tier import Tier
 from offload.zero.step.save_gate import SaveGate
-from tests.offload.engine_cases import (
-    HOST,
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    min_budget,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, min_budget, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 from tests.offload.test_parity import PLACEMENTS
 
 REPOSITORY = Path(__file__).parents[2]

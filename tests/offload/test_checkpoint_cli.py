@@ -16,15 +16,8 @@ from safetensors.torch import load_file
 import offload
 from offload.checkpoint.foreign import exporting
 from offload.cli.app import main
-from tests.offload.engine_cases import (
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    seeded,
-)
+from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of
 
 REPOSITORY = Path(__file__).parents[2]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

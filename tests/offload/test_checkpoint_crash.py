@@ -26,7 +26,8 @@ from offload.checkpoint.format.folder import pending_name
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import NoSpaceError, PathError
 from tests.offload.checkpoint_crash import KEYS, Request, bits_of, step_of
-from tests.offload.engine_cases import HOST, TinyLM, batches, config, losses_of, seeded
+from tests.offload.engine_cases import HOST, TinyLM, batches, config, seeded
+from tests.offload.engine_states import losses_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -39,8 +40,9 @@ class Victim:
         self.pid = 0
         self.bits: dict[int, int] = {}  # of the steps that were saved since `start`
 
-    def start(self, request: Request) -> int:
-        """Run a child; the step that it found in the checkpoint."""
+    def start(self, path: Path, swap: Path, **keys: Any) -> int:
+        """Run a child; the step that it found in the checkpoint. `keys`: of its `Request`."""
+        request = Request(str(path), str(swap), **keys)
         self.bits = {}
         assert self._process.stdin is not None
         self._process.stdin.write(request.to_json() + "\n")
@@ -89,7 +91,7 @@ def test_killed_at_any_moment_a_save_leaves_a_checkpoint_that_loads(
     draw = random.Random(0)
     step = 0
     for number in range(15 if long else 2):
-        begun = victim.start(Request(str(path), str(tmp_path), fresh=number == 0))
+        begun = victim.start(path, tmp_path, fresh=number == 0)
         assert begun in (step, step + 1), "neither the old nor the new one"
         step = begun
         if number == 0:
@@ -101,57 +103,37 @@ def test_killed_at_any_moment_a_save_leaves_a_checkpoint_that_loads(
         assert ended["ended"] == signal.SIGKILL
         step = ended.get("saved", step)
     assert path.is_dir()
-    victim.start(Request(str(path), str(tmp_path), stop_at=-1))
+    victim.start(path, tmp_path, stop_at=-1)
     victim.end()
     assert os.listdir(path.parent) == ["saved"], "the next save clears up"
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-def test_killed_before_each_system_call_of_the_end_of_a_save(
-    victim: Victim, tmp_path: Path, exchange: bool, long: bool
+@pytest.mark.sample("one folder")
+@pytest.mark.parametrize(
+    "how", [{}, {"exchange": False}, {"keep": 2}], ids=["one folder", "no exchange", "steps"]
+)
+def test_killed_before_each_system_call_of_a_save_and_of_what_removes_old_ones(
+    victim: Victim, tmp_path: Path, how: dict[str, Any], long: bool
 ) -> None:
-    if not exchange and not long:
-        pytest.skip("where folders cannot be exchanged: --long")
     path = tmp_path / "checkpoints" / "saved"
-    first = Request(str(path), str(tmp_path), fresh=True, exchange=exchange, stop_at=-1)
-    victim.start(first)
-    step = victim.end()["saved"]
-    victim.start(Request(str(path), str(tmp_path), exchange=exchange, stop_at=-1))
-    ended = victim.end()
-    step, calls = ended["saved"], ended["calls"]
-    # from the fsync of the manifest to the removal of what was replaced
-    for stop_at in range(calls) if long else [0, 1, 2, calls // 3, *range(calls - 28, calls, 6)]:
-        request = Request(str(path), str(tmp_path), exchange=exchange, stop_at=stop_at)
-        begun = victim.start(request)
-        assert begun in (step, step + 1)
-        step = begun
-        victim.end()
-    final = Request(str(path), str(tmp_path), exchange=exchange, stop_at=-1)
-    assert victim.start(final) in (step, step + 1)
+    victim.start(path, tmp_path, fresh=True, stop_at=-1, **how)
     victim.end()
-    assert os.listdir(path.parent) == ["saved"]
-
-
-@pytest.mark.slow
-def test_killed_before_each_system_call_of_a_save_and_of_what_removes_old_steps(
-    victim: Victim, tmp_path: Path, long: bool
-) -> None:
-    path = tmp_path / "run"
-    victim.start(Request(str(path), str(tmp_path), fresh=True, keep=2, stop_at=-1))
-    step = victim.end()["saved"]
-    for _ in range(2):
-        victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=-1))
+    for _ in range(2):  # the second removes an old step
+        victim.start(path, tmp_path, stop_at=-1, **how)
         ended = victim.end()
         step, calls = ended["saved"], ended["calls"]
-    for stop_at in range(calls) if long else [0, calls // 3, *range(calls - 28, calls, 7)]:
-        begun = victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=stop_at))
+    # from the fsync of the manifest to the removal of what was replaced
+    for stop_at in range(calls) if long else [0, 1, 2, calls // 3, *range(calls - 28, calls, 6)]:
+        begun = victim.start(path, tmp_path, stop_at=stop_at, **how)
         assert begun in (step, step + 1), "neither the old nor the new one"
         step = begun
         assert victim.end()["ended"] == signal.SIGKILL
-    assert victim.start(Request(str(path), str(tmp_path), keep=2, stop_at=-1)) in (step, step + 1)
+    assert victim.start(path, tmp_path, stop_at=-1, **how) in (step, step + 1)
     step = victim.end()["saved"]
-    names = [checkpoint.step_path(path, number).name for number in (step - 1, step)]
-    assert sorted(os.listdir(path)) == names
+    assert os.listdir(path.parent) == ["saved"]
+    if "keep" in how:
+        names = [checkpoint.step_path(path, number).name for number in (step - 1, step)]
+        assert sorted(os.listdir(path)) == names
 
 
 @pytest.mark.slow
@@ -161,18 +143,18 @@ def test_killed_between_a_speculative_update_and_its_step_a_run_goes_on_to_the_s
     """Each child saves twice at most. What its second step speculated counts or is undone, and
     it is killed at one of the events of that, of the files or of the save."""
     path, draw = tmp_path / "checkpoints" / "saved", random.Random(0)
-    victim.start(Request(str(path), str(tmp_path), fresh=True, speculative=True, stop_at=-1))
+    victim.start(path, tmp_path, fresh=True, speculative=True, stop_at=-1)
     ended, step, killed = victim.end(), 2, 0
     assert ended["speculated"] > 0
     for _ in range(60 if long else 5):
         stop_at = draw.randrange(ended["calls"])
-        begun = victim.start(Request(str(path), str(tmp_path), speculative=True, stop_at=stop_at))
+        begun = victim.start(path, tmp_path, speculative=True, stop_at=stop_at)
         assert begun in (step, step + 1), "neither the old nor the new one"
         status = victim.end()
         killed += status["ended"] == signal.SIGKILL
         step = status.get("saved", begun)
     assert killed > 2
-    victim.start(Request(str(path), str(tmp_path), speculative=True, stop_at=-1))
+    victim.start(path, tmp_path, speculative=True, stop_at=-1)
     assert victim.end()["speculated"] > 0
     assert os.listdir(tmp_path) == ["checkpoints"], "swap files go with their process"
     with offload.initialize(seeded(TinyLM), config(tmp_path, HOST, **KEYS)) as engine:
@@ -286,16 +268,6 @@ def test_latest_passes_over_what_is_torn_and_says_so(
     (folder / "step-9.json").write_text("{}")
     assert checkpoint.latest(folder) == folder / "step-000001"
     assert "passed over" in caplog.text
-
-
-def test_pruning_keeps_the_highest_steps(engine: offload.Engine, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    checkpoints_of(engine, folder, 4)
-    removed = checkpoint.prune(folder, keep_last=2)
-    assert removed == [folder / "step-000001", folder / "step-000002"]
-    assert sorted(os.listdir(folder)) == ["step-000003", "step-000004"]
-    with pytest.raises(ValueError, match="keep_last is 0"):
-        checkpoint.prune(folder, keep_last=0)
 
 
 def test_what_is_no_checkpoint_is_never_replaced(engine: offload.Engine, tmp_path: Path) -> None:

@@ -14,16 +14,8 @@ from torch import nn
 import offload
 from offload.checkpoint.format import manifest
 from offload.errors import CheckpointError, StateError, UnsupportedError
-from tests.offload.engine_cases import (
-    HOST,
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    config,
-    saved_step,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, NVME, TinyLM, config, saved_step, seeded
+from tests.offload.engine_states import assert_same_bits, states_of
 from tests.offload.test_checkpoint_forged import edited
 
 FILES = ["manifest.json", "buffers.safetensors", "parameters/002.safetensors",

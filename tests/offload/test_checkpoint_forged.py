@@ -24,15 +24,8 @@ from offload.checkpoint.format import manifest
 from offload.checkpoint.format.checked_files import BlockHashes
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError
-from tests.offload.engine_cases import (
-    HOST,
-    TinyLM,
-    assert_same_bits,
-    config,
-    saved_step,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, TinyLM, config, saved_step, seeded
+from tests.offload.engine_states import assert_same_bits, states_of
 
 pytestmark = pytest.mark.sample(4)
 

@@ -44,6 +44,17 @@ def tree(folder: Path) -> dict[str, bytes | str | None]:
     }  # fmt: skip
 
 
+def before_calls(patch: pytest.MonkeyPatch, act: Callable[[str, Path], object]) -> None:
+    """Do `act(operation, path)` before each call on a file system."""
+    perform = disk.perform
+
+    def acting(operation: str, path: Path, *call: Any) -> Any:
+        act(operation, path)
+        return perform(operation, path, *call)
+
+    patch.setattr(disk, "perform", acting)
+
+
 def written(folder: Path, *files: str) -> Path:
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -175,14 +186,13 @@ def test_an_empty_folder_where_a_disk_is_mounted_is_refused_before_anything_is_w
 def test_a_name_that_another_process_gives_first_is_replaced(
     engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, perform = tmp_path / "saved", disk.perform
+    path = tmp_path / "saved"
 
-    def another_first(operation: str, of: Path, function: Callable[..., Any], *args: Any) -> Any:
+    def another_first(operation: str, of: Path) -> None:
         if operation == "rename" and not path.exists():
             shutil.copytree(original, path)
-        return perform(operation, of, function, *args)
 
-    monkeypatch.setattr(disk, "perform", another_first)
+    before_calls(monkeypatch, another_first)
     engine.save_checkpoint(path)
     assert os.listdir(tmp_path) == ["saved"]
     assert tree(path) != tree(original)
@@ -194,16 +204,15 @@ def test_what_another_process_removes_during_the_save_is_no_error(
     engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     before: str, count: int,
 ) -> None:  # fmt: skip
-    path, perform = Path(shutil.copytree(original, tmp_path / "saved")), disk.perform
+    path = Path(shutil.copytree(original, tmp_path / "saved"))
     seen: list[Path] = []
 
-    def another_first(operation: str, of: Path, function: Callable[..., Any], *args: Any) -> Any:
+    def another_first(operation: str, of: Path) -> None:
         seen.extend([of] if operation == before else [])
         if len(seen) == count and operation == before:
             shutil.rmtree(path, ignore_errors=True)
-        return perform(operation, of, function, *args)
 
-    monkeypatch.setattr(disk, "perform", another_first)
+    before_calls(monkeypatch, another_first)
     engine.save_checkpoint(path)
     assert len(seen) >= count
     assert os.listdir(tmp_path) == ["saved"]
@@ -236,14 +245,12 @@ def test_a_complete_leftover_that_may_not_be_renamed_stops_no_save(
     """It is another user's, in a folder with the sticky bit."""
     theirs = pending_name(tmp_path / "theirs")
     shutil.copytree(original, theirs)
-    perform = disk.perform
 
-    def refused(operation: str, path: Path, *call: Any) -> Any:
+    def refused(operation: str, path: Path) -> None:
         if operation == "rename" and path.name == "theirs":
             raise PermissionError(errno.EPERM, "Operation not permitted")
-        return perform(operation, path, *call)
 
-    monkeypatch.setattr(disk, "perform", refused)
+    before_calls(monkeypatch, refused)
     engine.save_checkpoint(tmp_path / "step-000001")
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000001"
     assert f"{theirs} stays: " in caplog.text
@@ -259,16 +266,14 @@ def test_a_link_that_takes_a_name_amid_a_removal_is_not_followed(
     shutil.copytree(original, doomed)
     precious = Path(shutil.copytree(original / inner, tmp_path / "precious"))
     before, swapped = tree(precious), []
-    perform = disk.perform
 
-    def exchanged(operation: str, path: Path, *call: Any) -> Any:
+    def exchanged(operation: str, path: Path) -> None:
         if operation == "rmtree" and not swapped:  # after all was looked at
             swapped.append(path)
             (doomed / inner).rename(tmp_path / "aside")
             (doomed / inner).symlink_to(precious)
-        return perform(operation, path, *call)
 
-    monkeypatch.setattr(disk, "perform", exchanged)
+    before_calls(monkeypatch, exchanged)
     recover(tmp_path)
     assert swapped
     assert tree(precious) == before
@@ -298,14 +303,11 @@ def test_what_another_process_has_locked_is_not_removed(original: Path, tmp_path
 def test_what_another_process_removes_first_is_no_error(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
-    path, perform = Path(shutil.copytree(original, tmp_path / "saved")), disk.perform
-
-    def another_first(operation: str, of: Path, function: Callable[..., Any], *args: Any) -> Any:
-        if operation == before:
-            shutil.rmtree(path, ignore_errors=True)
-        return perform(operation, of, function, *args)
-
-    monkeypatch.setattr(disk, "perform", another_first)
+    path = Path(shutil.copytree(original, tmp_path / "saved"))
+    before_calls(
+        monkeypatch,
+        lambda operation, of: operation == before and shutil.rmtree(path, ignore_errors=True),
+    )
     assert not discard(path)
     assert os.listdir(tmp_path) == []
 
@@ -321,6 +323,8 @@ def test_pruning_counts_whole_checkpoints_and_leaves_links(
     shutil.copytree(original, tmp_path / "elsewhere")
     (folder / "step-000000").symlink_to(tmp_path / "elsewhere")
     written(folder / "step-4", "notes.txt")
+    with pytest.raises(ValueError, match="keep_last is 0"):
+        checkpoint.prune(folder, keep_last=0)
     assert checkpoint.prune(folder, keep_last=1) == [folder / "step-000002"]
     left = ["step-000000", "step-000001", "step-000003", "step-000005", "step-4"]
     assert sorted(os.listdir(folder)) == left

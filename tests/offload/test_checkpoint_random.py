@@ -21,7 +21,8 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.cli.checkpoint import inspect, verify
 from offload.cli.errors import guarded
 from offload.errors import OffloadError
-from tests.offload.engine_cases import TinyLM, batches, losses_of, seeded
+from tests.offload.engine_cases import TinyLM, batches, seeded
+from tests.offload.engine_states import losses_of
 from tests.offload.json_changes import changed, changes
 from tests.offload.test_checkpoint_forged import in_time, keys_of, signed
 

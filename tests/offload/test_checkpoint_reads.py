@@ -24,16 +24,8 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
 from offload.errors import CheckpointError, StorageError
 from offload.process import bounded_json
-from tests.offload.engine_cases import (
-    HOST,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, TinyLM, batches, config, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 
 preadv = os.preadv
 Change = Callable[[Any], int]

@@ -16,17 +16,8 @@ from offload.engine_lookup import engine_for, tiers_of
 from offload.errors import BudgetError, ConfigError, StateError
 from offload.models import closing
 from offload.process import machine
-from tests.offload.engine_cases import (
-    HOST,
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    on_the_cpu_alone,
-    seeded,
-)
+from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, on_the_cpu_alone, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of
 
 pytestmark = on_the_cpu_alone("what is given back is on the CPU")
 PLACED = pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import BudgetError, StateError
-from tests.offload.engine_cases import MARKS, ON, bits, config
+from tests.offload.engine_cases import MARKS, ON, config
+from tests.offload.engine_states import bits
 
 pytestmark = MARKS
 WIDTH, BATCH = 32, 6

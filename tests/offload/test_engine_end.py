@@ -1,8 +1,4 @@
-"""What is left of an engine that was closed or dropped, and two engines at once.
-
-Most compare with plain PyTorch. Parameters, gradients and optimizer states are on nvme unless a
-test says otherwise.
-"""
+"""What is left of an engine that was closed or dropped, and two engines at once."""
 
 from __future__ import annotations
 
@@ -34,11 +30,11 @@ from tests.offload.engine_cases import (
     TinyLM,
     batches,
     config,
-    losses_of,
     on_the_cpu_alone,
     plan_for_a_gpu,
     seeded,
 )
+from tests.offload.engine_states import losses_of
 from tests.offload.plain_training import EVERYWHERE, MakeEngine, floats, square_loss, tokens_loss
 from tests.swap.stream_simulation import CUDA, World
 

@@ -19,12 +19,12 @@ from tests.offload.engine_cases import (
     NVME,
     WIDTH,
     TinyLM,
-    assert_same_bits,
     batches,
     config,
     min_budget,
     seeded,
 )
+from tests.offload.engine_states import assert_same_bits
 from tests.ranks.programs import Expert
 
 EXPERTS = 8

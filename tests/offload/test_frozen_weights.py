@@ -14,7 +14,8 @@ import offload
 from offload.errors import UnsupportedError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
-from tests.offload.engine_cases import NVME, assert_same_bits, config, said_by, seeded
+from tests.offload.engine_cases import NVME, config, said_by, seeded
+from tests.offload.engine_states import assert_same_bits
 from tests.offload.lora_memory import RANK, WIDTH, Adapted
 
 PROGRAM = Path(__file__).with_name("lora_memory.py")

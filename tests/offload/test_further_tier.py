@@ -25,18 +25,8 @@ from offload.tiers.memory import Memory
 from offload.tiers.tier import TIERS, Medium, Tier, register
 from offload.tools.memest.cli import main as memest_main
 from offload.zero.groups.parameter_grouping import group_parameters
-from tests.offload.engine_cases import (
-    HOST,
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    plan_for_a_gpu,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, plan_for_a_gpu, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 
 MIB = 1 << 20
 SLOW: dict[str, Any] = {"parameters": "slow", "gradients": "slow", "optimizer": "slow"}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 
 import offload
 import offload.memory.tier_manager
@@ -28,17 +28,9 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from tests.kernels import triton_device
 from tests.kernels.triton_device import launches
-from tests.offload.engine_cases import (
-    HOST,
-    VOCABULARY,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    plan_for_a_gpu,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, batches, config, plan_for_a_gpu, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of
+from tests.offload.order_cases import Net
 from tests.offload.storage_cases import adapted, round_to
 from tests.swap.stream_simulation import World
 
@@ -78,39 +70,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield "cpu"
 
 
-class Block(nn.Module):
-    """Large enough for two chunks of 16-bit weights, small enough for an interpreter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 96, bias=False)
-        self.down = nn.Linear(96, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return x + y
-
-
-class Net(nn.Module):
-    """An embedding, two blocks, a tied head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(16, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
 Run = tuple[list[float], dict[str, Tensor], Any]
+
+
+def build() -> Net:
+    """Large enough for two chunks of 16-bit weights, small enough for an interpreter."""
+    return Net(blocks=2, norm=True)
 
 
 def settings(folder: Path, placement: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -123,7 +88,7 @@ def run(
     folder: Path, placement: dict[str, Any], device: str, *, accumulate: int = 1, **keys: Any
 ) -> Run:
     given = settings(folder, placement, **keys) | {"device": device}
-    model = seeded(Net).to(device)
+    model = seeded(build).to(device)
     data = [tokens.to(device) for tokens in batches(STEPS * accumulate)]
     with offload.initialize(model, given) as engine:
         losses = losses_of(engine, data, accumulate)
@@ -234,7 +199,7 @@ def test_a_checkpoint_of_drawn_shares_trains_on_with_others_and_bytes_are_as_pla
 
     def trained(placement: dict[str, Any], load: bool) -> tuple[list[float], dict[str, Tensor]]:
         given = settings(tmp_path, placement, **keys)
-        with offload.initialize(seeded(Net).to(device), given) as engine:
+        with offload.initialize(seeded(build).to(device), given) as engine:
             if load:
                 engine.load_checkpoint(tmp_path / "checkpoint")
             losses = losses_of(engine, data[2:] if load else data[:2])

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import offload
 import offload.zero.step.update
-from tests.offload.engine_cases import HOST, MARKS, NVME, ON, bits
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON
+from tests.offload.engine_states import bits
 from tests.offload.loop_trial import ADAMW, configuration
 
 MIXED = {"parameters": "nvme", "gradients": "host", "optimizer": {"host": "50%", "nvme": "50%"}}

@@ -11,19 +11,8 @@ from torch import nn
 
 import offload
 from offload.errors import ConfigError, StateError
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    ON,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, TinyLM, batches, config, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 
 pytestmark = MARKS
 

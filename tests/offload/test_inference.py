@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import offload
 import offload.tiered_model
 from offload.errors import BudgetError, StateError, UnsupportedError
-from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, bits, config, seeded
+from tests.offload.engine_cases import MARKS, ON, TinyLM, batches, config, seeded
+from tests.offload.engine_states import bits
 
 pytestmark = MARKS
 

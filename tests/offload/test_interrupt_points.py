@@ -11,15 +11,8 @@ from typing import Any
 import pytest
 
 import offload
-from tests.offload.engine_cases import (
-    MARKS,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import MARKS, TinyLM, batches, config, seeded
+from tests.offload.engine_states import assert_same_bits, states_of
 from tests.offload.interrupt_points import (
     Interrupted,
     after_us,

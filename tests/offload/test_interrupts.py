@@ -17,18 +17,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import offload
 from offload.process.interrupts import noted_interrupts
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, MARKS, NVME, TinyLM, batches, config, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of
+from tests.offload.interrupt_points import assert_at_rest, saved_tensor_hooks
 from tests.zero.test_inner_recomputation import Checkpointing
 
 pytestmark = MARKS
@@ -76,16 +67,6 @@ def interrupted(module: nn.Module, call: int = 1, *, after: bool = False) -> Ite
             yield
     finally:
         handle.remove()
-
-
-def saved_tensor_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def assert_at_rest(engine: offload.Engine) -> None:
-    assert _get_current_function_mode_stack() == []
-    assert saved_tensor_hooks() is None
-    assert not any(group.is_entered for group in engine.store.groups)
 
 
 def uninterrupted(folder: Path, keys: dict[str, Any], build: Any = TinyLM) -> Any:

@@ -16,7 +16,8 @@ import offload
 from offload.checkpoint.format.disk import OpenFile
 from offload.errors import CheckpointError, UnsupportedError
 from offload.weights.lazy_tensors import LazyTensor, LazyWeights, lazy_tensors
-from tests.offload.engine_cases import HOST, bits, config
+from tests.offload.engine_cases import HOST, config
+from tests.offload.engine_states import bits
 
 VALUES = {
     "a": torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
@@ -236,13 +237,6 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
         file.truncate(1000)
     with pytest.raises(CheckpointError, match=r"file\.safetensors ends at byte 1000"):
         tensor.value()
-
-
-def test_one_name_in_two_files_is_refused(tmp_path: Path) -> None:
-    for name in "xy":
-        save_file({"a": torch.ones(2)}, tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"a is in .*x and in .*y"):
-        lazy_tensors([tmp_path / "x", tmp_path / "y"])
 
 
 def test_pickling_is_refused(lazy: dict[str, Any], tmp_path: Path) -> None:

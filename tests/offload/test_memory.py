@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.offload.engine_cases import said_by
+from tests.offload.engine_cases import NVME, said_by
 
 PROGRAM = Path(__file__).with_name("memory_program.py")
 HOST_MIB = 128
@@ -17,7 +18,13 @@ MIB = 1 << 20
 
 @cache
 def measured(layers: int, folder: Path) -> Any:
-    return said_by(PROGRAM, str(layers), str(HOST_MIB), str(folder))
+    config = {
+        "budget": {"host": f"{HOST_MIB}MiB", "nvme": "4GiB"}, "nvme": {"paths": [str(folder)]},
+        "placement": {**NVME, "activations": {"tier": "device", "checkpoint": True}},
+        "optimizer": {"chunk": 262144},
+        "train": {"model": {"layers": layers, "hidden": 512, "heads": 8, "mlp": 1536}},
+    }  # fmt: skip
+    return said_by(PROGRAM, json.dumps(config), "1", "16")
 
 
 @pytest.fixture(scope="module")

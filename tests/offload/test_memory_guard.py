@@ -23,13 +23,12 @@ from tests.offload.engine_cases import (
     MARKS,
     NVME,
     TinyLM,
-    assert_same_bits,
     batches,
     config,
     min_budget,
     seeded,
-    states_of,
 )
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 from tests.offload.test_speculative_updates import engine_of, run
 
 pytestmark = MARKS
@@ -118,15 +117,7 @@ def keys_of(drawn: random.Random, folder: Path) -> tuple[dict[str, Any], int]:
 
 
 def train(engine: offload.Engine, accumulate: int) -> list[float]:
-    losses = []
-    for number, tokens in enumerate(batches(5 * accumulate), 1):
-        loss = engine.module.loss(tokens)  # type: ignore[operator]
-        engine.backward(loss / accumulate)
-        losses.append(loss.item())
-        if number % accumulate == 0:
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-    return losses
+    return losses_of(engine, batches(5 * accumulate), accumulate)
 
 
 def differs(seed: int, folder: Path, machine: Machine) -> int:

@@ -16,16 +16,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, UnsupportedError
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    ON,
-    WIDTH,
-    assert_same_bits,
-    config,
-    parameters_of,
-)
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, WIDTH, config
+from tests.offload.engine_states import assert_same_bits, parameters_of
 
 pytestmark = MARKS
 

@@ -17,12 +17,12 @@ from tests.offload.engine_cases import (
     MARKS,
     NVME,
     ON,
-    assert_same_bits,
     config,
     min_budget,
     plan_for_a_gpu,
     seeded,
 )
+from tests.offload.engine_states import assert_same_bits
 from tests.swap.stream_simulation import World
 
 pytestmark = MARKS

@@ -21,15 +21,13 @@ from tests.offload.engine_cases import (
     MARKS,
     ON,
     TinyLM,
-    assert_same_bits,
     batches,
-    bits,
     config,
-    losses_of,
     on_the_cpu_alone,
     plan_for_a_gpu,
     seeded,
 )
+from tests.offload.engine_states import assert_same_bits, bits, losses_of
 from tests.offload.order_cases import on_a_checked_device
 
 pytestmark = MARKS

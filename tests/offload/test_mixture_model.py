@@ -15,7 +15,7 @@ from offload.config import OffloadConfig
 from offload.config.training import ModelConfig
 from offload.gpt import LanguageModel, Mixture, build_meta_model, evaluating
 from offload.train.plain import Plain
-from tests.offload.engine_cases import assert_same_bits
+from tests.offload.engine_states import assert_same_bits
 
 MODEL: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 2, "max_sequence": 32, "experts": 12, "expert_mlp": 64,

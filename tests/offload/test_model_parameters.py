@@ -1,8 +1,4 @@
-"""Buffers, models without anything to train, state dicts, and what is written in `gathered`.
-
-Most compare with plain PyTorch. Parameters, gradients and optimizer states are on nvme unless a
-test says otherwise.
-"""
+"""Buffers, models without anything to train, state dicts, and what is written in `gathered`."""
 
 from typing import Any
 
@@ -10,20 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    ON,
-    WIDTH,
-    TinyLM,
+from tests.offload.engine_cases import MARKS, ON, WIDTH, TinyLM, batches, seeded
+from tests.offload.engine_states import (
     assert_same_bits,
-    batches,
     bits,
     differing,
     losses_of,
     parameters_of,
-    seeded,
     states_of,
 )
 from tests.offload.plain_training import (
@@ -88,21 +77,6 @@ def test_a_state_dict_is_a_copy_and_loading_it_goes_back_there(
         return  # the loss scale is no part of either
     assert losses_of(engine, batches(3, seed=5)) == expected
     assert_same_bits(states_of(engine), after)
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_state_dicts_continue_a_run_in_another_engine_bit_for_bit(
-    make: MakeEngine, precision: str
-) -> None:
-    first = make(seeded(TinyLM), HOST, precision=precision)
-    losses_of(first, batches(3))
-    second = make(seeded(TinyLM, seed=8), NVME, precision=precision)
-    losses_of(second, batches(1, seed=7))
-    second.module.load_state_dict(first.module.state_dict())
-    second.optimizer.load_state_dict(first.optimizer.state_dict())
-    assert losses_of(second, batches(3, seed=5)) == losses_of(first, batches(3, seed=5))
-    assert_same_bits(states_of(second), states_of(first))
 
 
 @pytest.mark.sample(3)

@@ -14,21 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import offload
 from offload.errors import UnsupportedError
 from offload.tiers import accelerator
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    ON,
-    WIDTH,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    gradients_of,
-    losses_of,
-    parameters_of,
-    seeded,
-)
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, WIDTH, TinyLM, batches, config, seeded
+from tests.offload.engine_states import assert_same_bits, gradients_of, losses_of, parameters_of
 
 pytestmark = MARKS
 

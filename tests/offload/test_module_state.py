@@ -14,16 +14,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, StateError, UnsupportedError
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    ON,
-    assert_same_bits,
-    config,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config, seeded
+from tests.offload.engine_states import assert_same_bits, states_of
 
 pytestmark = MARKS
 WIDTH = 4

@@ -1,8 +1,4 @@
-"""What models do besides calling their modules once in order.
-
-Most compare with plain PyTorch. Parameters, gradients and optimizer states are on nvme unless a
-test says otherwise.
-"""
+"""What models do besides calling their modules once in order."""
 
 import logging
 from collections.abc import Callable
@@ -14,19 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import UnsupportedError
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    ON,
-    WIDTH,
-    Block,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    parameters_of,
-    seeded,
-)
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, WIDTH, Block, TinyLM, batches, seeded
+from tests.offload.engine_states import assert_same_bits, parameters_of
 from tests.offload.plain_training import (
     EVERYWHERE,
     MakeEngine,

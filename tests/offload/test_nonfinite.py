@@ -14,16 +14,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import NonfiniteError
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, MARKS, NVME, TinyLM, batches, seeded
+from tests.offload.engine_states import assert_same_bits, states_of
 from tests.offload.plain_training import MakeEngine
 
 pytestmark = MARKS

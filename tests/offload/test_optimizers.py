@@ -12,20 +12,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import UnsupportedError
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    ON,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    parameters_of,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, TinyLM, batches, config, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of, parameters_of, states_of
 
 pytestmark = MARKS
 
@@ -179,21 +167,25 @@ def test_numbers_that_cannot_work_are_refused_before_anything_is_updated(
 
 
 # ------------------------------------------------------------------------- formats and resume
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
-    ("precision", "master"), [("bf16", "split"), ("bf16", "fp32"), ("bf16", "none")]
+    ("precision", "master"),
+    [("bf16", "split"), ("bf16", "fp32"), ("bf16", "none"), ("fp32", "none")],
 )
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
-def test_state_dicts_taken_before_any_update_keep_what_the_master_has(
-    tmp_path: Path, precision: str, master: str, model_first: bool
+@pytest.mark.parametrize(("steps", "there"), [(0, HOST), (3, NVME)], ids=["at first", "later"])
+def test_state_dicts_keep_what_the_master_has_and_continue_a_run_in_another_engine(
+    tmp_path: Path, precision: str, master: str, model_first: bool, steps: int, there: Any
 ) -> None:
-    """It was split from fp32 values: more bits than the 16 of the weight."""
-    keys = config(tmp_path, HOST, precision=precision, optimizer={"master": master})
-    with offload.initialize(seeded(TinyLM), keys) as engine:
+    """Before any update the master was split from fp32 values: more bits than the weight's 16."""
+    keys: dict[str, Any] = {"precision": precision, "optimizer": {"master": master}}
+    with offload.initialize(seeded(TinyLM), config(tmp_path, HOST, **keys)) as engine:
+        losses_of(engine, batches(steps, seed=5))
         weights, states = engine.module.state_dict(), engine.optimizer.state_dict()
         expected = losses_of(engine, batches(2))
         expected_states = states_of(engine)
-    with offload.initialize(seeded(TinyLM, 1), keys) as engine:
+    with offload.initialize(seeded(TinyLM, 1), config(tmp_path, there, **keys)) as engine:
+        losses_of(engine, batches(steps // 3, seed=7))
         loads = [
             lambda: engine.module.load_state_dict(weights),
             lambda: engine.optimizer.load_state_dict(states),

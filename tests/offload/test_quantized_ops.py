@@ -18,7 +18,8 @@ from offload.kernels.floats import Array
 from offload.zero.groups.write_tracker import WriteTracker
 from offload.zero.hooks import quantized_ops
 from offload.zero.tensors.released import is_released
-from tests.offload.engine_cases import VOCABULARY, bits
+from tests.offload.engine_cases import VOCABULARY
+from tests.offload.engine_states import bits
 from tests.offload.storage_cases import FORMATS, WIDTH, adapted, in_precision, round_to
 from tests.offload.test_storage import PLACEMENTS, quantized
 
@@ -39,6 +40,14 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def tokens(count: int) -> Tensor:
     return torch.arange(count)[None] * 7 % VOCABULARY
+
+
+def dispatched_and_plain(folder: Path, weights: str) -> tuple[Any, Any]:
+    """A model whose quantized weights are on nvme, and a plain one with their values."""
+    model = adapted(1).requires_grad_(False)
+    plain = copy.deepcopy(model)
+    round_to(plain, weights)
+    return offload.dispatch(model, quantized(folder, weights, "nvme")), plain
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -66,10 +75,7 @@ def test_few_tokens_give_the_same_bits_from_every_tier(
 
 
 def test_what_is_no_product_of_few_tokens_is_dequantized(tmp_path: Path) -> None:
-    plain = adapted(1).requires_grad_(False)
-    model = copy.deepcopy(plain)
-    round_to(plain, "int4")
-    offload.dispatch(model, quantized(tmp_path, "int4", "nvme"))
+    model, plain = dispatched_and_plain(tmp_path, "int4")
     block, expected = model.layers[0], plain.layers[0]
     seen: list[Tensor] = []
 
@@ -94,10 +100,7 @@ def test_what_is_no_product_of_few_tokens_is_dequantized(tmp_path: Path) -> None
 def test_gradients_and_autocast_are_computed_with_dequantized_values(
     tmp_path: Path, products: list[int]
 ) -> None:
-    plain = adapted(1).requires_grad_(False)
-    model = copy.deepcopy(plain)
-    round_to(plain, "int4")
-    offload.dispatch(model, quantized(tmp_path, "int4", "nvme"))
+    model, plain = dispatched_and_plain(tmp_path, "int4")
     with offload.dispatched(model):
         gradients = []
         for each in (model, plain):
@@ -116,10 +119,7 @@ def test_gradients_and_autocast_are_computed_with_dequantized_values(
 def test_an_embedding_dequantizes_the_rows_that_are_looked_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = adapted(1).requires_grad_(False)
-    model = copy.deepcopy(plain)
-    round_to(plain, "nf4")
-    offload.dispatch(model, quantized(tmp_path, "nf4", "nvme"))
+    model, plain = dispatched_and_plain(tmp_path, "nf4")
     with torch.no_grad(), offload.dispatched(model):
         owner = offload.zero.groups.weight_quantizer.WeightQuantizer
 
@@ -145,10 +145,7 @@ def test_a_model_that_trains_is_evaluated_with_dequantized_values(
 
 
 def test_transforms_within_a_forward_take_dequantized_values_or_are_refused(tmp_path: Path) -> None:
-    plain = adapted(1).requires_grad_(False)
-    model = copy.deepcopy(plain)
-    round_to(plain, "int4")
-    offload.dispatch(model, quantized(tmp_path, "int4", "nvme"))
+    model, plain = dispatched_and_plain(tmp_path, "int4")
     x = torch.randn(3, 1, 2 * WIDTH)
     outputs: list[Tensor] = []
 
@@ -172,8 +169,7 @@ def test_transforms_within_a_forward_take_dequantized_values_or_are_refused(tmp_
 
 
 def test_what_a_forward_writes_is_kept(tmp_path: Path) -> None:
-    model = adapted(1).requires_grad_(False)
-    offload.dispatch(model, quantized(tmp_path, "int8", "nvme"))
+    model, _ = dispatched_and_plain(tmp_path, "int8")
     block = model.layers[0]
 
     def double(*_: Any) -> None:
@@ -193,8 +189,7 @@ def test_what_a_forward_writes_is_kept(tmp_path: Path) -> None:
 def test_an_interrupt_amid_dequantization_leaves_nothing_gathered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = adapted(1).requires_grad_(False)
-    offload.dispatch(model, quantized(tmp_path, "int4", "nvme"))
+    model, _ = dispatched_and_plain(tmp_path, "int4")
     with torch.no_grad(), offload.dispatched(model) as owner:
         expected = bits(model(tokens(1)))
         find = WriteTracker._find_places

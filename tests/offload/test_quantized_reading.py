@@ -21,7 +21,8 @@ from offload.errors import CheckpointError, OffloadError, UnsupportedError
 from offload.quantized import matrix
 from offload.quantized.reading import settings_in, settings_of
 from offload.weights.lazy_tensors import LazyTensor, lazy_tensors
-from tests.offload.engine_cases import HOST, bits, config
+from tests.offload.engine_cases import HOST, config
+from tests.offload.engine_states import bits
 from tests.offload.quantized_cases import FORMATS, Weight, compressed, four_bits, gptq
 
 ROWS, COLUMNS = 24, 64

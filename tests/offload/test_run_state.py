@@ -30,17 +30,8 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, info_of
 from offload.checkpoint.format.user_state import packed, tensor_records, value_of
 from offload.errors import CheckpointError, StateError, UnsupportedError
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import DEVICE, HOST, MARKS, NVME, TinyLM, batches, config, seeded
+from tests.offload.engine_states import assert_same_bits, states_of
 
 pytestmark = MARKS
 
@@ -113,10 +104,13 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
-MIXED = {"parameters": "host", "gradients": "host", "optimizer": {"host": "50%", "nvme": "50%"}}
+SHARES = {"host": "40%", "nvme": "60%"}
+MIXED = {"parameters": SHARES, "gradients": "host", "optimizer": SHARES}
 RECOMPUTED = {"activations": {"tier": "nvme", "checkpoint": True}}
 DISK = NVME | {"gradients": "host"}
-PLACEMENTS = {"nvme": DISK, "host": HOST, "mixed": MIXED, "recomputed": DISK | RECOMPUTED}
+PLACEMENTS: dict[str, Any] = {
+    "nvme": DISK, "host": HOST, "mixed": MIXED, "recomputed": DISK | RECOMPUTED, "device": DEVICE,
+}  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"clip_grad_norm": 0.1},
@@ -133,24 +127,37 @@ RESUMES = [
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path, long: bool) -> None:
-    """Another placement, and generators that are elsewhere, at the load."""
+    """Another placement and chunk size, and generators that are elsewhere, at the load."""
     assert len(RESUMES) >= 50
     for precision, way, saved, loaded in RESUMES if long else RESUMES[:: len(RESUMES) // 6]:
         keys = {"precision": precision, "groups": {"blocks": ["Block"]}, **WAYS[way]}
+        if precision == "fp16":
+            keys["loss_scale"] = {"growth_interval": 2}  # the scale changes after the resume
+        numbers = keys.pop("optimizer", {})
         seed_all(1)
-        whole = Run(tmp_path, placement=PLACEMENTS[saved], **keys)
+        whole = Run(
+            tmp_path, placement=PLACEMENTS[saved], optimizer={"chunk": 2048, **numbers}, **keys
+        )
         whole.steps(2)
         whole.engine.save_checkpoint(tmp_path / "saved", state={"epoch": 1})
+        at_save = states_of(whole.engine)
         expected = whole.steps(3), states_of(whole.engine), random.random(), np.random.random()
+        report = whole.engine.report()
         whole.engine.close()
         seed_all(2)
-        resumed = Run(tmp_path, placement=PLACEMENTS[loaded], **keys)
-        resumed.steps(1)
+        resumed = Run(
+            tmp_path, placement=PLACEMENTS[loaded], optimizer={"chunk": 4096, **numbers}, **keys
+        )
+        resumed.steps(1)  # states to overwrite
         assert resumed.engine.load_checkpoint(tmp_path / "saved") == {"epoch": 1}
+        assert_same_bits(states_of(resumed.engine), at_save)
         losses, states = resumed.steps(3), states_of(resumed.engine)
         assert losses == expected[0], (precision, way, saved, loaded)
         assert_same_bits(states, expected[1])
         assert (random.random(), np.random.random()) == expected[2:]
+        there = resumed.engine.report()
+        assert (there.steps, there.loss_scale) == (report.steps, report.loss_scale)
+        resumed.engine.check_integrity()
         resumed.engine.close()
 
 
@@ -535,20 +542,6 @@ class Counting(nn.Linear):
         self.calls = state["calls"]
 
 
-def test_extra_state_of_modules_is_kept(tmp_path: Path, caplog: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
-    with offload.initialize(model, config(tmp_path)) as engine:
-        model[1].calls = 3
-        engine.save_checkpoint(tmp_path / "saved")
-        model[1].calls = 5
-        engine.load_checkpoint(tmp_path / "saved")
-        assert model[1].calls == 3
-        assert not caplog.records
-        model[1].calls = 9
-        engine.save_checkpoint(tmp_path / "saved")
-        assert "leaves it out: 1._extra_state of the state dict holds builtins" in caplog.text
-
-
 class Lengthening(Counting):
     def get_extra_state(self) -> Any:
         return torch.zeros(self.calls)
@@ -557,16 +550,26 @@ class Lengthening(Counting):
         self.calls = len(state)
 
 
-def test_extra_state_that_is_a_tensor_is_kept_and_is_no_weight(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Lengthening(4, 4))
+@pytest.mark.parametrize("kind", [Counting, Lengthening])
+def test_extra_state_of_modules_is_kept_and_is_no_weight(
+    kind: type[Counting], tmp_path: Path, caplog: Any
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), kind(4, 4))
     with offload.initialize(model, config(tmp_path)) as engine:
         model[1].calls = 3
         engine.save_checkpoint(tmp_path / "saved")
         model[1].calls = 5
         engine.load_checkpoint(tmp_path / "saved")
-    assert model[1].calls == 3
-    export(tmp_path / "saved", tmp_path / "out.safetensors")
-    assert load_file(tmp_path / "out.safetensors").keys() == dict(model.named_parameters()).keys()
+        assert model[1].calls == 3
+        assert not caplog.records
+        export(tmp_path / "saved", tmp_path / "out.safetensors")
+        assert (
+            load_file(tmp_path / "out.safetensors").keys() == dict(model.named_parameters()).keys()
+        )
+        if kind is Counting:
+            model[1].calls = 9
+            engine.save_checkpoint(tmp_path / "saved")
+            assert "leaves it out: 1._extra_state of the state dict holds builtins" in caplog.text
 
 
 class Drawn(Counting):

@@ -23,17 +23,8 @@ from offload.errors import NoSpaceError, StorageError
 from offload.memory import tier_manager
 from offload.swap.io.threads_backend import ThreadsBackend
 from tests.aio import refuse_o_direct
-from tests.offload.engine_cases import (
-    HOST,
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    plan_for_a_gpu,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, plan_for_a_gpu, seeded
+from tests.offload.engine_states import assert_same_bits, states_of
 
 READ, WRITE = "read", "write"
 ERRORS = ("EIO", "ENOSPC", "end of file")

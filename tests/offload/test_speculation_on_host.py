@@ -25,7 +25,16 @@ from offload.zero.step import undo_codes
 from offload.zero.step.deferred_updates import SpeculationCounts
 from tests.offload.engine_cases import plan_for_a_gpu
 from tests.offload.test_background_saves import files_of, slow
-from tests.offload.test_speculative_updates import ON_HOST, Program, draw, engine_of, loss_of, run
+from tests.offload.test_speculative_updates import (
+    ON_HOST,
+    WORDS,
+    Program,
+    draw,
+    engine_of,
+    loss_of,
+    step,
+    trained,
+)
 
 MIXED = {"host": "50%", "nvme": "50%"}
 PLACEMENTS: tuple[dict[str, Any], ...] = (
@@ -35,18 +44,6 @@ PLACEMENTS: tuple[dict[str, Any], ...] = (
     {**ON_HOST, "parameters": MIXED, "optimizer": MIXED},
 )  # fmt: skip
 BUDGET = {"device": "1MiB", "host": "64MiB", "nvme": "256MiB"}
-Seen = tuple[list[Any], dict[str, Any], dict[Any, Any]]
-
-
-def trained(seed: int, folder: Path, placement: dict[str, Any], program: Program,
-            *, force: bool, **keys: Any) -> tuple[Seen, SpeculationCounts]:  # fmt: skip
-    """What the loop sees, the values and states in the end, and what became of the updates."""
-    with engine_of(seed, folder, placement, **{"budget": BUDGET, **keys}) as engine:
-        seen, values = run(engine, program, force=force)
-        engine.check_integrity()
-        report = engine.report()
-        assert report.tiers["host"].peak_nbytes <= report.tiers["host"].budget_nbytes
-        return (seen, values, engine.optimizer.state_dict()["state"]), report.trials
 
 
 @pytest.fixture
@@ -59,6 +56,7 @@ def compared(seed: int, folder: Path, placement: dict[str, Any], program: Progra
     """The counts of a run on the device that stands in, whose bits are those of one without it."""
     with pytest.MonkeyPatch.context() as patch:
         plan_for_a_gpu(patch)
+        keys = {"budget": BUDGET, **keys}
         got, counts = trained(seed, folder, placement, program, force=force, **keys)
     keys["budget"] = {"host": "64MiB"}
     expected, deferred = trained(seed, folder, ON_HOST, program, force=False, **keys)
@@ -120,13 +118,7 @@ def trained_engine(folder: Path, steps: int = 8, **keys: Any) -> Iterator[Engine
 
 
 def backward(engine: Engine) -> None:
-    engine.backward(loss_of(engine.module, torch.arange(21).view(3, 7)))
-
-
-def step(engine: Engine) -> None:
-    backward(engine)
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
+    engine.backward(loss_of(engine.module, WORDS))
 
 
 def states_of(engine: Engine) -> list[torch.Tensor]:

@@ -14,17 +14,8 @@ import torch
 import offload
 from offload.errors import StateError
 from offload.integrations.transformers.hub_format import stream_weights
-from tests.offload.engine_cases import (
-    HOST,
-    NVME,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    plan_for_a_gpu,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, plan_for_a_gpu, seeded
+from tests.offload.engine_states import assert_same_bits, states_of
 from tests.offload.test_threads_and_forks import child_says
 
 TIMEOUT_S = 30.0

@@ -22,7 +22,8 @@ from offload.tiers.tier import Tier
 from offload.zero.step.deferred_updates import SpeculationCounts
 from tests.offload.engine_cases import plan_for_a_gpu
 
-WORDS, ON_HOST = 50, {"parameters": "host", "gradients": "host", "optimizer": "host"}
+VOCABULARY, WORDS = 50, torch.arange(21).view(3, 7)
+ON_HOST = {"parameters": "host", "gradients": "host", "optimizer": "host"}
 ON_NVME = dict.fromkeys(ON_HOST, "nvme")
 MIXED = {"host": "40%", "nvme": "60%"}
 PLACEMENTS: tuple[dict[str, Any], ...] = (
@@ -51,9 +52,9 @@ class Model(nn.Module):
     def __init__(self, drawn: random.Random) -> None:
         super().__init__()
         width = drawn.choice([48, 64])
-        self.embed = nn.Embedding(WORDS, width)
+        self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(drawn.choice([2, 3]))])
-        self.head = nn.Linear(width, WORDS)
+        self.head = nn.Linear(width, VOCABULARY)
         if drawn.random() < 0.4:
             self.head.weight = self.embed.weight
         if drawn.random() < 0.3:
@@ -94,7 +95,7 @@ def run(engine: Engine, program: Program, *, force: bool) -> tuple[list[Any], di
         if force:
             policy.on, policy.passes = True, passes
         for _ in range(passes):
-            words = torch.randint(WORDS, (3, 7), generator=drawn)
+            words = torch.randint(VOCABULARY, (3, 7), generator=drawn)
             loss = loss_of(model, words)
             engine.backward(loss * float("inf") if "infinite" in acts else loss)
             seen.append(loss.item())
@@ -167,20 +168,27 @@ def draw(seed: int) -> tuple[dict[str, Any], Program]:
     ]
 
 
+Seen = tuple[list[Any], dict[str, Any], dict[Any, Any]]
+
+
+def trained(seed: int, folder: Path, placement: dict[str, Any], program: Program,
+            *, force: bool, **keys: Any) -> tuple[Seen, SpeculationCounts]:  # fmt: skip
+    """What the loop sees, the values and states in the end, and what became of the updates."""
+    with engine_of(seed, folder, placement, **keys) as engine:
+        seen, values = run(engine, program, force=force)
+        engine.check_integrity()
+        report = engine.report()
+        assert report.tiers["host"].peak_nbytes <= report.tiers["host"].budget_nbytes
+        return (seen, values, engine.optimizer.state_dict()["state"]), report.trials
+
+
 def assert_equal_to_deferred(seed: int, folder: Path, keys: dict[str, Any], program: Program,
                              *, force: bool) -> SpeculationCounts:  # fmt: skip
     placement = PLACEMENTS[seed % len(PLACEMENTS)]
-    with engine_of(seed, folder, placement, **keys) as engine:
-        seen, values = run(engine, program, force=force)
-        counts = engine.report().trials
-        state = engine.optimizer.state_dict()["state"]
-    with engine_of(seed, folder, ON_HOST, **keys) as engine:
-        expected, expected_values = run(engine, program, force=False)
-        expected_state = engine.optimizer.state_dict()["state"]
-        assert not engine.report().trials.kept
-    torch.testing.assert_close(seen, expected, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(values, expected_values, rtol=0, atol=0)
-    torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
+    got, counts = trained(seed, folder, placement, program, force=force, **keys)
+    expected, deferred = trained(seed, folder, ON_HOST, program, force=False, **keys)
+    assert not deferred.kept
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     return counts
 
 
@@ -214,8 +222,8 @@ def test_without_room_for_old_versions_updates_wait_for_the_step(tmp_path: Path)
     assert not counts.kept
 
 
-def _step(engine: Engine, words: Tensor) -> None:
-    engine.backward(loss_of(engine.module, words))
+def step(engine: Engine) -> None:
+    engine.backward(loss_of(engine.module, WORDS))
     engine.optimizer.step()
     engine.optimizer.zero_grad()
 
@@ -239,11 +247,11 @@ def test_an_interrupt_while_an_update_is_taken_back_changes_no_bit(
         plan_for_a_gpu(monkeypatch)
     keys: dict[str, Any] = {"optimizer": {"chunk": 16384}}
     keys["budget"] = {"device": "1MiB", "host": "64MiB", "nvme": "256MiB"}
-    states, words = [], torch.arange(21).view(3, 7)
+    states: list[Any] = []
     for interrupted in False, True:
         with engine_of(1, tmp_path, placement, **keys) as engine:
             for _ in range(8):
-                _step(engine, words)
+                step(engine)
             policy, updates = engine._runtime.stepper.policy, engine._runtime.updates
             go_on, step_here = threading.Event(), updates._step_here
 
@@ -253,7 +261,7 @@ def test_an_interrupt_while_an_update_is_taken_back_changes_no_bit(
 
             engine.settle()
             updates._step_here = late  # type: ignore[method-assign]
-            engine.backward(loss_of(engine.module, words))
+            engine.backward(loss_of(engine.module, WORDS))
             assert policy._terms
             if interrupted:
                 with pytest.raises(KeyboardInterrupt):
@@ -272,8 +280,7 @@ def test_why_a_speculative_update_failed_is_what_is_raised(
     engine = offload.initialize(
         Model(random.Random(1)), {"placement": ON_NVME, "nvme": {"paths": [str(tmp_path)]}}
     )
-    words = torch.arange(21).view(3, 7)
-    _step(engine, words)
+    step(engine)
     engine.settle()
 
     updates, go_on = engine._runtime.updates, threading.Event()
@@ -283,7 +290,7 @@ def test_why_a_speculative_update_failed_is_what_is_raised(
         raise OSError("the disk is gone")
 
     updates._step_here = fails  # type: ignore[method-assign]
-    engine.backward(loss_of(engine.module, words))
+    engine.backward(loss_of(engine.module, WORDS))
     assert updates._waiting
     go_on.set()
     updates._worker._thread.join(30)
@@ -300,7 +307,7 @@ def test_without_memory_for_old_weights_updates_wait_for_the_step(tmp_path: Path
         needed = needed_nbytes(engine.plan, Tier.HOST)
     with engine_of(0, tmp_path, homes, budget={"host": needed, "nvme": "256MiB"}) as engine:
         for _ in range(3):
-            _step(engine, torch.arange(21).view(3, 7))
+            step(engine)
         counts = engine.report().trials
         weights = sum(group.state.nbytes for group in engine.store.groups)
         assert counts.kept < 3 * len(engine.store.groups)
@@ -308,9 +315,8 @@ def test_without_memory_for_old_weights_updates_wait_for_the_step(tmp_path: Path
 
 
 def test_where_the_disk_has_become_full_nothing_is_speculative(tmp_path: Path) -> None:
-    words = torch.arange(21).view(3, 7)
     with engine_of(1, tmp_path, ON_NVME) as engine:
         engine._runtime.stepper.policy.free_nbytes = lambda: 4096
         for _ in range(3):
-            _step(engine, words)
+            step(engine)
         assert not engine.report().trials.kept

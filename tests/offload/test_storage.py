@@ -23,19 +23,8 @@ from offload.tiers.tier import Tier
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import GroupShape, ModelShape
 from offload.zero.groups.parameter_grouping import group_parameters
-from tests.offload.engine_cases import (
-    DEVICE,
-    HOST,
-    NVME,
-    assert_same_bits,
-    batches,
-    bits,
-    config,
-    gradients_of,
-    losses_of,
-    min_budget,
-    states_of,
-)
+from tests.offload.engine_cases import DEVICE, HOST, NVME, batches, config, min_budget
+from tests.offload.engine_states import assert_same_bits, bits, gradients_of, losses_of, states_of
 from tests.offload.storage_cases import (
     FORMATS,
     WIDTH,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import offload
 from offload.zero.step import undo_codes
-from tests.offload.engine_cases import losses_of
+from tests.offload.engine_states import losses_of
 from tests.offload.order_cases import (
     SLOT,
     Case,

@@ -23,14 +23,12 @@ from tests.offload.engine_cases import (
     NVME,
     ON,
     TinyLM,
-    assert_same_bits,
     batches,
     config,
-    losses_of,
     on_the_cpu_alone,
     seeded,
-    states_of,
 )
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 
 pytestmark = MARKS
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,9 @@ from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware
-from offload.process.child import child_environment
 from offload.tiers.tier import Tier
 from offload.zero.groups.parameter_grouping import group_parameters
-from tests.offload.engine_cases import DEVICE, HOST, NVME, config, seeded
+from tests.offload.engine_cases import DEVICE, HOST, NVME, config, said_by, seeded
 from tests.planning.real_pass import real_facts
 
 SHAPE = ModelConfig(layers=3, hidden=64, heads=4, kv_heads=2, mlp=160, max_sequence=600)
@@ -361,16 +358,8 @@ print(machine.peak_rss_nbytes() - before)
 
 
 def test_a_long_sequence_in_a_process_of_its_own_takes_one_tile() -> None:
-    def taken(tile: int) -> int:
-        ended = subprocess.run(
-            [sys.executable, "-c", CHILD, str(tile)], capture_output=True, text=True, timeout=240,
-            env=child_environment(),
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr
-        return int(ended.stdout)
-
     wide = 4 * 16384 * 2048  # six tensors of this size without tiles, in fp32
-    whole, tiled = taken(0), taken(512)
+    whole, tiled = said_by(CHILD, "0"), said_by(CHILD, "512")
     assert whole > 6 * wide
     assert tiled < whole / 3  # the rest are holes in freed memory: 87 MB by the trace
 

@@ -37,6 +37,9 @@ TRAIN = {
 }
 
 
+Begun = Callable[[offload.Engine, int], None]  # told of the step that is about to be made
+
+
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
@@ -69,6 +72,35 @@ def losses(path: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+def told(begun: Begun) -> Any:
+    """`initialize` whose engine tells `begun` of each optimizer step before it is made."""
+
+    def initialize(model: nn.Module, config: OffloadConfig) -> offload.Engine:
+        engine = offload.initialize(model, config)
+        count = 0
+
+        def tell(*_: Any) -> None:
+            nonlocal count
+            count += 1
+            begun(engine, count)
+
+        engine.optimizer.register_step_pre_hook(tell)
+        return engine
+
+    return initialize
+
+
+def ended_by(
+    error: type[BaseException], config: OffloadConfig, path: Path, begun: Begun, **keys: Any
+) -> str:
+    """The output of a run with this end."""
+    console = Console(file=io.StringIO(), width=200)
+    with pytest.raises(error) as caught:
+        run(config, RunFolder.new(path), console=console, initialize=told(begun), **keys)
+    assert isinstance(caught.value, Terminated) is (error is Terminated)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
 @on_a_gpu_too
 def test_a_run_leaves_its_folder_complete(make_config: Any, tmp_path: Path) -> None:
     config = make_config()
@@ -89,24 +121,11 @@ def test_resume_is_exact(make_config: Any, tmp_path: Path) -> None:
     config = make_config({"checkpoint_every": 2}, gradient_accumulation_steps=2)
     run_quietly(config, tmp_path / "whole")
 
-    class Stopped(Exception):
-        pass
+    def stop(engine: offload.Engine, step: int) -> None:
+        if step == 6:
+            raise ZeroDivisionError
 
-    def stopping(model: nn.Module, config: OffloadConfig) -> offload.Engine:
-        engine = offload.initialize(model, config)
-        calls = 0
-
-        def stop(*_: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 6:
-                raise Stopped
-
-        engine.optimizer.register_step_pre_hook(stop)
-        return engine
-
-    with pytest.raises(Stopped):
-        run_quietly(config, tmp_path / "cut", initialize=stopping)
+    ended_by(ZeroDivisionError, config, tmp_path / "cut", stop)
     assert len(losses(tmp_path / "cut")) == 5  # one past the checkpoint
     output = run_quietly(config, tmp_path / "cut", resume=True)
     assert "resumed after step 4" in output
@@ -118,31 +137,17 @@ def interrupted(
 ) -> str:
     """What is printed when a signal comes amid the third step, and another one `again_s` later."""
 
-    def pressing(model: nn.Module, config: OffloadConfig) -> offload.Engine:
-        engine = offload.initialize(model, config)
-        calls = 0
+    def press(engine: offload.Engine, step: int) -> None:
+        if step == 3:
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # torchrun passes it on
+        if step == 3 and again_s is not None:
+            time.sleep(again_s)
+            signal.raise_signal(number)
 
-        def press(*_: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 3:
-                signal.raise_signal(number)
-                signal.raise_signal(number)  # torchrun passes it on
-            if calls == 3 and again_s is not None:
-                time.sleep(again_s)
-                signal.raise_signal(number)
-
-        engine.optimizer.register_step_pre_hook(press)
-        return engine
-
-    console = Console(file=io.StringIO(), width=120)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        run(
-            config, RunFolder.new(path), console=console, initialize=pressing,
-            resume_with="offload train file.yaml --run-dir RUN --resume",
-        )  # fmt: skip
-    assert isinstance(caught.value, Terminated) is (number == signal.SIGTERM)
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+    error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    again = "offload train file.yaml --run-dir RUN --resume"
+    return ended_by(error, config, path, press, resume_with=again)
 
 
 @pytest.mark.sample(2)

@@ -4,7 +4,6 @@ the run or the save."""
 from __future__ import annotations
 
 import errno
-import io
 import os
 import signal
 import threading
@@ -14,24 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-from torch import nn
 
 import offload
 from offload.checkpoint.format import folder as checkpoint_folder
 from offload.config import OffloadConfig
 from offload.errors import NoSpaceError
-from offload.runs.folder import RunFolder
-from offload.train.loop import run
+from offload.process.interrupts import Terminated
 from tests.offload.checkpoint_crash import bits_of
 from tests.offload.engine_cases import HOST, NVME, ON
 from tests.offload.test_background_saves import Held, slow
-from tests.offload.test_train_loop import TRAIN, checkpoints_in, losses, run_quietly
+from tests.offload.test_train_loop import TRAIN, checkpoints_in, ended_by, losses, run_quietly, told
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 MIXED: dict[str, Any] = {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
-Begun = Callable[[offload.Engine, int], None]  # told of the step that is about to be made
 
 
 @pytest.fixture
@@ -48,32 +43,6 @@ def make(tmp_path: Path) -> Callable[..., OffloadConfig]:
         })  # fmt: skip
 
     return made
-
-
-def told(begun: Begun) -> Any:
-    """`initialize` whose engine tells `begun` of each optimizer step before it is made."""
-
-    def initialize(model: nn.Module, config: OffloadConfig) -> offload.Engine:
-        engine = offload.initialize(model, config)
-        count = 0
-
-        def tell(*_: Any) -> None:
-            nonlocal count
-            count += 1
-            begun(engine, count)
-
-        engine.optimizer.register_step_pre_hook(tell)
-        return engine
-
-    return initialize
-
-
-def ended_by(error: type[BaseException], config: OffloadConfig, path: Path, begun: Begun) -> str:
-    """The output of a run with this end."""
-    console = Console(file=io.StringIO(), width=200)
-    with pytest.raises(error):
-        run(config, RunFolder.new(path), console=console, initialize=told(begun))
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 def check_goes_on_as(whole: Path, config: OffloadConfig, cut: Path, step: int) -> None:
@@ -147,7 +116,8 @@ def test_a_signal_amid_a_save_completes_it_and_saves_the_step(
             signal.raise_signal(number)
             held.go.set()
 
-    said = ended_by(KeyboardInterrupt, config, tmp_path / "cut", press)
+    error = Terminated if number is signal.SIGTERM else KeyboardInterrupt
+    said = ended_by(error, config, tmp_path / "cut", press)
     assert "interrupted after step 3 of 6; the checkpoint of step 3 is in" in said
     assert checkpoints_in(tmp_path / "cut") == ["step-000002", "step-000003"]
     page = (tmp_path / "cut/run.html").read_text()

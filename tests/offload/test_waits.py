@@ -16,15 +16,8 @@ import offload
 from offload.memory import tier_manager
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.lanes import Lane, WaitFor
-from tests.offload.engine_cases import (
-    NVME,
-    TinyLM,
-    batches,
-    config,
-    losses_of,
-    on_a_gpu_too,
-    seeded,
-)
+from tests.offload.engine_cases import NVME, TinyLM, batches, config, on_a_gpu_too, seeded
+from tests.offload.engine_states import losses_of
 from tests.offload.plain_training import MakeEngine
 
 SLOW_S = 0.05

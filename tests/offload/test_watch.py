@@ -15,17 +15,8 @@ from torch import Tensor
 import offload
 from offload.errors import ConfigError, StateError, UnsupportedError
 from offload.loggers import JSONLinesLogger
-from tests.offload.engine_cases import (
-    HOST,
-    MARKS,
-    TinyLM,
-    assert_same_bits,
-    batches,
-    config,
-    losses_of,
-    seeded,
-    states_of,
-)
+from tests.offload.engine_cases import HOST, MARKS, TinyLM, batches, config, seeded
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 
 pytestmark = MARKS
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, ConfigError
-from tests.offload.engine_cases import HOST, MARKS, bits, config, seeded
+from tests.offload.engine_cases import HOST, MARKS, config, seeded
+from tests.offload.engine_states import bits
 
 pytestmark = MARKS
 
