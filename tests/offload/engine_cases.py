@@ -144,6 +144,13 @@ def saved_step(folder: Path, keys: Mapping[str, Any]) -> Path:
     return folder / "saved"
 
 
+def flip_bit(file: Path) -> None:
+    """Change one bit of a file's last byte."""
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
 def said_by(program: Path | str, *arguments: str) -> Any:
     """The JSON that a program (a file, or its text) prints, in a process of its own with one thread
     of PyTorch's: several would mostly wait for each other."""

@@ -56,6 +56,14 @@ def assert_same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     assert not names, f"{len(names)} of {len(a)} differ: {names[:6]}"
 
 
+def train_step(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    """Backward of a loss, a step and zeroed gradients; the loss's value."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def losses_of(
     engine: offload.Engine,
     data: Sequence[Tensor],

@@ -138,10 +138,9 @@ add(ACCUMULATION, "the same with `gradient_accumulation_steps: 3`", "accumulated
     lambda t: accumulate(t, 3), gradient_accumulation_steps=3)  # fmt: skip
 
 
-@row(ACCUMULATION, "`gradient_accumulation_steps: 3` and a step after every pass, as DeepSpeed "
-     "wants it", gradient_accumulation_steps=3)  # fmt: skip
-def accumulated_by_others(t: Trial) -> Numbers:
-    return t.train()
+add(ACCUMULATION, "`gradient_accumulation_steps: 3` and a step after every pass, as DeepSpeed "
+    "wants it", "accumulated_by_others", lambda t: t.train(),
+    gradient_accumulation_steps=3)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------- clipping
@@ -322,13 +321,15 @@ def two_tasks(t: Trial) -> Numbers:
 
 @at("backward", GRADIENTS, "`grads = torch.autograd.grad(loss, params)`; `p.grad = g`")
 def autograd_grad(t: Trial, loss: Tensor) -> None:
-    for p, gradient in zip(t.params, torch.autograd.grad(loss, t.params), strict=True):
+    gradients = torch.autograd.grad(loss, t.params)
+    assert all(p.grad is None for p in t.params)
+    for p, gradient in zip(t.params, gradients, strict=True):
         p.grad = gradient
 
 
-@row(GRADIENTS, "`loss.backward(inputs=[the head's parameters])`")
-def backward_inputs(t: Trial) -> Numbers:
-    return t.train(backward=lambda loss: loss.backward(inputs=list(t.model[-1].parameters())))
+add(GRADIENTS, "`loss.backward(inputs=[the head's parameters])`", "backward_inputs",
+    lambda t: t.train(backward=lambda loss: loss.backward(inputs=[*t.model[-1].parameters()]))
+    )  # fmt: skip
 
 
 @at("clip", GRADIENTS,
@@ -342,9 +343,8 @@ def foreach(t: Trial) -> list[Tensor]:
     return list(torch._foreach_norm(gradients))
 
 
-@row(GRADIENTS, "`p.grad.data_ptr()`")
-def data_pointer(t: Trial) -> Numbers:
-    return t.train(clip=lambda: float(t.params[0].grad.data_ptr() > 0))  # type: ignore[union-attr]
+add(GRADIENTS, "`p.grad.data_ptr()`", "data_pointer",
+    lambda t: t.train(clip=lambda: t.params[0].grad.data_ptr() > 0))  # fmt: skip
 
 
 @at("clip", GRADIENTS,
@@ -860,7 +860,6 @@ def evaluation(t: Trial) -> list[float]:
         one = t.loss(x, y).item()
     with torch.inference_mode():
         two = t.loss(-x, y).item()
-        assert not any(p.is_inference() for p in t.params)
     t.model.train()
     return [one, two]
 
@@ -904,10 +903,9 @@ def only_some(t: Trial) -> None:
     t.start = with_groups
 
 
-@row(OPTIMIZERS, "param groups: a learning rate for each layer, no weight decay for biases "
-     "(`initialize(..., parameters=groups)`)", prepare=only_some)  # fmt: skip
-def param_groups(t: Trial) -> Numbers:
-    return t.train()
+add(OPTIMIZERS, "param groups: a learning rate for each layer, no weight decay for biases "
+    "(`initialize(..., parameters=groups)`)", "param_groups", lambda t: t.train(),
+    prepare=only_some)  # fmt: skip
 
 
 def only_head(t: Trial) -> None:

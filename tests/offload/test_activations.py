@@ -34,7 +34,7 @@ from tests.offload.engine_cases import (
     said_by,
     seeded,
 )
-from tests.offload.engine_states import assert_same_bits, gradients_of
+from tests.offload.engine_states import assert_same_bits, gradients_of, train_step
 
 pytestmark = MARKS
 
@@ -410,10 +410,7 @@ def test_transformers_own_checkpointing_is_not_doubled(folder: Path) -> None:
             for step in range(2):
                 tokens = tokens_of(step)
                 loss = model(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                e.optimizer.step()
-                e.optimizer.zero_grad()
-                values.append(loss.item())
+                values.append(train_step(e.optimizer, loss))
             assert_nothing_left(e)
         return values
 

@@ -391,14 +391,13 @@ def test_a_fault_of_the_thread_is_raised_where_it_is_waited_for_and_training_goe
 
 
 def _wait(engine: offload.Engine, how: str, folder: Path) -> None:
-    if how == "save":
-        engine.save_checkpoint(folder / "next")
-    elif how == "load":
-        engine.load_checkpoint(folder / "saved")
-    elif how == "close":
-        engine.close()
-    else:
-        engine.checkpoint_saved()
+    ways: dict[str, Callable[[], object]] = {
+        "save": lambda: engine.save_checkpoint(folder / "next"),
+        "load": lambda: engine.load_checkpoint(folder / "saved"),
+        "close": engine.close,
+        "saved": engine.checkpoint_saved,
+    }
+    ways[how]()
 
 
 def _break(patch: pytest.MonkeyPatch, where: str, after: int) -> type[Exception]:

@@ -32,7 +32,6 @@ from tests.offload.plain_training import (
 pytestmark = MARKS
 
 
-# ----------------------------------------------------------------------- backward and step
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_several_backward_passes_add_up_in_fp32(make: MakeEngine, precision: str) -> None:
     """Also unannounced, with gradient_accumulation_steps left at 1."""

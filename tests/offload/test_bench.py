@@ -74,7 +74,6 @@ def _values(row: dict[str, Any], measure: str) -> list[float]:
     return values
 
 
-# ---------------------------------------------------------------- the commands
 def test_adam_compares_every_variant_with_a_loop_of_its_own_traffic(recorded: Any) -> None:
     record, printed = recorded(*ADAM)
     rows = check(record, "adam")
@@ -154,7 +153,6 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
     assert max(map(len, printed.splitlines())) <= 100
 
 
-# ---------------------------------------------------------------- what goes wrong
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [

@@ -32,7 +32,6 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-# ------------------------------------------------------------------------- resume
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "optimizer",
@@ -128,7 +127,6 @@ def test_persistent_buffers_and_integer_parameters_are_saved_and_others_are_not(
     assert model.table.tolist() == [3, 3, 3, 3]
 
 
-# ------------------------------------------------------------------------- saving
 def test_any_safetensors_reader_loads_the_model(tmp_path: Path) -> None:
     with offload.initialize(seeded(TinyLM), keys_of(tmp_path, NVME)) as engine:
         losses_of(engine, batches(2))
@@ -178,7 +176,6 @@ def test_inside_gathered_neither_saving_nor_loading_works(
                 engine.load_checkpoint(tmp_path / "saved")
 
 
-# ------------------------------------------------------------------------- half-way
 @pytest.mark.sample("nvme")
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_after_a_load_that_failed_half_way_nothing_trains_until_one_succeeds(

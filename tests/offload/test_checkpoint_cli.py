@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import offload
 from offload.checkpoint.foreign import exporting
 from offload.cli.app import main
-from tests.offload.engine_cases import NVME, TinyLM, batches, config, seeded
+from tests.offload.engine_cases import NVME, TinyLM, batches, config, flip_bit, seeded
 from tests.offload.engine_states import assert_same_bits, losses_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -74,9 +74,7 @@ def test_verify_tells_whole_from_damaged(saved: Path, capsys: Any) -> None:
     assert run("verify", saved) == 0
     assert "is whole: 12 files" in capsys.readouterr().out
     for name in ("optimizer/002.safetensors", "parameters/001.safetensors"):
-        raw = bytearray((saved / name).read_bytes())
-        raw[-1] ^= 1
-        (saved / name).write_bytes(raw)
+        flip_bit(saved / name)
     (saved / "buffers.safetensors").unlink()
     assert run("verify", saved) == 1
     errors = capsys.readouterr().err.splitlines()
@@ -136,9 +134,7 @@ def test_export_refuses_to_overwrite_and_leaves_nothing_when_it_fails(
     assert run("export", saved, out) == 2
     assert "is no folder; make it" in capsys.readouterr().err
     out.parent.mkdir()
-    raw = bytearray((saved / "parameters/002.safetensors").read_bytes())
-    raw[-1] ^= 1
-    (saved / "parameters/002.safetensors").write_bytes(raw)
+    flip_bit(saved / "parameters/002.safetensors")
     assert run("export", saved, out) == 1
     assert "damaged" in capsys.readouterr().err
     assert list(out.parent.iterdir()) == []

@@ -14,7 +14,7 @@ from torch import nn
 import offload
 from offload.checkpoint.format import manifest
 from offload.errors import CheckpointError, StateError, UnsupportedError
-from tests.offload.engine_cases import HOST, NVME, TinyLM, config, saved_step, seeded
+from tests.offload.engine_cases import HOST, NVME, TinyLM, config, flip_bit, saved_step, seeded
 from tests.offload.engine_states import assert_same_bits, states_of
 from tests.offload.test_checkpoint_forged import edited
 
@@ -58,18 +58,10 @@ def refusal(engine: offload.Engine, path: Path, intact: Path | None = None) -> s
     return message
 
 
-# ------------------------------------------------------------------------- files
-def flip(path: Path, offset: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 0x10
-    path.write_bytes(raw)
-
-
 def test_damage_says_which_bytes_and_what_to_do(
     engine: offload.Engine, original: Path, saved: Path
 ) -> None:
-    path = saved / "optimizer/002.safetensors"
-    flip(path, path.stat().st_size - 1)
+    flip_bit(saved / "optimizer/002.safetensors")
     message = refusal(engine, saved, original)
     assert "low (16.3 KiB at byte" in message
     assert "load another checkpoint" in message
@@ -83,9 +75,6 @@ def test_a_missing_file_is_named_with_its_size(
     assert f"{saved / name} is missing (" in refusal(engine, saved)
 
 
-# ------------------------------------------------------------------------- manifests
-
-
 def test_a_newer_format_says_which_version_wrote_it(engine: offload.Engine, saved: Path) -> None:
     edited(saved, lambda m: m.update(version=manifest.VERSION + 1, offload="3.1", novelty={}))
     message = refusal(engine, saved)
@@ -93,7 +82,6 @@ def test_a_newer_format_says_which_version_wrote_it(engine: offload.Engine, save
     assert f"reads {manifest.VERSION}; load it with that offload" in message
 
 
-# ------------------------------------------------------------------------- other things
 def test_foreign_paths_are_refused_with_what_they_are(
     engine: offload.Engine, tmp_path: Path
 ) -> None:
@@ -109,7 +97,6 @@ def test_foreign_paths_are_refused_with_what_they_are(
     assert "weights=PATH" in refusal(engine, weights)
 
 
-# ------------------------------------------------------------------------- other models
 class Wider(TinyLM):
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +158,6 @@ def test_other_buffers_and_param_groups_are_refused(original: Path, tmp_path: Pa
         assert "or other parameters in one of them" in message
 
 
-# ------------------------------------------------------------------------- refused saves
 def test_what_a_checkpoint_cannot_hold_is_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:

@@ -54,15 +54,21 @@ def step(engine: offload.Engine) -> None:
     engine.optimizer.zero_grad()
 
 
+def begun(folder: Path, placement: Any, budget: dict[str, str]) -> offload.Engine:
+    """An engine after two steps."""
+    keys = config(folder, placement, precision="bf16", budget=budget, optimizer={"chunk": CHUNK})
+    with torch.device("meta"):
+        model = Deep()
+    engine = offload.initialize(model, keys)
+    for _ in range(2):
+        step(engine)
+    return engine
+
+
 @pytest.mark.slow
 def test_saving_loading_and_exporting_hold_a_few_chunks_beyond_the_budget(tmp_path: Path) -> None:
     budget = {"host": "24MiB", "nvme": "400MiB"}
-    keys = config(tmp_path, NVME, precision="bf16", budget=budget, optimizer={"chunk": CHUNK})
-    with torch.device("meta"):
-        model = Deep()
-    with offload.initialize(model, keys) as engine:
-        for _ in range(2):
-            step(engine)
+    with begun(tmp_path, NVME, budget) as engine:
         engine.save_checkpoint(tmp_path / "saved")  # imports and hashes are paid for
         used = engine.report().tiers["host"].used_nbytes
 
@@ -91,12 +97,7 @@ def test_saving_beside_training_holds_a_few_chunks_beyond_it(
     tmp_path: Path, placement: dict[str, Any], host: str
 ) -> None:
     budget = {"host": host, "nvme": "800MiB"}  # of old versions, too
-    keys = config(tmp_path, placement, precision="bf16", budget=budget, optimizer={"chunk": CHUNK})
-    with torch.device("meta"):
-        model = Deep()
-    with offload.initialize(model, keys) as engine:
-        for _ in range(2):
-            step(engine)
+    with begun(tmp_path, placement, budget) as engine:
         engine.save_checkpoint(tmp_path / "saved", wait=False)  # imports and hashes are paid for
         step(engine)
         engine.checkpoint_saved()

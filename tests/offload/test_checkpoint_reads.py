@@ -24,7 +24,7 @@ from offload.checkpoint.format.reader import CheckpointReader
 from offload.checkpoint.format.safetensors_file import SafetensorsWriter, TensorInfo
 from offload.errors import CheckpointError, StorageError
 from offload.process import bounded_json
-from tests.offload.engine_cases import HOST, TinyLM, batches, config, seeded
+from tests.offload.engine_cases import HOST, TinyLM, batches, config, flip_bit, seeded
 from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 
 preadv = os.preadv
@@ -236,19 +236,13 @@ def test_weights_of_a_checkpoint_are_all_used_and_compared_with_their_hashes(
     assert_same_bits(weights_in(keys_of(tmp_path), saved), expected)
     assert "unused" not in caplog.text
     for name in (file.name for file in (saved / "parameters").iterdir()):
-        damage(saved / "parameters" / name)
+        flip_bit(saved / "parameters" / name)
         with pytest.raises(CheckpointError, match=rf"{name} is damaged: "):
             weights_in(keys_of(tmp_path), saved)
         with pytest.raises(CheckpointError, match=rf"{name} is damaged: "):
             offload.dispatch(seeded(TinyLM, 3), keys_of(tmp_path), weights=saved)
-        damage(saved / "parameters" / name)  # back
+        flip_bit(saved / "parameters" / name)  # back
     assert_same_bits(weights_in(keys_of(tmp_path), saved), expected)
-
-
-def damage(file: Path) -> None:
-    raw = bytearray(file.read_bytes())
-    raw[-3] ^= 4
-    file.write_bytes(raw)
 
 
 def test_weights_need_no_states_and_say_what_is_missing(saved: Path, tmp_path: Path) -> None:

@@ -203,6 +203,18 @@ BAD_VALUES = [
     ),
     ("train: {sequence: 4096}", ["train.sequence: 4096 is longer than model.max_sequence: 1024"]),
     ("train: {model: {heads: 7}}", ["train.model.hidden: 384 is not a multiple of heads: 7"]),
+    ("train: {model: {hidden: 12, heads: 4}}", ["is odd"]),
+    ("train: {model: {heads: 4, kv_heads: 3}}", ["heads: 4 is not a multiple of kv_heads: 3"]),
+    ("train: {model: {experts: 1}}", ["experts: must be greater than or equal to 2"]),
+    ("train: {model: {experts: 12, experts_per_token: 13}}", ["13 of experts: 12"]),
+    ("train: {model: {expert_mlp: 64}}", ["64 is for a mixture of experts; set experts"]),
+    ("train: {model: {experts_per_token: 1}}", ["remove experts_per_token"]),
+    ("train: {model: {experts: 4, aux_loss: .nan}}", ["aux_loss"]),
+    ("train: {model: {experts: 4, aux_loss: -1}}", ["must be greater than or equal to 0"]),
+    ("storage: {weights: int3}", ["storage.weights: 'int3'", "allowed: int8, int4, nf4"]),
+    ("storage: {}", ["a value is missing"]),
+    ("storage: {weights: int4, group_size: 48}", ["group_size"]),
+    ("storage: {weights: int4, skip: lm_head}", ["storage.skip: must be a valid list"]),
 ]
 
 BAD_YAML = [

@@ -50,7 +50,6 @@ def opened(
     owner.close("host")
 
 
-# ---------------------------------------------------------------- conversions
 def layers() -> Any:
     return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.LSTM(4, 4))
 
@@ -88,9 +87,17 @@ def test_a_conversion_changes_nothing_or_is_refused_at_the_call(
 
 
 def test_a_closed_dispatched_model_is_called_that(tmp_path: Path) -> None:
-    model = offload.dispatch(layers(), config(tmp_path, {"parameters": "nvme"}))
-    weight = next(model.parameters())
-    offload.dispatched(model).close(keep="drop")
+    keys = config(tmp_path, {"parameters": "nvme"})
+    model = offload.dispatch(layers(), keys)
+    weight, dispatched = next(model.parameters()), offload.dispatched(model)
+    dispatched.close(keep="drop")
+    dispatched.close()
+    for use, said in (
+        (dispatched.report, "closed"),
+        (lambda: offload.dispatch(model, keys), "anew"),
+    ):
+        with pytest.raises(StateError, match=said):
+            use()
     for use in (
         lambda: model(torch.ones(2, 4)), weight.sum, model.state_dict, model.half,
         lambda: offload.dispatched(model).report(),
@@ -101,7 +108,6 @@ def test_a_closed_dispatched_model_is_called_that(tmp_path: Path) -> None:
             use()
 
 
-# ---------------------------------------------------------------- torch.compile
 def run(model: Any) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(TOKENS)

@@ -83,9 +83,6 @@ def test_a_run_of_known_length_has_twenty_lines() -> None:
     assert said[2].endswith(" | about 90 s left")
 
 
-# ---------------------------------------------------------------- commands and names
-
-
 def test_names_have_no_effect_on_a_terminal(capsys: Any) -> None:
     name = "a\x1b[2Jb[bold]c[/bold]"
     console = PlainConsole(file=io.StringIO(), width=80, force_terminal=True)
@@ -100,7 +97,6 @@ def test_names_have_no_effect_on_a_terminal(capsys: Any) -> None:
     assert "\x1b[2J" not in shown
 
 
-# ---------------------------------------------------------------- loggers
 def test_no_step_waits_for_a_file_that_takes_its_time(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)  # opening it waits for a reader

@@ -24,7 +24,7 @@ from tests.offload.engine_cases import (
     min_budget,
     seeded,
 )
-from tests.offload.engine_states import assert_same_bits
+from tests.offload.engine_states import assert_same_bits, train_step
 from tests.ranks.programs import Expert
 
 EXPERTS = 8
@@ -102,9 +102,7 @@ def _accumulating(engine: offload.Engine, data: list[Tensor]) -> None:
 
 def _two_forwards(engine: offload.Engine, data: list[Tensor]) -> None:
     for one, other in zip(data[::2], data[1::2], strict=True):
-        (engine.module.loss(one) + engine.module.loss(other)).backward()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+        train_step(engine.optimizer, engine.module.loss(one) + engine.module.loss(other))
 
 
 def _in_any_order(engine: offload.Engine, data: list[Tensor]) -> None:

@@ -156,7 +156,6 @@ def test_kv_caches_live_in_it(tmp_path: Path, slow: Tier) -> None:
         assert owner.report().tiers["slow"].peak_by_class["kv"] > 0
 
 
-# ---------------------------------------------------------------- plans
 SMALL: dict[str, Any] = {"train": {"model": {"layers": 2, "hidden": 64, "heads": 2}}}
 
 
@@ -211,7 +210,6 @@ def test_an_open_budget_is_its_capacity(tmp_path: Path, slow: Tier) -> None:
         assert engine.plan.budgets[slow] == slow.capacity_nbytes
 
 
-# ---------------------------------------------------------------- mistakes
 @pytest.mark.parametrize(
     ("budget", "text"),
     [

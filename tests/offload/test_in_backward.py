@@ -12,7 +12,7 @@ from torch import nn
 import offload
 from offload.errors import ConfigError, StateError
 from tests.offload.engine_cases import HOST, MARKS, NVME, ON, TinyLM, batches, config, seeded
-from tests.offload.engine_states import assert_same_bits, losses_of, states_of
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of, train_step
 
 pytestmark = MARKS
 
@@ -44,9 +44,7 @@ def test_groups_with_unused_parameters_are_updated_at_the_step(tmp_path: Path) -
         with offload.initialize(seeded(Unused), keys) as engine:
             for number in range(4):
                 torch.manual_seed(number)
-                engine.module(torch.randn(3, 8).to(ON)).square().sum().backward()
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
+                train_step(engine.optimizer, engine.module(torch.randn(3, 8).to(ON)).square().sum())
             return states_of(engine)
 
     assert_same_bits(run(ahead(tmp_path)), run(config(tmp_path, NVME, optimizer=OPTIMIZER)))

@@ -188,19 +188,6 @@ def test_a_dispatched_or_trained_model_is_not_taken_over(tmp_path: Path) -> None
             offload.dispatched(engine.module)
 
 
-def test_a_closed_one_stays_without_values(tmp_path: Path) -> None:
-    model = build()
-    dispatched = offload.dispatched(offload.dispatch(model, placed(tmp_path)))
-    dispatched.close("drop")
-    dispatched.close()
-    with pytest.raises(StateError, match="closed"):
-        model(tokens())
-    with pytest.raises(StateError, match="closed"):
-        dispatched.report()
-    with pytest.raises(StateError, match="build it anew"):
-        offload.dispatch(model, placed(tmp_path))
-
-
 def test_tiers_go_with_the_model(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     model = offload.dispatch(build(), placed(tmp_path))

@@ -173,7 +173,6 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:
         linear_cross_entropy(**{**given, **change})
 
 
-# ---------------------------------------------------------------- in an engine
 class Tied(nn.Module):
     """A head tied to the embedding, whose weight is used outside of its module's forward."""
 
@@ -225,7 +224,6 @@ def test_a_head_in_tiers_gives_the_same_bits_and_is_read_no_oftener(
     assert 0 < read <= 1.5 * trained(NVME, plain)[1]
 
 
-# ---------------------------------------------------------------- memory
 @pytest.mark.parametrize("tokens", [16 * 1024, 128 * 1024])
 def test_a_pass_of_128k_entries_takes_one_part_and_the_gradients(tokens: int) -> None:
     """Of many tokens the gradient of hidden is larger than a part: a sum in fp32, rounded."""

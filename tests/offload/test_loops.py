@@ -17,8 +17,8 @@ from tests.offload.loop_trial import Row, Trial, blocks, configuration, result
 pytestmark = MARKS
 # what no other test trains, beside every fifth
 ALWAYS = (
-    "unused", "autograd_grad", "sparse_gradients", "tied", "gradient_penalty", "checkpointed",
-    "checkpointed_reentrant", "evaluation", "scheduler", "add_param_group", "frozen_later",
+    "unused", "submodules", "autograd_grad", "sparse_gradients", "tied", "gradient_penalty",
+    "checkpointed", "checkpointed_reentrant", "scheduler", "add_param_group", "frozen_later",
     "unfrozen", "closure", "data_loader", "two_engines", "stop_in_forward", "stop_in_backward",
 )  # fmt: skip
 

@@ -1,12 +1,16 @@
-"""Machine reading on made-up machines: cgroup v1 and v2, quotas, mounts, memory that is left."""
+"""Machine reading on made-up machines: cgroup v1 and v2, quotas, mounts, memory that is left; the
+doctor's checks and how they are printed."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from offload.cli.doctor import Check, Status, check_path, print_checks, run_checks, verdict
 from offload.memory.memory_guard import read_headroom
 from offload.process import machine
 
@@ -28,9 +32,8 @@ V1_MOUNT = (
 )
 
 
-@pytest.fixture
-def cgroup_v2(tmp_path: Path) -> Path:
-    return put(
+def test_the_limit_of_an_outer_v2_cgroup_binds(tmp_path: Path) -> None:
+    root = put(
         tmp_path,
         {
             "proc/self/cgroup": "0::/user.slice/run.scope\n",
@@ -44,11 +47,13 @@ def cgroup_v2(tmp_path: Path) -> Path:
             "sys/fs/cgroup/user.slice/run.scope/cpu.max": "max 100000\n",
         },
     )
+    assert machine.memory_limit_nbytes(root) == 2 * GIB
+    assert machine.cpu_quota(root) == 1.5
+    assert machine.cpu_count(root) in (1, 2)
 
 
-@pytest.fixture
-def cgroup_v1(tmp_path: Path) -> Path:
-    return put(
+def test_a_v1_limit_inside_a_container_binds(tmp_path: Path) -> None:
+    root = put(
         tmp_path,
         {
             "proc/self/cgroup": "5:memory:/docker/abc/inner\n4:cpu,cpuacct:/docker/abc\n0::/\n",
@@ -61,19 +66,10 @@ def cgroup_v1(tmp_path: Path) -> Path:
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
         },
     )
-
-
-def test_the_limit_of_an_outer_v2_cgroup_binds(cgroup_v2: Path) -> None:
-    assert machine.memory_limit_nbytes(cgroup_v2) == 2 * GIB
-    assert machine.cpu_quota(cgroup_v2) == 1.5
-    assert machine.cpu_count(cgroup_v2) in (1, 2)
-
-
-def test_a_v1_limit_inside_a_container_binds(cgroup_v1: Path) -> None:
-    limits = machine.memory_limits(cgroup_v1)
+    limits = machine.memory_limits(root)
     assert [(limit.limit_nbytes, limit.used_nbytes) for limit in limits] == [(GIB, GIB // 4)]
-    assert machine.cpu_quota(cgroup_v1) == 0.5
-    assert machine.cpu_count(cgroup_v1) == 1
+    assert machine.cpu_quota(root) == 0.5
+    assert machine.cpu_count(root) == 1
 
 
 def test_this_machine_can_be_read() -> None:
@@ -150,3 +146,71 @@ def test_memory_high_is_a_limit(tmp_path: Path) -> None:
 def test_swap_of_a_cgroup_is_not_counted_on(tmp_path: Path) -> None:
     _, limit = read_headroom(v2(tmp_path, **{"swap.max": f"{GIB // 2}\n"}))
     assert limit.room_nbytes == GIB + GIB // 8 + GIB // 4
+
+
+def test_a_missing_folder_is_named_with_its_remedy(tmp_path: Path) -> None:
+    (check,) = check_path(tmp_path / "nothing")
+    assert (check.status, check.finding) == ("fail", "does not exist")
+    assert check.advice.startswith(f"mkdir -p {tmp_path / 'nothing'}")
+    (tmp_path / "file").touch()
+    assert check_path(tmp_path / "file")[0].finding == "is not a folder"
+
+
+def test_a_folder_open_to_all_is_a_warning(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert any(check.finding == "world-writable, no sticky bit" for check in check_path(tmp_path))
+    tmp_path.chmod(0o1777)
+    assert not any("world-writable" in check.finding for check in check_path(tmp_path))
+
+
+def test_a_folder_in_ram_is_a_warning() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    checks = {check.name: check for check in check_path(Path("/dev/shm"))}
+    assert checks["/dev/shm file system"].status == "warn"
+
+
+def checked(*checks: tuple[str, Status, str]) -> list[Check]:
+    """The check of an installed torch, and the given ones."""
+    return [Check("torch", "ok", "2.13"), *(Check(*check, advice="do it") for check in checks)]
+
+
+def test_the_verdict_says_what_the_machine_can_do() -> None:
+    cpu = verdict(checked(("gpu", "off", "built for the CPU only; device: cpu is used")))
+    assert cpu == (
+        True,
+        ["ready: trains on the CPU with host and nvme", "no GPU: built for the CPU only"],
+    )
+    _, one = verdict(
+        checked(("gpu 0", "ok", "H100, 80.0 GiB, CUDA 13.0"), ("swap", "warn", "full"))
+    )
+    assert one == [
+        "ready: trains on H100 with device, host and nvme",
+        "to look at, with the advice above: swap",
+    ]
+    _, two = verdict(checked(("gpu 0", "ok", "H100, 80 GiB"), ("gpu 1", "ok", "H100, 80 GiB")))
+    assert "2 GPUs (H100; torchrun --nproc-per-node 2)" in two[0]
+
+
+def test_the_exit_code_agrees_with_the_verdict(tmp_path: Path, capsys: Any) -> None:
+    print_checks([tmp_path])
+    assert "ready: trains on " in capsys.readouterr().out
+    with pytest.raises(typer.Exit) as ended:
+        print_checks([tmp_path / "nothing"])
+    assert ended.value.exit_code == 2, "as of any path that is not there"
+    assert "not ready: " in capsys.readouterr().out
+
+
+def test_a_device_that_cannot_be_asked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        kind = "cuda"
+
+        def device_count(self) -> int:
+            return 1
+
+        def facts(self, device: object) -> object:
+            raise RuntimeError("CUDA unknown error\nsecond line")
+
+    monkeypatch.setattr("offload.tiers.accelerator.default", Broken)
+    (gpu,) = [check for check in run_checks() if check.name.startswith("gpu")]
+    assert (gpu.status, gpu.finding) == ("fail", "cannot be used: CUDA unknown error")

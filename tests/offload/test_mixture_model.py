@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch.nn import functional as F  # noqa: N812
 
 import offload
 from offload.bench.systems import batch_of
 from offload.config import OffloadConfig
-from offload.config.training import ModelConfig
 from offload.gpt import LanguageModel, Mixture, build_meta_model, evaluating
 from offload.train.plain import Plain
-from tests.offload.engine_states import assert_same_bits
+from tests.offload.engine_states import assert_same_bits, train_step
 
 MODEL: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 2, "max_sequence": 32, "experts": 12, "expert_mlp": 64,
@@ -45,11 +43,7 @@ def trained(
     losses = []
     with offload.initialize(built, config) as engine:
         for step in range(steps):
-            loss = built(*batch_of(config, step)).loss
-            losses.append(loss.item())
-            loss.backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+            losses.append(train_step(engine.optimizer, built(*batch_of(config, step)).loss))
         engine.check_integrity()
         return losses, {name: value.clone() for name, value in built.state_dict().items()}
 
@@ -116,19 +110,3 @@ def test_plain_pytorch_trains_it_in_16_bits_where_an_expert_has_no_tokens() -> N
     still = [torch.equal(a, b) for a, b in zip(before, plain.model.parameters(), strict=True)]
     assert any(still)
     assert not all(still)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "fragment"),
-    [
-        ({"experts": 1}, "greater than or equal to 2"),
-        ({"experts_per_token": 13}, "experts_per_token: 13 of experts: 12"),
-        ({"experts": None}, "expert_mlp: 64 is for a mixture of experts; set experts"),
-        ({"experts": None, "expert_mlp": None, "experts_per_token": 1}, "remove experts_per_token"),
-        ({"aux_loss": float("nan")}, "aux_loss"),
-        ({"aux_loss": -1.0}, "greater than or equal to 0"),
-    ],
-)
-def test_sizes_of_experts_that_cannot_be_are_named(sizes: dict[str, Any], fragment: str) -> None:
-    with pytest.raises(ValidationError, match=fragment):
-        ModelConfig(**{**MODEL, **sizes})

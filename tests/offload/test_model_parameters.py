@@ -15,13 +15,7 @@ from tests.offload.engine_states import (
     parameters_of,
     states_of,
 )
-from tests.offload.plain_training import (
-    EVERYWHERE,
-    MakeEngine,
-    check,
-    floats,
-    square_loss,
-)
+from tests.offload.plain_training import EVERYWHERE, MakeEngine, check, floats, square_loss
 
 pytestmark = MARKS
 
@@ -36,6 +30,22 @@ def test_buffers_follow_as_without_the_engine(make: MakeEngine) -> None:
     model: Any = engine.module
     assert model[1].num_batches_tracked == 4
     assert model[1].running_mean.abs().sum() > 0
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("placement", EVERYWHERE)
+def test_inference_mode_gives_the_bits_of_no_grad_and_leaves_training_alone(
+    make: MakeEngine, placement: Any
+) -> None:
+    engine = make(seeded(TinyLM), placement)
+    losses_of(engine, batches(2))
+    tokens = batches(1)[0][:, :-1]
+    with torch.inference_mode():
+        inferred = engine.module(tokens)
+        assert not engine.module.embed.weight.is_inference()
+    with torch.no_grad():
+        assert torch.equal(inferred, engine.module(tokens))
+    losses_of(engine, batches(1))
 
 
 @pytest.mark.sample(3)
@@ -54,7 +64,6 @@ def test_a_model_without_anything_to_train_can_be_evaluated(
     engine.check_integrity()
 
 
-# ----------------------------------------------------------------------- state dicts, gathered
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_state_dict_is_a_copy_and_loading_it_goes_back_there(

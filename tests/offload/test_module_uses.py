@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import UnsupportedError
-from tests.offload.engine_cases import HOST, MARKS, NVME, ON, WIDTH, Block, TinyLM, batches, seeded
-from tests.offload.engine_states import assert_same_bits, parameters_of
+from tests.offload.engine_cases import HOST, MARKS, NVME, ON, WIDTH, TinyLM, batches, seeded
+from tests.offload.engine_states import assert_same_bits, parameters_of, train_step
 from tests.offload.plain_training import (
     EVERYWHERE,
     MakeEngine,
@@ -24,25 +24,6 @@ from tests.offload.plain_training import (
 )
 
 pytestmark = MARKS
-
-
-# ----------------------------------------------------------------------- ways to use modules
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.out = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unsqueeze(0)
-        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
-            x = block(x)
-        y: Tensor = self.out(self.out.weight[:1] * x)
-        return y
-
-
-def test_a_module_used_twice_in_a_forward_gets_both_gradients(make: MakeEngine) -> None:
-    check(make, Twice, square_loss, floats())
 
 
 class Borrowing(nn.Module):
@@ -213,9 +194,7 @@ def test_a_model_of_convolutions_may_be_put_into_another_memory_format(make: Mak
     _, expected, _ = trained_plainly(layers, loss_of, images)
     engine = make(seeded(layers))
     for x in images:
-        loss_of(engine.module, x.to(ON)).backward()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+        train_step(engine.optimizer, loss_of(engine.module, x.to(ON)))
     assert_close(parameters_of(engine), expected)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import offload
 from offload.errors import UnsupportedError
 from tests.offload.engine_cases import HOST, MARKS, NVME, ON, config, seeded
+from tests.offload.engine_states import train_step
 
 pytestmark = MARKS
 PLACEMENTS = {"host": HOST, "nvme": NVME}
@@ -42,9 +43,7 @@ class Pair:
         for seed in range(count):
             x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)).to(ON)
             for model, optimizer in self.sides:
-                model(x).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train_step(optimizer, model(x).square().sum())
 
     @property
     def sides(self) -> list[tuple[nn.Module, Any]]:

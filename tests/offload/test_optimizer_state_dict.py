@@ -16,7 +16,7 @@ import offload
 from offload.errors import StateError, StorageError, UnsupportedError
 from offload.optimizers.client import ClientOptimizer
 from tests.offload.engine_cases import HOST, MARKS, NVME, ON, TinyLM, batches, config, seeded
-from tests.offload.engine_states import assert_same_bits, losses_of, states_of
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of, train_step
 
 pytestmark = MARKS
 
@@ -115,7 +115,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     assert_refused(engine, states, fragment)
 
 
-# ------------------------------------------------------------------------- torch's own
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("type_", "build", "keys"),
@@ -134,11 +133,7 @@ def test_a_state_dict_of_torch_goes_on_as_there(
     def trained(model: Any, optimizer: torch.optim.Optimizer, data: list[Tensor]) -> list[float]:
         losses = []
         for tokens in data:
-            loss = model.loss(tokens)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(train_step(optimizer, model.loss(tokens)))
         return losses
 
     model = seeded(TinyLM).to(ON)
@@ -155,7 +150,6 @@ def test_a_state_dict_of_torch_goes_on_as_there(
     assert actual == pytest.approx(expected, rel=1e-5)
 
 
-# ------------------------------------------------------------------------- half-way
 def test_after_a_failure_half_way_nothing_trains_until_a_load_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +173,6 @@ def test_after_a_failure_half_way_nothing_trains_until_a_load_succeeds(
         losses_of(engine, batches(1))
 
 
-# ------------------------------------------------------------------------- copies
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_and_pickles_of_the_optimizer_are_refused(
     engine: offload.Engine, copied: Callable[[Any], Any], tmp_path: Path
@@ -197,9 +190,7 @@ def test_an_empty_param_group_stays_and_a_plain_state_with_it_is_taken_over(tmp_
     """LoRA, where all of a group is frozen: a plain run's state dict has that group."""
     model = torch.nn.Linear(3, 2)
     plain = torch.optim.AdamW([{"params": [*model.parameters()]}, {"params": [], "lr": 0.5}])
-    model(torch.ones(1, 3)).sum().backward()
-    plain.step()
-    plain.zero_grad()
+    train_step(plain, model(torch.ones(1, 3)).sum())
     saved = plain.state_dict()
     client = ClientOptimizer.of(plain)
     keys = {**config(tmp_path, HOST), "optimizer": client.section}

@@ -29,7 +29,6 @@ def run(folder: Path, placement: dict[str, Any], **keys: Any) -> Run:
         return losses, states_of(engine)
 
 
-# ------------------------------------------------------------------------- torch's own
 class Lion(torch.optim.Optimizer):
     """Algorithm 2 of "Symbolic discovery of optimization algorithms", as written there."""
 
@@ -87,7 +86,6 @@ def test_it_trains_as_the_same_optimizer_of_torch_does(
         torch.testing.assert_close(weights[key], value.detach(), rtol=1e-4, atol=1e-5)
 
 
-# ------------------------------------------------------------------------- placements
 FORMATS: list[dict[str, Any]] = [
     {"precision": "fp32", "optimizer": {"states": "bf16"}},
     {"precision": "fp32", "optimizer": {"states": "int8"}},
@@ -127,9 +125,6 @@ def test_the_seed_decides_how_states_are_rounded(tmp_path: Path) -> None:
     assert any(not torch.equal(one[name], other[name]) for name in one if "exp_avg" in name)
 
 
-# ------------------------------------------------------------------------- what contradicts
-
-
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("optimizer", "changed", "error"),
@@ -166,7 +161,6 @@ def test_numbers_that_cannot_work_are_refused_before_anything_is_updated(
         engine.check_integrity()
 
 
-# ------------------------------------------------------------------------- formats and resume
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("precision", "master"),
@@ -196,7 +190,6 @@ def test_state_dicts_keep_what_the_master_has_and_continue_a_run_in_another_engi
         assert_same_bits(states_of(engine), expected_states)
 
 
-# ------------------------------------------------------------------------- beside float64
 class Weights(nn.Module):
     """The gradient of each weight is what the forward is given for it."""
 

@@ -28,7 +28,7 @@ from tests.offload.engine_cases import (
     min_budget,
     seeded,
 )
-from tests.offload.engine_states import assert_same_bits, losses_of, states_of
+from tests.offload.engine_states import assert_same_bits, losses_of, parameters_of, states_of
 
 pytestmark = MARKS
 STEPS = 8
@@ -157,7 +157,6 @@ def test_the_reference_of_the_parity_test_learns_and_clips(folder: Path) -> None
     assert len(set(losses)) == STEPS
 
 
-# ------------------------------------------------------------------------- plain PyTorch
 def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return [
@@ -166,25 +165,22 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 4))
-
-
-def plain_run(accumulate: int, clip: float) -> tuple[list[float], dict[str, Tensor]]:
-    model = seeded(TinyLM).to(ON)
-    optimizer = torch.optim.AdamW(param_groups(model), lr=2e-3, betas=(0.9, 0.95))
-    scheduler = schedule(optimizer)
+def scheduled_losses(
+    model: Any, optimizer: torch.optim.Optimizer, accumulate: int, clip: float | None = None
+) -> list[float]:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 4))
     losses = []
     for number, tokens in enumerate(batches(STEPS * accumulate), 1):
         loss = model.loss(tokens)
         (loss / accumulate).backward()
         losses.append(loss.item())
         if number % accumulate == 0:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses
 
 
 @pytest.mark.sample(3)
@@ -199,20 +195,12 @@ def test_fp32_agrees_with_plain_adamw_to_rounding(
     )  # fmt: skip
     model = seeded(TinyLM)
     with offload.initialize(model, keys, parameters=param_groups(model)) as engine:
-        scheduler = schedule(engine.optimizer)
-        losses = []
-        for number, tokens in enumerate(batches(STEPS * accumulate), 1):
-            loss = model.loss(tokens)
-            (loss / accumulate).backward()
-            losses.append(loss.item())
-            if number % accumulate == 0:
-                engine.optimizer.step()
-                scheduler.step()
-                engine.optimizer.zero_grad()
-        with engine.gathered():
-            trained = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    expected_losses, expected = plain_run(accumulate, 0.5)
+        losses = scheduled_losses(model, engine.optimizer, accumulate)
+        trained = parameters_of(engine)
+    plain = seeded(TinyLM).to(ON)
+    optimizer = torch.optim.AdamW(param_groups(plain), lr=2e-3, betas=(0.9, 0.95))
+    expected_losses = scheduled_losses(plain, optimizer, accumulate, clip=0.5)
+    expected = {name: p.detach() for name, p in plain.named_parameters()}
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     for name, value in trained.items():
         distance = (value.cpu() - expected[name].cpu()).norm() / expected[name].cpu().norm()

@@ -48,7 +48,6 @@ class OwnPath(os.PathLike[str]):
         return self._text
 
 
-# ---------------------------------------------------------------- what is public
 def public() -> Iterator[str]:
     yield from re.findall(r"^::: ([\w.]+)$", API.read_text(), re.M)
     yield from BESIDE_IT

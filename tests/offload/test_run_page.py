@@ -238,9 +238,6 @@ def test_a_page_that_cannot_be_written_ends_no_run(
     assert "no run.html" in caplog.text
 
 
-# ---------------------------------------------------------------- pictures
-
-
 def test_a_page_has_both_schemes_and_escapes_all_texts() -> None:
     evil = "<script>&\x1b[31m"
     cell = Cell(evil, code=[evil], state="bad", strong=True)

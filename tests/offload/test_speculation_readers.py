@@ -148,7 +148,6 @@ def test_a_view_that_is_kept_shows_no_speculative_update(
         assert group in policy
 
 
-# ---------------------------------------------------------------- other threads and processes
 def test_another_thread_takes_an_update_back_while_the_step_decides(
     tmp_path: Path, expected: dict[str, torch.Tensor], placement: dict[str, Any]
 ) -> None:

@@ -276,19 +276,6 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_allocated(tmp_path:
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("storage", "message"),
-    [
-        ({"weights": "int3"}, "allowed: int8, int4, nf4"), ({}, "a value is missing"),
-        ({"weights": "int4", "group_size": 48}, "group_size"),
-        ({"weights": "int4", "skip": "lm_head"}, "must be a valid list"),
-    ],
-)  # fmt: skip
-def test_unknown_formats_are_refused(storage: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        offload.config.OffloadConfig.load({"storage": storage})
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e5])
 def test_weights_that_are_not_finite_in_the_precision_are_refused(
     value: float, tmp_path: Path

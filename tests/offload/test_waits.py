@@ -17,7 +17,7 @@ from offload.memory import tier_manager
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.threads.lanes import Lane, WaitFor
 from tests.offload.engine_cases import NVME, TinyLM, batches, config, on_a_gpu_too, seeded
-from tests.offload.engine_states import losses_of
+from tests.offload.engine_states import losses_of, train_step
 from tests.offload.plain_training import MakeEngine
 
 SLOW_S = 0.05
@@ -42,9 +42,7 @@ def train(engine: Any, steps: int = 2) -> tuple[dict[str, float], float]:
     """The waits of some steps, and how long these took."""
     before, began = engine.report().waits, time.perf_counter()
     for tokens in batches(steps):
-        engine.module.loss(tokens).backward()
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
+        train_step(engine.optimizer, engine.module.loss(tokens))
     engine.module.loss(tokens)  # of the last update, too
     seconds, now = time.perf_counter() - began, engine.report().waits
     return {name: now[name] - before[name] for name in now}, seconds

@@ -16,7 +16,7 @@ import offload
 from offload.errors import ConfigError, StateError, UnsupportedError
 from offload.loggers import JSONLinesLogger
 from tests.offload.engine_cases import HOST, MARKS, TinyLM, batches, config, seeded
-from tests.offload.engine_states import assert_same_bits, losses_of, states_of
+from tests.offload.engine_states import assert_same_bits, losses_of, states_of, train_step
 
 pytestmark = MARKS
 
@@ -57,11 +57,7 @@ def make(tmp_path: Path) -> Any:
 
 def step(engine: offload.Engine, tokens: Tensor) -> float:
     """One step; its loss."""
-    loss = engine.module.loss(tokens)  # type: ignore[operator]
-    loss.backward()
-    engine.optimizer.step()
-    engine.optimizer.zero_grad()
-    return float(loss.detach())
+    return train_step(engine.optimizer, engine.module.loss(tokens))  # type: ignore[operator]
 
 
 def test_what_is_logged_is_in_the_row_of_its_step(make: Any) -> None:
@@ -117,9 +113,7 @@ def test_a_skipped_step_has_a_row_and_a_number(make: Any) -> None:
     with make(skip_nonfinite=True) as engine, engine.watch(loggers=[kept], show=False) as watch:
         for number, tokens in enumerate(batches(3)):
             loss = engine.module.loss(tokens)
-            (loss * (math.inf if number == 1 else 1.0)).backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+            train_step(engine.optimizer, loss * (math.inf if number == 1 else 1.0))
             watch.log(loss=loss)
     assert kept.steps == [1, 2, 3]
     assert kept.of("skipped_steps") == [0, 1, 1]
@@ -177,7 +171,6 @@ def test_the_bits_are_the_same_when_watched(make: Any, tmp_path: Path) -> None:
     assert_same_bits(runs[0][1], runs[1][1])
 
 
-# ---------------------------------------------------------------- the end
 def test_the_next_watch_ends_the_one_before(make: Any) -> None:
     first, second = Kept(), Kept()
     with make() as engine:
