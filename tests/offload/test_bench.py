@@ -14,8 +14,8 @@ import pytest
 
 from offload.bench.step import SYSTEMS
 from offload.bench.stream import GROUP
-from offload.cli.app import main
 from offload.planning.machine.optimizer_variants import VARIANTS
+from tests.offload.test_cli import run
 
 TINY_MODEL = [
     "-o", "train.model.layers=2", "-o", "train.model.hidden=64", "-o", "train.model.heads=2",
@@ -28,12 +28,6 @@ COPY = ["copy", "--size", "256KiB"]
 STEP = ["step", *TINY_MODEL]
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", *arguments])
-    return int(caught.value.code or 0)
-
-
 @pytest.fixture
 def recorded(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs a bench with two rounds; its JSON and what it printed, 100 columns wide."""
@@ -41,7 +35,7 @@ def recorded(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Ca
 
     def record(*arguments: str) -> tuple[dict[str, Any], str]:
         path = tmp_path / "record.json"
-        assert run(*arguments, "--rounds", "2", "--json", str(path)) == 0
+        assert run("bench", *arguments, "--rounds", "2", "--json", str(path)) == 0
         return json.loads(path.read_text()), capsys.readouterr().out
 
     return record
@@ -105,7 +99,7 @@ def test_io_compares_reads_with_reads_and_writes_with_writes(recorded: Any, tmp_
 
 def test_copy_without_a_device_is_refused(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert run(*COPY) == 1
+    assert run("bench", *COPY) == 1
     assert "sees no GPU to copy to; `offload bench io`" in " ".join(capsys.readouterr().err.split())
 
 
@@ -179,14 +173,14 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
     arguments: list[str], fragment: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert run(*arguments) == 2
+    assert run("bench", *arguments) == 2
     error = capsys.readouterr().err
     assert fragment in re.sub(r"\x1b\[[0-9;]*m", "", error)
     assert "Traceback" not in error
 
 
 def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
-    assert run(*ADAM, "--rounds", "1", "--json", "/dev/full") == 2
+    assert run("bench", *ADAM, "--rounds", "1", "--json", "/dev/full") == 2
     printed = capsys.readouterr()
     assert "offload bench adam" in printed.out
     assert "--json /dev/full: cannot be written: No space left on device" in printed.err
@@ -198,7 +192,7 @@ def test_a_failure_of_offload_ends_the_bench_with_its_own_words(
 ) -> None:
     monkeypatch.setattr("offload.bench.step.raw_loop", None)  # its turn does not come
     arguments = [*STEP, "--systems", "nvme", "-o", "budget.host=1MiB", "--path", str(tmp_path)]
-    assert run(*arguments, "--rounds", "1") == 1
+    assert run("bench", *arguments, "--rounds", "1") == 1
     error = capsys.readouterr().err
     assert "offload, all on nvme ended early with status 1" in error
     assert "budget.host: 1.0 MiB" in error

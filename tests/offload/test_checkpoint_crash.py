@@ -165,7 +165,6 @@ def test_killed_between_a_speculative_update_and_its_step_a_run_goes_on_to_the_s
     assert bits_of(tmp_path / "uninterrupted") == victim.bits[max(victim.bits)]
 
 
-# ------------------------------------------------------------------------- leftovers
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[offload.Engine]:
     with offload.initialize(seeded(TinyLM), config(tmp_path, HOST)) as engine:
@@ -256,7 +255,6 @@ def test_a_load_of_what_a_save_replaces_meanwhile_is_an_error_and_never_a_mixtur
         assert other.report().steps == 2
 
 
-# ------------------------------------------------------------------------- steps
 def test_latest_passes_over_what_is_torn_and_says_so(
     engine: offload.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -333,7 +331,6 @@ def test_without_an_exchange_of_names_a_failing_rename_is_undone(
     engine.load_checkpoint(path)
 
 
-# ------------------------------------------------------------------------- a full disk
 @contextmanager
 def small_disk(path: Path, nbytes: int) -> Iterator[Path]:
     path.mkdir()

@@ -126,7 +126,6 @@ def buffers_file(content: Content) -> Content:
     return entry
 
 
-# ------------------------------------------------------------------------- numbers and names
 @pytest.mark.parametrize(
     ("change", "fragment"),
     [

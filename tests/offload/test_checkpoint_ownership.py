@@ -62,7 +62,6 @@ def written(folder: Path, *files: str) -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------- what is saved to
 @pytest.mark.parametrize(
     ("files", "named"),
     [
@@ -219,7 +218,6 @@ def test_what_another_process_removes_during_the_save_is_no_error(
     engine.load_checkpoint(path)
 
 
-# ------------------------------------------------------------------------- what lies beside it
 @pytest.mark.parametrize("kind", ["old", "tmp", "del"])
 @pytest.mark.parametrize("digits", [12, 30])
 def test_a_sibling_with_such_a_name_stays(
@@ -288,7 +286,6 @@ def test_a_link_with_a_marked_name_is_left(original: Path, tmp_path: Path) -> No
     assert tree(tmp_path / "precious") == tree(original)
 
 
-# ------------------------------------------------------------------------- pruning
 def test_what_another_process_has_locked_is_not_removed(original: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(original, tmp_path / "saved"))
     lock = lock_folder(path)

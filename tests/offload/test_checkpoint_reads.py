@@ -90,7 +90,6 @@ def signed(path: Path, content: dict[str, Any]) -> None:
     (path / "manifest.json").write_text(text)
 
 
-# ------------------------------------------------------------------------- reads
 def test_a_load_reads_every_byte_once(engine: offload.Engine, saved: Path) -> None:
     _, nbytes = loaded(engine, saved, failed, range(0))
     assert nbytes == sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
@@ -108,7 +107,6 @@ def test_a_read_that_fails_is_an_error_and_nothing_trains(
     assert_same_bits(states_of(engine), originals[1])
 
 
-# ------------------------------------------------------------------------- flips
 def data_problems(reader: CheckpointReader, name: str) -> list[str]:
     return list(reader._files.problems(name, lambda nbytes: None))
 
@@ -149,7 +147,6 @@ def test_every_truncation_is_found(saved: Path, long: bool) -> None:
         file.write_bytes(raw)
 
 
-# ------------------------------------------------------------------------- other places
 def test_a_hash_is_bound_to_save_file_and_offset() -> None:
     data = memoryview(b"the same bytes")
     places = [("1/a", 0), ("1/a", checked_files.BLOCK_NBYTES), ("1/b", 0), ("2/a", 0)]
@@ -220,7 +217,6 @@ def test_what_is_of_another_save_is_found(originals: tuple[Path, Any], saved: Pa
         assert all(data_problems(reader, name) for name in names)
 
 
-# ------------------------------------------------------------------------- weights=
 def weights_in(keys: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
     with offload.initialize(seeded(TinyLM, 3), keys, weights=path) as engine, engine.gathered():
         return {name: t.clone() for name, t in engine.module.state_dict().items()}
@@ -285,7 +281,6 @@ def test_weights_whose_file_is_longer_than_its_hashes_are_refused(
         weights_in(keys_of(tmp_path), saved)
 
 
-# ------------------------------------------------------------------------- memory
 def test_what_would_take_too_much_memory_is_not_parsed(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

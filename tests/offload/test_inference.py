@@ -46,7 +46,6 @@ def logits(model: nn.Module) -> bytes:
     return bits(model(tokens()))
 
 
-# -------------------------------------------------------------------------------- what it computes
 @pytest.mark.parametrize("parameters", PLACEMENTS, ids=str)
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
@@ -145,7 +144,6 @@ def test_in_inference_mode_and_after_it(tmp_path: Path) -> None:
         assert logits(model) == expected
 
 
-# -------------------------------------------------------------------------------- where weights are
 def test_else_as_much_as_fits(tmp_path: Path) -> None:
     budget = {"host": "160KiB", "nvme": "64MiB"}
     keys = config(tmp_path, {}, budget=budget, device="cpu", prefetch=1)
@@ -165,7 +163,6 @@ def test_no_room_is_an_error_before_anything_changes(tmp_path: Path) -> None:
     assert logits(model) == expected
 
 
-# -------------------------------------------------------------------------------- who owns them
 def test_a_dispatched_model_is_found_from_around_it(tmp_path: Path) -> None:
     model = offload.dispatch(build(), placed(tmp_path))
     around = nn.Sequential(model)
@@ -214,7 +211,6 @@ def test_one_that_fails_half_way_leaves_nothing(
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-# -------------------------------------------------------------------------------- what users do
 @pytest.mark.parametrize("parameters", PLACEMENTS, ids=str)
 def test_prompts_outside_of_the_model_are_trained(tmp_path: Path, parameters: Any) -> None:
     def gradient(model: Any) -> Tensor:
@@ -326,7 +322,6 @@ def test_an_error_in_the_middle_of_a_pass_leaves_the_model_usable(tmp_path: Path
         assert logits(model) == expected
 
 
-# -------------------------------------------------------------------------------- what is read
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,8 @@ pytestmark = MARKS
 ALWAYS = (
     "unused", "submodules", "autograd_grad", "sparse_gradients", "tied", "gradient_penalty",
     "checkpointed", "checkpointed_reentrant", "scheduler", "add_param_group", "frozen_later",
-    "unfrozen", "closure", "data_loader", "two_engines", "stop_in_forward", "stop_in_backward",
+    "unfrozen", "closure", "optimizer_state", "data_loader", "two_engines", "stop_in_forward",
+    "stop_in_backward",
 )  # fmt: skip
 
 

@@ -141,7 +141,6 @@ def assert_begun_alike(actual: dict[str, Tensor], build: Callable[[], nn.Module]
         assert abs(values.std() / spread - 1) < close, name
 
 
-# ----------------------------------------------------------------------- right
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_model_with_init_weights_begins_as_its_constructor_begins_it(
     tmp_path: Path, tie: bool
@@ -292,7 +291,6 @@ def test_a_buffer_that_the_files_have_otherwise_is_refused(tmp_path: Path, value
             begun(tmp_path, model, weights=tmp_path / "model.safetensors")
 
 
-# ----------------------------------------------------------------------- refused
 class Zeroed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +395,6 @@ def test_a_refused_model_begins_from_files(tmp_path: Path) -> None:
     assert_same_bits({name: tensors[name] for name in values}, values)
 
 
-# ----------------------------------------------------------------------- transformers
 def test_a_part_of_a_model_that_is_transformers_begins_as_transformers_begins_it(
     tmp_path: Path,
 ) -> None:

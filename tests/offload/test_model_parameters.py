@@ -1,4 +1,4 @@
-"""Buffers, models without anything to train, state dicts, and what is written in `gathered`."""
+"""Buffers, inference, models without anything to train, and what is written in `gathered`."""
 
 from typing import Any
 
@@ -8,12 +8,9 @@ from torch import nn
 
 from tests.offload.engine_cases import MARKS, ON, WIDTH, TinyLM, batches, seeded
 from tests.offload.engine_states import (
-    assert_same_bits,
-    bits,
     differing,
     losses_of,
     parameters_of,
-    states_of,
 )
 from tests.offload.plain_training import EVERYWHERE, MakeEngine, check, floats, square_loss
 
@@ -62,30 +59,6 @@ def test_a_model_without_anything_to_train_can_be_evaluated(
     engine.optimizer.step()
     engine.optimizer.zero_grad()
     engine.check_integrity()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_state_dict_is_a_copy_and_loading_it_goes_back_there(
-    make: MakeEngine, precision: str
-) -> None:
-    engine = make(seeded(TinyLM), precision=precision)
-    losses_of(engine, batches(2))
-    saved_model = engine.module.state_dict()
-    saved_optimizer = engine.optimizer.state_dict()
-    kept = {name: value.clone() for name, value in saved_model.items()}
-    masters = {i: s["exp_avg"].clone() for i, s in saved_optimizer["state"].items()}
-    expected = losses_of(engine, batches(3, seed=5))
-    after = states_of(engine)
-
-    assert_same_bits(saved_model, kept)
-    assert all(bits(s["exp_avg"]) == bits(masters[i]) for i, s in saved_optimizer["state"].items())
-    engine.module.load_state_dict(saved_model)
-    engine.optimizer.load_state_dict(saved_optimizer)
-    if precision == "fp16":
-        return  # the loss scale is no part of either
-    assert losses_of(engine, batches(3, seed=5)) == expected
-    assert_same_bits(states_of(engine), after)
 
 
 @pytest.mark.sample(3)

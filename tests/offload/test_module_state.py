@@ -229,7 +229,6 @@ def test_a_resume_asks_modules_as_load_state_dict_does(
         assert_same_bits(states_of(engine), goes_on)
 
 
-# ------------------------------------------------------------------------- what is refused
 class Fragile(Resizing):
     fails = False
 
@@ -283,7 +282,6 @@ def test_what_modules_refuse_is_an_error_and_nothing_goes_on_from_a_part_of_it(
         engine.close("drop")
 
 
-# ------------------------------------------------------------------------- other ways to load
 @pytest.mark.parametrize("placement", [HOST, NVME], ids=["host", "nvme"])
 def test_state_dicts_load_as_into_a_plain_model(placement: dict[str, Any], tmp_path: Path) -> None:
     plain = seeded(Whole)

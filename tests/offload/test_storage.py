@@ -60,7 +60,6 @@ def train(model: nn.Module, keys: dict[str, Any], steps: int = 3) -> tuple[Any, 
         return losses, states
 
 
-# ---------------------------------------------------------------- what is computed
 @pytest.mark.parametrize("weights", FORMATS)
 def test_a_dispatched_model_computes_with_the_dequantized_values_from_every_tier(
     weights: str, tmp_path: Path
@@ -137,7 +136,6 @@ def test_a_fuzz_of_models_formats_and_places(tmp_path: Path, long: bool) -> None
         assert_same_bits(actual[1], expected[1])
 
 
-# ---------------------------------------------------------------- which weights, which groups
 def test_matrices_that_are_frozen_are_stored_apart_from_what_is_trained() -> None:
     grouping = stored(adapted(1))
     groups = {group.name: group for group in grouping.groups}
@@ -162,7 +160,6 @@ def test_a_tied_weight_stays_if_one_of_its_names_is_skipped() -> None:
     assert all(param.stored for param in first.params)
 
 
-# ---------------------------------------------------------------- bytes
 def test_it_trains_under_a_budget_smaller_than_the_weights(tmp_path: Path) -> None:
     keys = quantized(tmp_path, "nf4", "nvme", precision="bf16", optimizer={"chunk": 1024})
     keys["budget"] = min_budget(lambda: AdaptedLM(12), keys)
@@ -194,7 +191,6 @@ def test_peaks_are_predicted(placement: str, share: float | None, tmp_path: Path
     assert beside + copies.nbytes == pytest.approx(measured, rel=0.1)
 
 
-# ---------------------------------------------------------------- reading, writing, checkpoints
 @pytest.mark.parametrize("placement", ["nvme", "host"])
 def test_what_is_written_is_rounded_and_the_rest_keeps_its_codes(
     placement: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -253,7 +249,6 @@ def test_a_checkpoint_of_exact_weights_is_rounded_and_says_so(
         assert frozen_of(engine) == before
 
 
-# ---------------------------------------------------------------- refusals
 def refused(folder: Path, model: nn.Module, **storage: Any) -> str:
     keys = {"weights": "int4", "group_size": 32, **storage}
     with pytest.raises(ConfigError) as error:
@@ -317,9 +312,6 @@ def test_experts_that_are_adapted_one_by_one_are_refused() -> None:
     storage = Storage(WeightFormat(QuantType.INT4, 32))
     with pytest.raises(UnsupportedError, match="add m\\.experts to"):
         shape.stored(storage)
-
-
-# ---------------------------------------------------------------- the state itself
 
 
 def test_a_model_that_only_fits_in_codes_is_not_refused(tmp_path: Path) -> None:
