@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from tests.offload.engine_cases import MARKS, ON, WIDTH, TinyLM, batches, seeded
-from tests.offload.engine_states import (
-    differing,
-    losses_of,
-    parameters_of,
-)
+from tests.offload.engine_states import differing, losses_of, parameters_of
 from tests.offload.plain_training import EVERYWHERE, MakeEngine, check, floats, square_loss
 
 pytestmark = MARKS
