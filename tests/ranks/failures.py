@@ -9,12 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import offload
-from tests.offload.engine_cases import WIDTH, TinyLM, batches, config, losses_of, seeded
+from tests.offload.engine_cases import TinyLM, batches, config, losses_of, seeded
 
 TIMEOUT_S = 3.0
 CLOSING_TIMEOUT_S = 30.0  # no rank waits for it: it costs nothing where closing is right
@@ -83,12 +82,6 @@ def _sleeping(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
     time.sleep(120.0)
 
 
-def _elsewhere(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
-    note()
-    with torch.no_grad():
-        _model(engine).blocks[1](torch.zeros(1, 2, WIDTH))
-
-
 def _saves_alone(engine: offload.Engine, tokens: Tensor, note: Note) -> None:
     note()
     with TemporaryDirectory() as folder:
@@ -110,7 +103,6 @@ FAULTS: dict[str, Callable[[offload.Engine, Tensor, Note], None]] = {
     "stopped": _signalled(signal.SIGSTOP),
     "raised": _raised,
     "sleeping": _sleeping,
-    "elsewhere": _elsewhere,
     "saves alone": _saves_alone,
     "ends earlier": _ends_earlier,
 }

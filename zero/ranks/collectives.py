@@ -13,6 +13,7 @@ all-reduce, at twice the bytes.)
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from zlib import crc32
@@ -26,6 +27,7 @@ from offload.swap.threads.lanes import profiled
 from offload.zero.ranks.rank_watch import RankWatch
 
 Group = dist.ProcessGroup
+Fetch = Callable[..., None]  # fills the others' places in a buffer, within a limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,21 @@ class Collectives:
     # bytes of the buffers that ranks have gathered and reduced together, whole buffers each
     moved_nbytes: Counter[str] = field(default_factory=Counter)
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor, name: str) -> None:
+    def gather(
+        self, whole: torch.Tensor, own: torch.Tensor, name: str, fetch: Fetch | None = None
+    ) -> None:
         """Fill `whole` (1D uint8), of the group `name`, with the shards of all ranks, in order.
         `own` may be a view of this rank's place in it. Blocks; on a GPU only until the work is
-        queued on the current stream. Raises RankError if a rank does not take part."""
+        queued on the current stream. `fetch` asks the others for their shards; without it, all
+        ranks gather at the same time. Raises RankError if a rank does not take part."""
         self.moved_nbytes["all-gather"] += whole.numel()
         what, group = f"the all-gather of {_named(name)}", self.gather_group
         with self.watch.during(what, group, on_device=True) as limit:
-            _all_gather(whole, own, group, what, limit)
+            if fetch is None:
+                _all_gather(whole, own, group, what, limit)
+                return
+            _place_of(whole, own, group)
+            fetch(whole, limit)
 
     def reduce(self, contribution: torch.Tensor, work: Workspace, name: str) -> torch.Tensor:
         """Return the average over all ranks of the world, of this rank's shard of it: 1D fp32,
@@ -144,17 +153,24 @@ def _sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
 def _all_gather(
     whole: torch.Tensor, own: torch.Tensor, group: Group, what: str, limit: timedelta
 ) -> None:
-    ranks, rank, step = group.size(), group.rank(), own.numel()
-    place = whole[rank * step : (rank + 1) * step]
+    ranks = group.size()
     # Gloo's own all-gather takes two to three times as long
     is_gloo = whole.device.type == "cpu" and dist.get_backend(group) == "gloo"
     if ranks == 1 or is_gloo:
-        if place.data_ptr() != own.data_ptr():
-            place.copy_(own)
+        place = _place_of(whole, own, group)
         if ranks > 1:
             _send_to_all(whole, place, group, what, limit)
         return
     all_gather_flat(whole, own, group)
+
+
+def _place_of(whole: torch.Tensor, own: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return this rank's place in `whole`, with its `own` shard there."""
+    rank, step = group.rank(), own.numel()
+    place = whole[rank * step : (rank + 1) * step]
+    if place.data_ptr() != own.data_ptr():
+        place.copy_(own)
+    return place
 
 
 def all_gather_flat(whole: torch.Tensor, own: torch.Tensor, group: Group) -> None:

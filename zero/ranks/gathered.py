@@ -1,15 +1,17 @@
 """Parameters of which this rank owns a shard: gathered while they are computed with
 (`GatheredState`), or whole all the time and refreshed after each update (`ReplicatedState`).
 
-A gather is a collective: all ranks begin the same ones in the same order. So the model's thread
-decides which groups are gathered and which copies are evicted for them, from the order of uses and
-a limit in bytes that all ranks agree on, never from how much memory is free.
+On a GPU a gather is a collective: all ranks begin the same ones in the same order. So the model's
+thread decides which groups are gathered and which copies are evicted for them, from the order of
+uses and a limit in bytes that all ranks agree on, never from how much memory is free. On CPUs, each
+rank asks the others for their shards (`shard_service.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -27,7 +29,8 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import Residency
 from offload.zero.groups.group import RankCopies
-from offload.zero.ranks.collectives import Collectives
+from offload.zero.ranks.collectives import Collectives, Fetch
+from offload.zero.ranks.shard_service import ShardService
 from offload.zero.ranks.sharding import Part
 
 
@@ -60,15 +63,16 @@ class SharedState(StateOverHome, RankCopies):
         self._arrival = self._gatherer.order.submit(what, gather)
 
     def _all_gather(
-        self, whole: torch.Tensor, trained: torch.Tensor | None, frozen: torch.Tensor | None
-    ) -> StreamEvent:
+        self, whole: torch.Tensor, trained: torch.Tensor | None, frozen: torch.Tensor | None,
+        fetch: Fetch | None = None,
+    ) -> StreamEvent:  # fmt: skip
         """Gather all ranks' parts into `whole`, on the gathering thread; those of a kind of which
-        this rank's part is None stay as they are."""
+        this rank's part is None stay as they are. `fetch`: see `Collectives.gather`."""
         gather = self._gatherer.collectives.gather
         if trained is not None and self._cut:
-            gather(whole[: self._cut], trained, self.name)
+            gather(whole[: self._cut], trained, self.name, fetch and partial(fetch, frozen=False))
         if frozen is not None and self.nbytes > self._cut:
-            gather(whole[self._cut :], frozen, self.name)
+            gather(whole[self._cut :], frozen, self.name, fetch and partial(fetch, frozen=True))
         return mark_here(self._gatherer.device)
 
     def _await_arrival(self) -> None:
@@ -99,10 +103,10 @@ class Gatherer:
 
     def __init__(
         self, collectives: Collectives, pool: SlotPool, room_nbytes: int, device: torch.device,
-        fences: Fences,
+        fences: Fences, service: ShardService | None,
     ) -> None:  # fmt: skip
         """`pool` is of the memory that the model computes in; `room_nbytes` is the same on every
-        rank."""
+        rank. `service`: of ranks that gather apart; None where all gather together."""
         self.collectives = collectives
         self.device = device
         self.order = OrderedWork("offload-gather", device)
@@ -111,6 +115,12 @@ class Gatherer:
         self._fences = fences
         self._gathered: dict[int, GatheredState] = {}  # the least recently used first
         self._held_nbytes = 0
+        self.service = service
+
+    def advance(self) -> None:
+        """Note that a step or a write is complete here (see `ShardService`)."""
+        if self.service is not None:
+            self.service.advance()
 
     def gather(self, state: GatheredState) -> None:
         """Begin to gather `state`, which is not gathered."""
@@ -174,6 +184,8 @@ class GatheredState(SharedState):
         self._own_cut = len(part.trainable) * itemsize  # where frozen elements begin in `home`
         self._lease: Lease | None = None
         self._ends_unheld = False  # evict the copy when no module holds it any more
+        self._lending = False  # the serving thread may read the shard
+        self._number = -1 if gatherer.service is None else gatherer.service.add(self._lent)
 
     @property
     def is_gathered(self) -> bool:
@@ -182,19 +194,40 @@ class GatheredState(SharedState):
     # ---------------------------------------------------------------- for the gatherer
     def begin(self, lease: Lease, before: tuple[StreamEvent, ...]) -> None:
         self._lease = lease
-        whole, update = lease.tensor[: self.nbytes], self._update()
-        self._submit(partial(self._gather, whole, update, before))
+        whole, update, service = lease.tensor[: self.nbytes], self._update(), self._gatherer.service
+        fetch: Fetch | None = None
+        if service is not None:
+            fetch = partial(service.fetch, self._number, service.phase)
+        self._submit(partial(self._gather, whole, update, before, fetch))
 
     def _gather(
-        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[StreamEvent, ...]
-    ) -> StreamEvent:
+        self, whole: torch.Tensor, update: Transfer[None] | None, before: tuple[StreamEvent, ...],
+        fetch: Fetch | None,
+    ) -> StreamEvent:  # fmt: skip
         """Gather all shards, on the gathering thread."""
         if update is not None:
             update.wait()
         for mark in before:
             mark.before_compute()
         own = self.home.tensor()
-        return self._all_gather(whole, own[: self._own_cut], own[self._own_cut :])
+        return self._all_gather(whole, own[: self._own_cut], own[self._own_cut :], fetch)
+
+    # ---------------------------------------------------------------- for the service
+    @property
+    def is_arriving(self) -> bool:
+        return super().is_arriving or self._lending
+
+    @contextmanager
+    def _lent(self, frozen: bool) -> Iterator[torch.Tensor]:
+        self._lending = True  # no update begins ahead of its step any more
+        try:
+            update = self._update()  # after undoing one that has begun
+            if update is not None:
+                update.wait()
+            own = self.home.tensor()
+            yield own[self._own_cut :] if frozen else own[: self._own_cut]
+        finally:
+            self._lending = False
 
     def end(self) -> Lease:
         """Forget the copy, and return its memory."""
@@ -238,6 +271,7 @@ class GatheredState(SharedState):
         self.home.mark_dirty()
 
     def overwritten(self) -> None:
+        self._gatherer.advance()
         if self.is_held():  # by the writer and by enclosing holders
             self._ends_unheld = True
         else:
@@ -253,6 +287,7 @@ class GatheredState(SharedState):
     def mark_host_dirty(self) -> None:
         self.invalidate_gathered()
         self.home.mark_host_dirty()
+        self._gatherer.advance()
 
 
 class ReplicatedState(SharedState):

@@ -52,9 +52,8 @@ _GONE = "it ended, or was killed, stopped or cut off"
 _REMEDY = (
     ". Forward and backward passes, optimizer.step(), evaluations, checkpoints and state dicts are "
     "for all ranks alike, and equally many on each (a sampler with drop_last=True): take them out "
-    "of what only one rank runs. At stage 3 all ranks call the same modules in the same order: "
-    "where ranks choose (a branch, a tower without inputs), name in groups.blocks the class of a "
-    "module around the choice that every rank calls"
+    "of what only one rank runs. At stage 3 on GPUs all ranks call the same modules in the same "
+    "order: give a rank without an image for a tower a blank one whose loss counts 0"
 )
 
 

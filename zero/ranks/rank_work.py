@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from offload.swap.states.state import State
 from offload.swap.states.trace import Trace
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
+from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout
@@ -20,6 +23,7 @@ from offload.zero.ranks.gathered import GatheredState, Gatherer, ReplicatedState
 from offload.zero.ranks.rank_weights import MakeHome, RankWeights
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.reduction import Reductions, SharedReductions
+from offload.zero.ranks.shard_service import ShardService
 from offload.zero.ranks.sharding import Part
 
 
@@ -33,7 +37,8 @@ class RankWork(RankWeights):
         return self
 
     def refresh_updated(self) -> None:
-        """Call `refresh` for groups that the step in progress updates, in the order of use."""
+        """Note that a step's updates are submitted: call `refresh` for groups that it updates, in
+        the order of use."""
 
     def note(self, what: str) -> None:
         """Note that all ranks should do this now (see `Ranks.note`)."""
@@ -64,7 +69,9 @@ class SharedWork(RankWork):
         self.collectives = ranks.collectives()
         self._itemsize = dtype.itemsize
         room = int(ranks.exchange([memory.gather_nbytes], "the room to gather in").min())
-        self._gatherer = Gatherer(self.collectives, memory.pool, room, ranks.device, memory.fences)
+        self._gatherer = Gatherer(
+            self.collectives, memory.pool, room, ranks.device, memory.fences, self._service()
+        )
         same = ranks.same_experts(ep_size) if ep_size > 1 else None
         self._experts = RankWork()
         if same is not None:
@@ -83,6 +90,14 @@ class SharedWork(RankWork):
 
     def of(self, ep_size: int) -> RankWork:
         return self if ep_size == 1 else self._experts
+
+    def _service(self) -> ShardService | None:
+        """Return what lets each rank gather by itself; None where all gather together."""
+        device, group = self.ranks.device, self.collectives.gather_group
+        apart = not accelerator.is_accelerator(device) and dist.get_backend(group) == "gloo"
+        if not (apart and self.sharding.parameters):
+            return None
+        return ShardService(group, device, self.ranks.watch.timeout_s)
 
     def parameters(
         self, make: MakeHome, layout: Layout, is_held: Callable[[], bool],
@@ -145,6 +160,7 @@ class SharedWork(RankWork):
         )
 
     def refresh_updated(self) -> None:
+        self._gatherer.advance()
         self.refresh(self._groups[index] for index in self.reductions.forward_order)
         self._experts.refresh_updated()
 
@@ -160,13 +176,15 @@ class SharedWork(RankWork):
         return [*(order.lane for order in self.orders()), self.ranks.watch.lane]
 
     def orders(self) -> list[OrderedWork]:
-        return [self.reductions.thread, *self._experts.orders(), self._gatherer.order]
+        own = [self.reductions.thread, *self._experts.orders(), self._gatherer.order]
+        return own if self._gatherer.service is None else [*own, self._gatherer.service]
 
     def ending(self) -> Callable[[], None]:
         orders, ranks = self.orders(), self.ranks
 
         def end() -> None:
-            _drain(orders, ranks)
+            if getattr(sys, "last_value", None) is None:  # else the process ends with an error
+                _drain(orders, ranks)
             _close(orders, ranks)
 
         return end

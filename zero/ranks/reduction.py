@@ -326,18 +326,15 @@ class SharedReductions(Reductions):
             self._agree_on_first_order()
 
     def _agree_on_first_order(self) -> None:
-        """Set the first order: gradients come in the reverse of the order of first uses, and then
-        those of groups whose use was not seen. Where parameters are sharded all ranks use the same
-        groups."""
+        """Set the first order, of the first rank: gradients come in the reverse of the order of
+        first uses, and then those of groups whose use was not seen."""
         used = [
             index for index in self.trace.first_uses()
             if index in self._of and self._of[index].specs
         ]  # fmt: skip
         rest = [group.index for group in reversed(self._groups) if group.specs]
         order = list(dict.fromkeys([*reversed(used), *rest]))
-        if not self.sharding.parameters:
-            order = self._ranks.exchange(order, "the order of gradients")[0].tolist()
-        self._put_in_order(order)
+        self._put_in_order(self._ranks.exchange(order, "the order of gradients")[0].tolist())
 
     def clear(self, group_index: int, indices: Sequence[int]) -> None:
         group = self._of.get(group_index)

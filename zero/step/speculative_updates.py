@@ -62,6 +62,12 @@ class SpeculativeUpdates(DeferredUpdates):
     _disturbed: bool = False  # in this step: a group was needed as it was,
     _had_other_terms: bool = False  # or was updated with other numbers
 
+    def __post_init__(self) -> None:
+        # also while none is there: a reader on another thread waits for `lock`, so that an update
+        # that begins after it sees the reader
+        for index in self.nbytes:
+            self.states[index].group.pending_update.undo = partial(self.take_back, [index])
+
     def __contains__(self, index: int) -> bool:
         return index in self._terms
 
@@ -94,7 +100,6 @@ class SpeculativeUpdates(DeferredUpdates):
             self._terms[index] = terms
             update = self._updates[index] = self._made(state, terms)
             update.codes = codes
-            state.group.pending_update.undo = lambda: self.take_back([index])
             self._put([update], first=True)
 
     def _takes(self, state: OptimizerState) -> bool:
@@ -176,7 +181,6 @@ class SpeculativeUpdates(DeferredUpdates):
     def _forget(self, index: int) -> None:
         del self._terms[index], self._updates[index]
         self.room = self.room + self.nbytes[index]
-        self.states[index].group.pending_update.undo = None
 
     def decide_next(self, passes: int, *, changed: bool) -> None:
         """The next step speculates if this one changed nothing, but for some steps after one in
