@@ -185,6 +185,7 @@ class GatheredState(SharedState):
         self._lease: Lease | None = None
         self._ends_unheld = False  # evict the copy when no module holds it any more
         self._lending = False  # the serving thread may read the shard
+        self._updated_in = -1  # the phase in which the last update was submitted: in its backward?
         self._number = -1 if gatherer.service is None else gatherer.service.add(self._lent)
 
     @property
@@ -197,7 +198,8 @@ class GatheredState(SharedState):
         whole, update, service = lease.tensor[: self.nbytes], self._update(), self._gatherer.service
         fetch: Fetch | None = None
         if service is not None:
-            fetch = partial(service.fetch, self._number, service.phase)
+            is_ahead = self._updated_in == service.phase
+            fetch = partial(service.fetch, self._number, service.phase, is_ahead)
         self._submit(partial(self._gather, whole, update, before, fetch))
 
     def _gather(
@@ -217,12 +219,17 @@ class GatheredState(SharedState):
     def is_arriving(self) -> bool:
         return super().is_arriving or self._lending
 
+    @property
+    def _phase(self) -> int:
+        return -1 if self._gatherer.service is None else self._gatherer.service.phase
+
     @contextmanager
-    def _lent(self, frozen: bool) -> Iterator[torch.Tensor]:
-        self._lending = True  # no update begins ahead of its step any more
+    def _lent(self, frozen: bool, ahead: bool) -> Iterator[torch.Tensor]:
+        self._lending = True  # no speculative update begins any more
         try:
-            update = self._update()  # after undoing one that has begun
-            if update is not None:
+            update = self._update()  # after undoing a speculative one
+            # an update in backward changes nothing before the rank that asks has reduced gradients
+            if update is not None and (ahead or self._updated_in != self._phase):
                 update.wait()
             own = self.home.tensor()
             yield own[self._own_cut :] if frozen else own[: self._own_cut]
@@ -243,10 +250,14 @@ class GatheredState(SharedState):
         return self._lease.tensor[: self.nbytes]
 
     def _end_gathering(self) -> None:
-        self.invalidate_gathered()
+        self._drop()
 
     # ---------------------------------------------------------------- compute side
     def invalidate_gathered(self) -> None:
+        self._updated_in = self._phase
+        self._drop()
+
+    def _drop(self) -> None:
         if self.is_gathered:
             self._gatherer.give_up(self)
 
@@ -275,17 +286,17 @@ class GatheredState(SharedState):
         if self.is_held():  # by the writer and by enclosing holders
             self._ends_unheld = True
         else:
-            self.invalidate_gathered()
+            self._drop()
 
     def on_last_release(self) -> None:
         if self.is_gathered and self._ends_unheld:
-            self.invalidate_gathered()
+            self._drop()
 
     def residency(self) -> Residency:
         return Residency.CLEAN if self.is_gathered else self.home.residency()
 
     def mark_host_dirty(self) -> None:
-        self.invalidate_gathered()
+        self._drop()
         self.home.mark_host_dirty()
         self._gatherer.advance()
 

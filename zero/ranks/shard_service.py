@@ -38,9 +38,11 @@ _FOLLOWS, _REFUSED = 1, 0  # answers
 _END = -1  # in the place of a number: the rank asks for nothing any more
 _ENDLESS, _BRIEF = timedelta(days=3650), timedelta(seconds=2)
 
-# Provides this rank's shard of a state's trained or (True) frozen elements: 1D uint8, updated.
-Lend = Callable[[bool], AbstractContextManager[torch.Tensor]]
-_Ask = tuple[int, int, int]  # the rank, the number of a state and a kind of its elements, the phase
+# Provides this rank's shard of a state's trained or (True) frozen elements, 1D uint8: the values of
+# the phase's begin, or (True) after an update in its backward pass.
+Lend = Callable[[bool, bool], AbstractContextManager[torch.Tensor]]
+# the rank; the number of a state and a kind of its elements; the phase; as above
+_Ask = tuple[int, int, int, int]
 
 
 class ShardService(OrderedWork):
@@ -75,11 +77,12 @@ class ShardService(OrderedWork):
             self._take(ask)
 
     def fetch(
-        self, number: int, phase: int, whole: torch.Tensor, limit: timedelta, *, frozen: bool
-    ) -> None:
+        self, number: int, phase: int, ahead: bool, whole: torch.Tensor, limit: timedelta, *,
+        frozen: bool,
+    ) -> None:  # fmt: skip
         """Fill the others' places in `whole` (1D uint8). Raises RuntimeError if a rank cannot be
         reached within `limit`, or refuses: it has failed, or has closed its engine."""
-        asked = torch.tensor([self._group.rank(), 2 * number + frozen, phase])
+        asked = torch.tensor([self._group.rank(), 2 * number + frozen, phase, ahead])
         shards, moves = whole.view(self._group.size(), -1), []
         for rank in self._others:
             answer = torch.empty(1, dtype=torch.int64)
@@ -96,34 +99,39 @@ class ShardService(OrderedWork):
     # ---------------------------------------------------------------- answering
     def _listen(self) -> None:
         """Take what other ranks ask for, on the listening thread, until none asks any more."""
-        message, asking = torch.empty(3, dtype=torch.int64), set(self._others)
+        message, asking = torch.empty(4, dtype=torch.int64), set(self._others)
         while asking:
             try:
                 self._group.recv_anysource([message], _ASK).wait(_ENDLESS)
             except RuntimeError as error:  # the connections are gone, and the ranks with them
                 _log.debug("no rank asks for shards any more: %s", error)
                 break
-            rank, number, phase = message.tolist()
+            rank, number, phase, ahead = message.tolist()
             if number == _END:
                 asking.discard(rank)
             else:
-                self._take((rank, number, phase))
+                self._take((rank, number, phase, ahead))
         self._none_asks.set()
 
     def _take(self, ask: _Ask) -> None:
-        rank, number, phase = ask
+        rank, number, phase, ahead = ask
         with self._phase_lock:
             if phase > self.phase and not self._refuses:
                 self._early.append(ask)
                 return
-            sent = None if self._refuses else self.submit(ask, partial(self._send, rank, number))
+            sent = (
+                None
+                if self._refuses
+                else self.submit(ask, partial(self._send, rank, number, ahead))
+            )
         if sent is None:
             self._answer(rank, _REFUSED)
         else:
             sent.then(partial(self._refuse_after_failure, rank))
 
-    def _send(self, rank: int, number: int) -> None:
-        with self._sources[number // 2](bool(number % 2)) as shard, suppress(RuntimeError):
+    def _send(self, rank: int, number: int, ahead: int) -> None:
+        lend = self._sources[number // 2]
+        with lend(bool(number % 2), bool(ahead)) as shard, suppress(RuntimeError):
             self._answer(rank, _FOLLOWS)
             self._group.send([shard], rank, _SHARD).wait(self._limit)
 
@@ -147,7 +155,7 @@ class ShardService(OrderedWork):
         asked, self._asks = self._asks, False
         for rank in self._others if asked else ():
             with suppress(RuntimeError):  # it has ended already
-                ended = torch.tensor([self._group.rank(), _END, 0])
+                ended = torch.tensor([self._group.rank(), _END, 0, 0])
                 self._group.send([ended], rank, _ASK).wait(_BRIEF)
 
     def close(self) -> None:
