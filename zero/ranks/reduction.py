@@ -27,6 +27,7 @@ from offload.swap.states.state import State
 from offload.swap.states.trace import Trace
 from offload.swap.threads.ordered import OrderedWork
 from offload.swap.threads.transfer import Transfer
+from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.gradients.gradients import GradientAccumulator, flat_gradient
@@ -294,6 +295,12 @@ class SharedReductions(Reductions):
         group.arrived[index] = True
         self._arrivals.pop(group.index, None)  # also for a gradient that comes after its place
         self._arrivals[group.index] = None
+        if group.issued and self._wait_for_complete_groups:
+            raise StateError(
+                f"optimizer.in_backward: the gradient of {group.specs[index].name} came after its "
+                "group was reduced, and other ranks, whose batches use other modules, may have "
+                "updated it without this gradient; set optimizer.in_backward: false"
+            )
         if group.issued or group.index not in self._places:
             group.keep(index, gradient)
             return False
