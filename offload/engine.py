@@ -502,6 +502,7 @@ class Engine(TieredModel):
         """
         path = local_path_of(path, "path")
         _refuse_parts("load_checkpoint", self._open())
+        self.store.one_thread.check_awake()
         self._saves.wait()
         self.values.adopt_changes()
         return load_engine(self, path)
@@ -521,6 +522,10 @@ class Engine(TieredModel):
             raise
         finally:
             super().close(keep)
+
+    def _empty(self) -> None:
+        self._saves.wait()
+        self._open().empty()
 
     def _settle(self) -> None:
         super()._settle()

@@ -12,18 +12,20 @@ import logging
 import os
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 import torch
 from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.byte_progress import progress, say
+from offload.memory.asleep import move_to
 from offload.memory.preflight import divided_gpu, preflight
 from offload.memory.tier_manager import TierManager, compute_device, nvme_paths, this_machine
 from offload.models.closing import GivenBack, Keep
@@ -37,10 +39,12 @@ from offload.planning.plan.plan import Plan
 from offload.process import machine
 from offload.report import tier_reports
 from offload.swap.threads.shield import defer_signals
+from offload.tiers import accelerator
 from offload.tiers.errors import (
     BudgetError,
     ConfigError,
     OffloadError,
+    RankError,
     StateError,
     UnsupportedError,
 )
@@ -68,6 +72,7 @@ from offload.zero.tensors.local_tensors import local_of
 from offload.zero.tensors.released import why_closed
 
 _log = logging.getLogger("offload")
+OnUse = Literal["raise", "wake"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -117,6 +122,8 @@ class TieredModel(abc.ABC):
         self._why_dropped = "close(keep='drop')"  # the parameters, where they were
         self._back: GivenBack | None = None  # while the model gets its parameters back
         self._given = {id(param): param.dtype for param in model.parameters()}
+        self._is_asleep = False
+        self._moved: set[int] = set()  # ids of the model's own tensors that left the device
         _check_model(model)
         self.spread = SpreadExperts(model)
 
@@ -255,6 +262,8 @@ class TieredModel(abc.ABC):
         store = self.store
         with self._tier_manager.lock:
             tiers = tier_reports(self._tier_manager.ledger.accounts)
+        for tier in self._tier_manager.away:
+            tiers[str(tier)] = replace(tiers[str(tier)], used_nbytes=0, by_class={})
         return {
             "tiers": tiers,
             "bytes_moved": {**self._tier_manager.bytes_moved(), **store.ranks.moved_nbytes()},
@@ -274,6 +283,156 @@ class TieredModel(abc.ABC):
         self._check_open()
         assert self._store is not None, "made before anything asks for it"
         return self._store
+
+    # ---------------------------------------------------------------- asleep
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `release_device` was called, and `restore_device` not since."""
+        return self._is_asleep
+
+    @contextmanager
+    def asleep(self, *, host: bool = False, on_use: OnUse = "raise") -> Iterator[None]:
+        """Call `release_device` before the block and `restore_device` after it, also after an error
+        in it. Within another such block, `host` alone has an effect."""
+        was_asleep = self._is_asleep
+        try:
+            self.release_device(host=host, on_use=on_use)
+            yield
+        finally:
+            if not was_asleep:
+                self.restore_device()
+
+    @defer_signals
+    def release_device(self, *, host: bool = False, on_use: OnUse = "raise") -> None:
+        """Give the device's memory to others between two passes: copies are dropped, and what is at
+        home there goes to host memory (parameters, gradients that wait for a step, optimizer
+        states, buffers). PyTorch's cache is emptied; the process keeps its context alone.
+        `host`: host memory is unpinned and given back, too, and its bytes go to nvme.
+
+        With `device: cpu` both are RAM: copies are dropped, what is at home on the device tier goes
+        to nvme if the plan has that, and what is free goes back to the system.
+
+        Until `restore_device` a use of the model or its states is a StateError, or wakes it with
+        `on_use="wake"`. `report`, `config`, `plan` and `close` work. It waits for pending updates
+        and a save in the background. Of several ranks all call it. Called again, it does what
+        `host` adds.
+
+        Raises TierFullError if the next tier has no room, ConfigError if `host` lacks nvme, and
+        StateError amid a forward, in `gathered`, or while the program has a view of memory that
+        would go; then it stays awake.
+        """
+        if on_use not in ("raise", "wake"):
+            raise ConfigError(f"release_device(on_use={on_use!r}): expected one of raise, wake")
+        store = self.store
+        with store.one_thread.exempt():
+            before = store.one_thread.on_use
+            store.one_thread.on_use = _refuse_asleep if on_use == "raise" else self.restore_device
+            try:
+                with self._together("release the device"):
+                    store.refuse_amid_use("release_device()")
+                    if not self._is_asleep:
+                        store.check_usable()
+                        self._settle()
+                        self._empty()
+                    self._tier_manager.save(host=host)
+            except BaseException:
+                self._tier_manager.forget_saved()
+                store.one_thread.on_use = before
+                if not self._is_asleep:
+                    store.wake()
+                raise
+            self._tier_manager.leave()
+            self._is_asleep = True
+            own = [tensor for tensor in self._own_tensors() if tensor.device.type != "cpu"]
+            self._moved |= set(map(id, own))
+            move_to(torch.device("cpu"), own)
+        accelerator.empty_cache(self.device)
+        machine.trim_memory()
+
+    @defer_signals
+    def restore_device(self) -> None:
+        """Take the memory again that `release_device` gave back, with the same bits; while awake,
+        do nothing. Of several ranks all call it. Raises TierFullError while others use the memory,
+        or StorageError; then it stays asleep, and can be called again."""
+        store = self.store
+        with store.one_thread.exempt():
+            if not self._is_asleep:
+                return
+            try:
+                with self._together("restore the device"):
+                    self._tier_manager.come_back()
+            except BaseException:
+                self._tier_manager.leave()
+                accelerator.empty_cache(self.device)
+                raise
+            self._tier_manager.forget_saved()
+            moved, self._moved = self._moved, set()
+            move_to(self.device, [each for each in self._own_tensors() if id(each) in moved])
+            self._is_asleep, store.one_thread.on_use = False, None
+            store.wake()
+
+    def _own_tensors(self) -> list[torch.Tensor]:
+        """Return the model's buffers, and its parameters that are in no tier."""
+        params = (p for p in self.module.parameters() if not self.store.places_of(p))
+        return [*self.module.buffers(), *params]
+
+    def _empty(self) -> None:
+        """Let nothing that a pass has left use the tiers' memory."""
+        self.store.empty()
+
+    @contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Let what is inside succeed on all ranks, or raise on all."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised below
+            failure = error
+        if self.ranks is not None and not isinstance(failure, RankError):
+            rows = self.ranks.exchange([int(failure is None)], f"whether all can {what}")
+            if failure is None and not rows.all():
+                failure = BudgetError(f"another rank cannot {what}: see its error")
+        if failure is not None:
+            raise failure
+
+    # ---------------------------------------------------------------- weights
+    def named_weights(self, *, buffers: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return an iterator over the names and values of `module.state_dict()`, group by group, to
+        give to another engine (`load_weights` of vLLM): parameters, under each of their names, and
+        then, with `buffers`, buffers.
+
+        Each tensor is a copy on `device` in the format that the model computes in (quantized
+        weights dequantized, packed ones `[E, ...]` whole) and stays valid; a caller that keeps none
+        has one parameter in memory at a time. The iterator holds nothing between two of them. It
+        waits for pending updates. Of several ranks all iterate together. StateError from an
+        iterator whose weights were changed since it began.
+        """
+        self.store.check_usable()
+        self.values.adopt_changes()
+        return self._weights(buffers, [group.writes.version for group in self.store.groups])
+
+    def _weights(self, buffers: bool, versions: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        store, names, params = self.store, defaultdict[int, list[str]](list), {}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            names[id(param)].append(name)
+            params[id(param)] = param
+        rows = (id(row) for group in store.groups for row in group.params)
+        for key in dict.fromkeys([*(store.whole.get(row, row) for row in rows), *params]):
+            param = params[key]
+            managed = bool(store.places_of(param))
+            values = self.values.full(param) if managed else param.detach().clone()
+            if versions != [group.writes.version for group in store.groups]:
+                raise StateError(
+                    "weights were changed while named_weights() was iterated: what came before is "
+                    "older than the rest; begin anew, after the step"
+                )
+            for name in names[key]:
+                yield name, values
+            del values
+        for prefix, module in self.module.named_modules() if buffers else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}".lstrip("."), buffer.detach().clone()
 
     # ---------------------------------------------------------------- ending
     def _check_open(self) -> None:
@@ -323,6 +482,9 @@ class TieredModel(abc.ABC):
             self._forget_finalizer()
             return
         back = self._prepared(keep)
+        if self._is_asleep and self._store is not None:  # what is there is dropped as it is
+            self._store.refuse_use()
+            self._store.one_thread.on_use = None
         with ExitStack() as last_first:  # each one also where another fails
             last_first.callback(self._install)
             last_first.callback(self._close)
@@ -344,6 +506,7 @@ class TieredModel(abc.ABC):
             return None
         back = GivenBack(self.module, self._store, self.values, self._tier_manager, self._given)
         try:
+            self.restore_device()
             with self._store.one_thread:
                 self._store.check_usable()
                 self._store.refuse_amid_use("close()")
@@ -361,13 +524,10 @@ class TieredModel(abc.ABC):
 
     def _check_room(self, back: GivenBack, keep: Keep | None) -> None:
         """Raise BudgetError, on all ranks, if one has no room for the parameters."""
-        refusal = back.refusal(within_budget=keep is None)
-        if self.ranks is not None:
-            rows = self.ranks.exchange([refusal is None], "whether there is room for parameters")
-            if refusal is None and not rows.all():
-                refusal = "another rank has no room for the parameters"
-        if refusal is not None:
-            raise BudgetError(refusal)
+        with self._together("hold the parameters"):
+            refusal = back.refusal(within_budget=keep is None)
+            if refusal is not None:
+                raise BudgetError(refusal)
 
     def _take(self, back: GivenBack) -> None:
         try:
@@ -458,6 +618,13 @@ def _named(model: nn.Module, grouping: ParameterGrouping) -> Iterator[tuple[str,
     for packed in grouping.packed:
         for number, row in enumerate(packed.rows):
             yield f"{packed.name}[{number}]", row
+
+
+def _refuse_asleep() -> None:
+    raise StateError(
+        "the engine is asleep: release_device() gave its memory away; call restore_device(), or "
+        "leave the `with engine.asleep():` block first (with on_use='wake' a use does so itself)"
+    )
 
 
 def _announce(

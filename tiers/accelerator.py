@@ -193,6 +193,16 @@ class Accelerator:
         given."""
         return bool(self._module.is_current_stream_capturing())
 
+    def empty_cache(self, device: torch.device) -> None:
+        """Give the device all memory that PyTorch holds without a tensor in it, after all work:
+        what it keeps for later tensors, and the workspaces of its libraries."""
+        import torch
+
+        self.synchronize(device)
+        bindings: Any = torch._C
+        bindings._cuda_clearCublasWorkspaces()
+        self._module.empty_cache()
+
     def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
         """Pin the runtime's memory, so that copies between it and the device are asynchronous.
         Returns why it could not be pinned, or None; copies of pageable memory are slower."""
@@ -264,6 +274,12 @@ def synchronize(device: torch.device) -> None:
     """Wait for everything that `device` was given; does nothing for the CPU."""
     if is_accelerator(device):
         of(device).synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back memory that PyTorch caches for `device`; does nothing for the CPU."""
+    if is_accelerator(device):
+        of(device).empty_cache(device)
 
 
 def is_capturing(device: torch.device) -> bool:

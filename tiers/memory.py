@@ -53,6 +53,16 @@ class Memory(ABC):
     def give_back(self, start: int, stop: int) -> None:  # noqa: B027 - not all memory can
         """Give back the RAM of `[start, stop)`, as far as possible; it is not read again."""
 
+    def leave(self) -> None:  # noqa: B027 - as above, and so are the next two
+        """Give back all memory, as far as possible: what it held is lost, and no range is used
+        before `take_again`."""
+
+    def take_again(self) -> None:  # noqa: B027
+        """Take memory for all ranges again, content undefined."""
+
+    def place(self, tensor: torch.Tensor, offset_bytes: int, nbytes: int) -> None:  # noqa: B027
+        """Let `tensor`, made before `take_again` for this range, be over its bytes again."""
+
     @abstractmethod
     def close(self) -> None: ...
 
@@ -83,14 +93,17 @@ class HostMemory(Memory):
         return self._pins is not None and self._pins.complete
 
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        stop, pins = offset_bytes + nbytes, self._pins
-        view = self._region.tensor(offset_bytes, stop)
-        first, last = offset_bytes // self._block_nbytes, -(-stop // self._block_nbytes)
+        view = self._region.tensor(offset_bytes, offset_bytes + nbytes)
+        self._touch(offset_bytes, offset_bytes + nbytes)
+        return view
+
+    def _touch(self, start: int, stop: int) -> None:
+        """Note that a range is about to be used, and pin it."""
+        first, last = start // self._block_nbytes, -(-stop // self._block_nbytes)
         self._touched_blocks += self._touched.count(0, first, last)
         self._touched[first:last] = b"\1" * (last - first)
-        if pins is not None:
-            pins.use(offset_bytes, stop)
-        return view
+        if self._pins is not None:
+            self._pins.use(start, stop)
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         return memoryview(self._region)[offset_bytes : offset_bytes + nbytes]
@@ -106,6 +119,16 @@ class HostMemory(Memory):
         if self.gives_back and self._region.drop(start, stop) and last > first:
             self._touched_blocks -= self._touched.count(1, first, last)
             self._touched[first:last] = bytes(last - first)
+
+    def leave(self) -> None:
+        """Unpin, and give back the RAM. Addresses stay, and with them every tensor."""
+        if self._pins is not None:
+            self._pins.release()
+        self._region.drop(0, len(self._region))
+        self._touched, self._touched_blocks = bytearray(len(self._touched)), 0
+
+    def place(self, tensor: torch.Tensor, offset_bytes: int, nbytes: int) -> None:
+        self._touch(offset_bytes, offset_bytes + nbytes)
 
     def close(self) -> None:
         """Unpin, and give back the RAM that no tensor views; the rest is freed with the last tensor
@@ -137,13 +160,23 @@ class DeviceMemory(Memory):
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device
-        self._block = torch.empty(max(nbytes, 512), dtype=torch.uint8, device=device)
+        self._nbytes = max(nbytes, 512)
+        self._block: torch.Tensor
+        self.take_again()
+
+    def take_again(self) -> None:
+        self._block = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
 
     @torch.inference_mode(False)  # as above
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
+        made = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self.place(made, offset_bytes, nbytes)
+        return made
+
+    def place(self, tensor: torch.Tensor, offset_bytes: int, nbytes: int) -> None:
         address = self._block.data_ptr() + offset_bytes
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, nbytes)
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        tensor.set_(storage)
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         raise UnsupportedError("files are read into host memory, never into GPU memory directly")
@@ -151,6 +184,9 @@ class DeviceMemory(Memory):
     @property
     def touched_nbytes(self) -> int:
         return self._block.numel()
+
+    def leave(self) -> None:
+        self.close()
 
     def close(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device=self._device)

@@ -27,6 +27,7 @@ class MemoryTier:
         ledger.audit(name, self.arena)
         ledger.audit(name, self._beyond)
         self._memory = memory
+        self._leases: dict[int, Lease] = {}  # by offset
 
     @classmethod
     def open(
@@ -60,6 +61,7 @@ class MemoryTier:
         lease = Lease(
             self, Extent(self.name, offset, size), nbytes, owner, state_class, in_parts=in_parts
         )
+        self._leases[offset] = lease
         if self._beyond.used_nbytes:
             self._give_back_surplus()
         return lease
@@ -106,6 +108,7 @@ class MemoryTier:
 
     def _free(self, lease: Lease) -> None:
         start, size = lease.extent.offset_bytes, lease.extent.nbytes
+        del self._leases[start]
         if start < self.arena.nbytes:
             self.arena.free(start)
         else:
@@ -128,6 +131,28 @@ class MemoryTier:
         if self.arena.is_free(start, stop):
             self._memory.give_back(start, stop)
 
+    @property
+    def leases(self) -> list[Lease]:
+        """All leases that are not freed."""
+        return list(self._leases.values())
+
+    def leave(self) -> None:
+        """Give back all memory, whose bytes are lost; leases and books stay as they are. Until
+        `come_back` a lease's tensor must not be used, and in device memory it is empty."""
+        for lease in self._leases.values():
+            if not lease.tensor.is_cpu:  # a view of host memory finds it there again
+                lease.tensor.set_(torch.UntypedStorage(0, device=lease.tensor.device))
+        self._memory.leave()
+
+    def come_back(self) -> None:
+        """Take memory again, content undefined, and let the leases' tensors be over it."""
+        self._memory.take_again()
+        with torch.inference_mode(False):
+            for lease in self._leases.values():
+                if lease.tensor is not _NOTHING:  # else parts of it are placed as they are used
+                    extent = lease.extent
+                    self._memory.place(lease.tensor, extent.offset_bytes, extent.nbytes)
+
     def close(self) -> None:
         self._memory.close()
 
@@ -139,7 +164,9 @@ class Lease:
     every move into or out of it.
     """
 
-    __slots__ = ("_tier", "extent", "freed", "nbytes", "owner", "state_class", "tensor")
+    __slots__ = (
+        "_tier", "extent", "freed", "is_scratch", "nbytes", "owner", "state_class", "tensor",
+    )  # fmt: skip
 
     def __init__(
         self, tier: MemoryTier, extent: Extent, nbytes: int, owner: str, state_class: StateClass,
@@ -150,6 +177,8 @@ class Lease:
         self.nbytes = nbytes
         self.owner = owner
         self.state_class = state_class
+        # True: its bytes count during one move alone, and are lost while its tier has no memory
+        self.is_scratch = state_class is StateClass.STAGING
         self.freed = False
         # 1D uint8, whole pages (direct I/O reads and writes whole pages), one storage of its own;
         # empty where it is used in parts

@@ -96,9 +96,13 @@ class Pins:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Unpin everything. Raises an error of one of the calls."""
+        """Unpin everything, for good. Raises an error of one of the calls."""
+        self._failed = True
+        self.release()
+
+    def release(self) -> None:
+        """Unpin everything until it is used again. Raises an error of one of the calls."""
         with self._lock:
-            self._failed = True
             unregister, pinned = accelerator.of(self._device).unregister, list(self._pinned)
             self._pinned.clear()
             with ExitStack() as all_of_them:  # also where the device has failed

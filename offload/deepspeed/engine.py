@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from offload.deepspeed.migration import Batches, Migration, migrate, read_ds_con
 from offload.deepspeed.saved import LoopState, load_saved, save_all
 from offload.engine import Engine
 from offload.optimizers.client import CLASSES, ClientOptimizer
+from offload.tiered_model import OnUse
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -290,6 +291,25 @@ class EngineModule(nn.Module):
         self.global_steps, self.global_samples = state.global_steps, state.global_samples
         self.skipped_steps = state.skipped_steps
         return str(path), state.client_state
+
+    def offload_states(
+        self, include: Container[Any] | None = None, device: Any = "cpu", pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:  # fmt: skip
+        """Release the device as `Engine.release_device` does, which moves all states whatever
+        `include` names; then a pass calls `reload_states` by itself if it does not name
+        `lp_params`. `device`: "cpu", or "nvme" for what is in host memory, too. It waits, and host
+        memory is pinned as the tiers' is."""
+        where = getattr(device, "value", device)
+        if where not in ("cpu", "nvme"):
+            raise ConfigError(f"offload_states(device={where!r}): expected one of cpu, nvme")
+        names = [getattr(each, "value", each) for each in cast(Any, include or ["lp_params"])]
+        on_use: OnUse = "raise" if "lp_params" in names else "wake"
+        self.offload.release_device(host=where == "nvme", on_use=on_use)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Call `Engine.restore_device`, and wait for it."""
+        self.offload.restore_device()
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any

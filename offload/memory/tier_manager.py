@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.kernels.gpu import triton_launch
+from offload.memory.asleep import AwayTier
 from offload.memory.device_homes import DeviceHomes
 from offload.memory.memory_guard import MemoryGuard, read_headroom
 from offload.memory.preflight import divided_gpu
@@ -81,7 +82,10 @@ class TierManager:
         self._memory: dict[Tier, MemoryTier] = {}
         self.store: BlockStore | None = None
         self.swap_folders: Sequence[str] = ()
+        self._nvme = nvme
         self._timeout_s = nvme.timeout_s
+        self._away: list[AwayTier] = []  # tiers that were saved, the first one first
+        self._window: Lease | None = None  # of saved activations
         self.spare = replace(spare_nbytes(plan), files=0)  # of the budgets
         self._staging: list[Lease] = []
         self._update_buffers: list[Lease] = []
@@ -100,10 +104,7 @@ class TierManager:
             self._device = DeviceHomes(plan, self._memory[Tier.DEVICE], device, self.lock)
             opened.callback(self._device.close)
             if plan.opens_files:
-                try:
-                    self.store = self._open_store(nvme)
-                except NoSpaceError as error:
-                    raise PathError(f"nvme.paths: {error}") from error
+                self._open_files()
             self.activations = self._open_activations(device)
             self.guard = MemoryGuard(self.pool, read_headroom, sharing=ranks_here())
             self.guard.start()
@@ -118,6 +119,12 @@ class TierManager:
         self._end_limit = accelerator.of(device).limit(
             device, budget_nbytes - GPU_CONTEXT_NBYTES, partial(_log.error, "%s", text)
         )
+
+    def _open_files(self) -> None:
+        try:
+            self.store = self._open_store(self._nvme)
+        except NoSpaceError as error:
+            raise PathError(f"nvme.paths: {error}") from error
 
     def _open_store(self, nvme: NvmeConfig) -> BlockStore:
         paths = nvme_paths(nvme)
@@ -155,6 +162,7 @@ class TierManager:
                 plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS,
                 in_parts=True,
             )  # fmt: skip
+        self._window = lease
         links = self._device.links
         if not self.plan.gpu:  # copies into the window are no traffic between host and device
             links = Links(CopyStream(device), CopyStream(device))
@@ -344,6 +352,55 @@ class TierManager:
         """The sum of the budgets of memory that is RAM."""
         in_ram = [Tier.HOST] if self.plan.gpu else [Tier.HOST, Tier.DEVICE]
         return sum(self.plan.budgets[tier] for tier in in_ram)
+
+    # ---------------------------------------------------------------- asleep
+    @property
+    def away(self) -> list[Tier]:
+        """The tiers that have no memory now."""
+        return [each.tier.name for each in self._away if each.has_left]
+
+    def save(self, *, host: bool) -> None:
+        """Drop the copies in memory that is given back, the device's and, with `host`, the host's,
+        and save the rest, before `leave`. Where both are RAM, the device tier's goes to swap files,
+        or stays if there are none. Raises ConfigError if `host` needs files that the configuration
+        has not; else what `AwayTier.save` raises.
+        """
+        if host and self.store is None:
+            if not self.plan.budgets[Tier.NVME]:
+                raise ConfigError(
+                    "host=True writes what host memory holds to swap files, and budget.nvme is 0: "
+                    "set budget.nvme and nvme.paths, or release the device alone"
+                )
+            self._open_files()
+        if host or not self.plan.gpu:
+            self.pool.empty()
+        self._device.empty()
+        if self._window is not None and self.activations is not None:
+            self.activations.settle()
+            self._window.is_scratch = not self.activations.parked_nbytes
+        device = self.pool if self.plan.gpu else self.store
+        for tier, to in ((Tier.DEVICE, device), (Tier.HOST, self.store if host else None)):
+            if to is not None and tier not in self.away:
+                self._away.append(AwayTier(self._memory[tier], to, self._device.links))
+                self._away[-1].save()
+
+    def leave(self) -> None:
+        """Give back the memory of all tiers that were saved."""
+        for each in self._away:
+            each.leave()
+        self.guard.give_back()
+
+    def come_back(self) -> None:
+        """Take all memory again, with what it held, before `forget_saved` or, if it fails,
+        `leave`."""
+        for each in reversed(self._away):
+            each.come_back()
+
+    def forget_saved(self) -> None:
+        """Forget what was saved of tiers that have their memory."""
+        for each in [each for each in reversed(self._away) if not each.has_left]:
+            each.forget()
+            self._away.remove(each)
 
     def begin_emptying(self) -> None:
         """Prepare for parameters to leave the tiers: no update is made any more."""

@@ -43,6 +43,11 @@ class CopiesInFlight:
             if not copy.mark.done():
                 self._copies.append((copy, nbytes))
                 self._nbytes += nbytes
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of what is done, and of the oldest where too much is held."""
+        with self._lock:
             while self._copies:
                 oldest, held = self._copies[0]
                 if not oldest.mark.done():

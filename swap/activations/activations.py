@@ -279,6 +279,7 @@ class ActivationTier:
         """Wait for every move under way; raises what went wrong."""
         self._bury_dead()
         self._backlog.settle()
+        self._copies.let_go()
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:

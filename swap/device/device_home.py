@@ -38,7 +38,6 @@ class DeviceHomeState(State):
         self._links = links
         self._is_record = is_record
         self._copy = links.record_copy if is_record else links.host_copy
-        self._whole = lease.tensor[:nbytes]
         self._busy = links.fences.claim(lease.extent)  # streams beside the model's that work in it
 
     def _before_here(self) -> None:
@@ -57,7 +56,7 @@ class DeviceHomeState(State):
         if self._is_record:
             return self.host_tensor()
         self._before_here()
-        return self._whole
+        return self._lease.tensor[: self.nbytes]  # not kept: the memory may move while asleep
 
     def blank(self) -> torch.Tensor:
         return self.host_blank() if self._is_record else self.tensor()
@@ -127,5 +126,4 @@ class DeviceHomeState(State):
     def close(self) -> None:
         marks = (*self._busy, mark_here(self._links.device))
         self._links.fences.retire(self._lease.extent, marks)
-        self._whole = torch.empty(0, dtype=torch.uint8)
         self._lease.free()

@@ -141,6 +141,22 @@ class SlotPool:
                 self._evict(self._values)
             return lease or self._lease_or_evict(nbytes, owner, state_class, before=-1.0)
 
+    def empty(self) -> None:
+        """Take every copy home and evict it; waits. Copies of which a view is alive stay."""
+        while True:
+            with self.lock:
+                held = list(self._held.values())
+                for piece in held:
+                    if piece.transit() is None:
+                        piece.write_back()
+                    if piece.can_evict():
+                        piece.evict()
+                waits = [wait for piece in held if (wait := piece.transit()) is not None]
+            if not waits:
+                return
+            for wait in waits:
+                wait()
+
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
         """Return a lease, evicting any copy that can be evicted; may wait for write-backs.
 

@@ -445,7 +445,7 @@ def test_attributes_of_the_model_and_those_that_are_not_there() -> None:
         assert engine.kind == "of the model"
         assert engine.module is net
         assert not engine.eval().training
-        for name in "offload_states", "nonsense":
+        for name in "save_16bit_model", "nonsense":
             assert not hasattr(engine, name)
             with pytest.raises(AttributeError, match=f"'{name}'"):
                 getattr(engine, name)

@@ -7,6 +7,7 @@ NAME is one of the functions below, OPTIONS its keyword arguments as JSON; its a
 
 import ctypes
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.choice.planner import check_plan
 from offload.planning.machine.baseline import GPU_CONTEXT_NBYTES
+from offload.process.machine import rss_nbytes
 from offload.runs.forecast import forecast, workload_of
 from offload.tiers.tier import Tier
 from tests.null_gpu import calls
@@ -125,9 +127,11 @@ def values_seen(
     side_stream: bool = False,
     pinning_fails: bool = False,
     activations: dict[str, Any] | None = None,
+    sleeps: dict[str, Any] | None = None,
     **keys: Any,
 ) -> list[int]:
     """Train; checksums of what each product read, forward and backward, and of the last weights.
+    `sleeps`: release the device, with these options, before and after each step.
 
     On a device's `index`, which is not the current device of training's thread, unless it is 0.
     """
@@ -141,7 +145,8 @@ def values_seen(
             given["placement"] = {**given["placement"], "activations": activations}
         with torch.cuda.device(where) if device == "cuda" else nullcontext():
             engine = offload.initialize(Net(seen), given)
-        train = _trainer(engine, where, side_stream)
+        engine.module.register_buffer("mask", torch.ones(3, 5, device=where))
+        train = _trainer(engine, where, side_stream, sleeps=sleeps)
         if thread:
             _in_a_thread(train)
         else:
@@ -158,19 +163,50 @@ def values_seen(
 
 
 def _trainer(
-    engine: offload.Engine, where: torch.device, side_stream: bool = False, steps: int = 3
-) -> Callable[[], None]:
+    engine: offload.Engine, where: torch.device, side_stream: bool = False, steps: int = 3,
+    sleeps: dict[str, Any] | None = None,
+) -> Callable[[], None]:  # fmt: skip
     dtype = next(engine.module.parameters()).dtype
+
+    def sleep() -> None:
+        if sleeps is not None:
+            seen = engine.module.blocks[0].seen  # type: ignore[index, union-attr]
+            seen[:] = [tensor.cpu() for tensor in seen]
+            with engine.asleep(**sleeps):
+                assert bytes_held() == 0, torch.cuda.memory_summary()
 
     def train() -> None:
         stream = torch.cuda.stream(torch.cuda.Stream(where)) if side_stream else nullcontext()
         with stream:
             for step in range(steps):
                 engine.backward(engine.module(rows(step, dtype, where)))
+                sleep()
                 engine.optimizer.step()
                 engine.optimizer.zero_grad()
+                sleep()
 
     return train
+
+
+def bytes_held() -> int:
+    """The bytes of the GPU's memory that are not free: a null GPU's context takes none."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def sleeps_often(cycles: int) -> list[list[int]]:
+    """The GPU's bytes awake, descriptors and RSS after each of the later cycles."""
+    rows_of: list[tuple[int, int, int]] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        offload.initialize(Net([]), settings("split", folder)) as engine,
+    ):
+        _trainer(engine, torch.device("cuda"))()
+        for number in range(cycles):
+            with engine.asleep(host=number % 2 == 0):
+                assert bytes_held() == 0
+            rows_of.append((bytes_held(), len(os.listdir("/proc/self/fd")), rss_nbytes()))
+    return [list(column) for column in zip(*rows_of[cycles // 5 :], strict=True)]
 
 
 def _in_a_thread(work: Callable[[], None]) -> None:

@@ -159,6 +159,21 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(start: Any, on_the_cpu: R
     assert "could not be pinned (cudaHostRegister's error 2)" in ended.stderr
 
 
+@pytest.mark.parametrize(("placement", "host"), [("device", False), ("split", True)])
+def test_nothing_but_the_context_is_held_asleep_and_values_are_those_of_a_run_awake(
+    placement: str, host: bool, ask: Ask, on_the_cpu: Reference
+) -> None:
+    values = ask(TRUE, "values_seen", placement=placement, sleeps={"host": host}, **NO_UPDATES)
+    assert values == on_the_cpu(updates=False)
+
+
+def test_a_hundred_sleeps_leave_nothing_behind(ask: Ask) -> None:
+    held, descriptors, rss = ask(TRUE, "sleeps_often", cycles=100)
+    assert len(set(held)) == 1
+    assert len(set(descriptors)) == 1
+    assert max(rss) - min(rss) < 8 << 20
+
+
 # ---------------------------------------------------------------- all of a GPU's memory
 @pytest.mark.parametrize("gpu", ["1100MiB", "1500MiB", "2GiB"])
 def test_a_run_takes_no_more_than_budget_gpu_and_what_was_planned(gpu: str, ask: Ask) -> None:

@@ -130,12 +130,11 @@ class _OnDevice(GradientPath):
         super().__init__(specs)
         self._partials = partials
         self._places = [partials.take(norm_blocks(spec.numel)) for spec in specs]
-        self._sums = [partials.view(place) for place in self._places]
 
     def _for_kernel(self, index: int) -> torch.Tensor:
         """Return the memory that the current stream writes sums to."""
         self._partials.changed()
-        return self._sums[index]
+        return self._partials.view(self._places[index])
 
     def squares(self, index: int) -> Array:
         return self._partials.read(self._places[index])

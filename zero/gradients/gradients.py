@@ -166,6 +166,12 @@ class GradientAccumulator:
         self.landed = self._path.when_there(go_home, f"the gradients of {self.name}")
         return True
 
+    def settle(self) -> None:
+        """Send home what arrived, and wait until all of it is there: no view is left."""
+        self.close()
+        self._arrive()
+        self.state.settle()
+
     def square(self, index: int) -> float:
         """Return the sum of squares of the gradient that this rank updates a parameter with;
         infinite or NaN if that is."""

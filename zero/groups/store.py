@@ -88,7 +88,7 @@ class WeightStore:
             self._add_group(shape, grouping.params)
         self._add_tables(grouping)
         self.ranks.watch(self.groups, self.trace)
-        self.handles = HandleTable(self.use, keeper)
+        self.handles = HandleTable(self.use, keeper, self.one_thread.check_awake)
         self._values: Values | None = None
         self._repeats = 0  # further uses of the group used last
         self._hooks: UnitHooks | None = None  # once started
@@ -307,10 +307,26 @@ class WeightStore:
         """Raise StateError if the states are a mixture (a load that failed half-way), or another
         process's; UnsupportedError if the device records a graph."""
         self.one_thread.check_process()
+        self.one_thread.check_awake()
         refuse_capture(self.device)
         check_whole()
         if self.unusable is not None:
             raise StateError(self.unusable)
+
+    def empty(self) -> None:
+        """Let no parameter show memory of the tiers, nor other ranks' parts be held."""
+        for group in self.groups:
+            if group.is_gathered:
+                group.unmap()
+        self.handles.forget_addresses()
+        self.ranks.empty()
+
+    def wake(self) -> None:
+        """Let groups whose home is where it is used be gathered again, after `empty`."""
+        for group in self.groups:
+            group.adopt()
+            if group.is_gathered:
+                self.handles.note(group)
 
     def refuse_use(self) -> None:
         """Refuse every use from here on: the engine is being closed."""

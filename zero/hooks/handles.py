@@ -129,9 +129,14 @@ def _refuse(counter: torch.Tensor, saved: int, what: str) -> NoReturn:
 class HandleTable:
     """Knows gathered buffers by address and makes handles from views of them."""
 
-    def __init__(self, use: Callable[[ParamGroup], None], keeper: Keeper | None = None) -> None:
+    def __init__(
+        self, use: Callable[[ParamGroup], None], keeper: Keeper | None = None,
+        check_awake: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`check_awake` is called before what `keeper` has taken is read."""
         self._use = use  # told before a group is needed again, so that it can fetch ahead
         self._keeper = keeper
+        self._check_awake = check_awake
         self._buffers: dict[int, ParamGroup] = {}  # storage address -> group
         self._experts = 0  # being computed, one within another
 
@@ -142,6 +147,10 @@ class HandleTable:
             if local.numel():
                 self._buffers[local.untyped_storage().data_ptr()] = group
                 return
+
+    def forget_addresses(self) -> None:
+        """Forget all buffers: other tensors may get their addresses."""
+        self._buffers.clear()
 
     def group_of(self, tensor: torch.Tensor) -> ParamGroup | None:
         """Return the group whose buffer `tensor`, or a DTensor's local part, is a view of."""
@@ -222,6 +231,7 @@ class HandleTable:
         if kind is _Outer:
             outer: torch.Tensor = packed.unpack(packed.packed)
             return outer
+        self._check_awake()
         parked: torch.Tensor = packed.tensor()
         return parked
 

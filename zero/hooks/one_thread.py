@@ -7,6 +7,8 @@ threads, which work for the thread that waits in `backward()`, are allowed.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import getpid
 from threading import get_ident
 
@@ -15,15 +17,38 @@ from offload.zero.hooks.handles import in_backward
 
 
 class OneThread:
-    """A context that one thread enters, as often as it likes. Thread-safe."""
+    """A context that one thread enters, as often as it likes; none, while the model is asleep.
+    Thread-safe."""
+
+    # While the model is asleep: raises StateError, or wakes it.
+    on_use: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0  # the thread's number; 0: none
         self._depth = 0
         self._process = getpid()
+        self._exempt = 0  # the thread that puts the model to sleep or wakes it
+
+    def check_awake(self) -> None:
+        """Raise StateError while the model is asleep, or wake it. Values must not be read then."""
+        on_use = self.on_use
+        if on_use is not None and self._exempt != get_ident():
+            on_use()
+
+    @contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Enter, also while the model is asleep."""
+        before, self._exempt = self._exempt, get_ident()
+        try:
+            with self:
+                yield
+        finally:
+            self._exempt = before
 
     def __enter__(self) -> None:
+        if self.on_use is not None:
+            self.check_awake()
         this = get_ident()
         with self._lock:
             if self._process != getpid() or (self._depth and self._inside != this):

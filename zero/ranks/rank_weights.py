@@ -66,6 +66,9 @@ class RankWeights:
         """Return the first rank's values of each tensor."""
         return tensors
 
+    def empty(self) -> None:
+        """Let no collective be under way, and no memory hold what can be gathered again."""
+
     def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """Return the whole tensor, of which each rank passes its part and zeros for the rest."""
         return part

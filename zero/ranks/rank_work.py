@@ -144,6 +144,12 @@ class SharedWork(RankWork):
     def finish_pass(self) -> None:
         self.reductions.finish()
 
+    def empty(self) -> None:
+        self.finish_pass()
+        self.finish()
+        self._gatherer.empty()
+        self._experts.empty()
+
     def exchange(self, numbers: list[int], what: str) -> np.ndarray:
         return self.ranks.exchange(numbers, what)
 

@@ -95,6 +95,12 @@ class ReducedGradients:
     def close(self) -> bool:
         return False  # each reduction sends the accumulator home, and leaves nothing open
 
+    def settle(self) -> None:
+        self.landed.wait()
+        for each in (self.own, self.local):
+            if each is not None:
+                each.settle()
+
     def square(self, index: int) -> float:
         return self.own.square(self._numbers[index]) if index in self._numbers else 0.0
 

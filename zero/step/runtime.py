@@ -151,7 +151,7 @@ class Runtime:
             )  # fmt: skip
             self.gradients = GradientHandles(
                 self.optimizer_states, self.stepper, self.rank_work, self._arrive,
-                self.store.one_thread.check_process,
+                self.store.check_usable,
             )  # fmt: skip
             self.packed_gradients = PackedGradients(self.store.packed, self.gradients)
             begun.pop_all()
@@ -330,6 +330,14 @@ class Runtime:
         for state in self.optimizer_states:
             for each in (state.group.state, state.gradients.state, *state.records):
                 each.settle()
+
+    def empty(self) -> None:
+        """Take home what a pass has left on its way, of gradients that wait for a step, too; then
+        `WeightStore.empty`. No call of the model is under way, and no update."""
+        self.rank_work.finish_pass()
+        for state in self.optimizer_states:
+            state.gradients.settle()
+        self.store.empty()
 
     def ending(self) -> Callable[[], None]:
         """Return a function that ends all threads. It keeps no model, unless an update is pending:
