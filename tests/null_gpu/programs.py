@@ -201,7 +201,7 @@ def sleeps_often(cycles: int) -> list[list[int]]:
         tempfile.TemporaryDirectory() as folder,
         offload.initialize(Net([]), settings("split", folder)) as engine,
     ):
-        _trainer(engine, torch.device("cuda"))()
+        _trainer(engine, torch.device("cuda"), sleeps={})()
         for number in range(cycles):
             with engine.asleep(host=number % 2 == 0):
                 assert bytes_held() == 0
