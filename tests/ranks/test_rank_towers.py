@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.errors import OffloadError
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded, states_of
 from tests.ranks.processes import run_ranks
 from tests.ranks.programs import BUDGET
 
 WIDTH = 16
 OPTIMIZER: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "eps": 0.1}  # rounding stays small
-KINDS = ("one skips", "one twice", "text only")  # and drawn ones
+KINDS = ("one skips", "first skips", "one twice", "text only")  # and drawn ones
 SEEDS = range(int(os.environ.get("TOWER_SEEDS", "7")))
 TIGHT = {"host": "2MiB", "nvme": "64MiB"}
 VARIANTS: list[dict[str, Any]] = [  # and whether updates begin ahead of the step
@@ -89,6 +90,7 @@ class Program:
 
         def batch(rank: int) -> Batch:
             fixed = {"text only": 0, "one skips": int(rank == 0), "one twice": 1 + (rank == 1)}
+            fixed["first skips"] = int(rank == 1)
             images, drawn = fixed.get(kind, chance.choice((0, 0, 1, 1, 2))), kind not in fixed
             return Batch(
                 torch.randint(31, (2, 5), generator=generator),
@@ -172,3 +174,21 @@ def test_ranks_with_other_modules_train_what_one_process_does(ranks: int, tmp_pa
                 close: Any = {"rtol": 1e-6, "atol": 1e-6 * float(value.abs().max())}
                 said = f"{name}: {kind} {seed}, {variant}"
                 torch.testing.assert_close(states[name], value, **close, msg=said)
+
+
+def late(folder: str) -> str:
+    """The order of gradients is that of the first rank, whose embedding comes before the tower."""
+    optimizer = {**OPTIMIZER, "in_backward": True}
+    try:
+        Program(21, 2, "first skips").on_rank(folder, 3, optimizer=optimizer)
+    except OffloadError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_gradient_too_late_for_an_update_in_backward_is_an_error(tmp_path: Path) -> None:
+    said = run_ranks(2, tmp_path, late, str(tmp_path))
+    assert said[1].startswith(
+        "StateError: optimizer.in_backward: the gradient of embed.weight came"
+    )
+    assert "rank 1 has left: StateError: optimizer.in_backward" in said[0]
