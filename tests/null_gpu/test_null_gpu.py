@@ -170,7 +170,7 @@ def test_nothing_but_the_context_is_held_asleep_and_values_are_those_of_a_run_aw
 def test_a_hundred_sleeps_leave_nothing_behind(ask: Ask) -> None:
     held, descriptors, rss = ask(TRUE, "sleeps_often", cycles=100)
     assert len(set(held)) == 1
-    assert len(set(descriptors)) == 1
+    assert min(descriptors[:40]) == min(descriptors[40:])  # other threads open some for a moment
     assert max(rss) - min(rss) < 8 << 20
 
 

@@ -313,7 +313,7 @@ def test_syncs_and_sleeps_leave_nothing_behind(tmp_path: Path) -> None:
             trim_memory()
             descriptors.append(len(os.listdir("/proc/self/fd")))
             rss.append(rss_nbytes())
-    assert len(set(descriptors[5:])) == 1
+    assert min(descriptors[-12:]) == min(descriptors[5:17])  # other threads open some for a moment
     assert max(rss[5:]) - min(rss[5:]) < 8 << 20
 
 
