@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer train through an engine as without one, and resume to the bit.
+"""TRL's trainers train through an engine as without one, and resume to the bit.
 
 `make test-libraries` installs TRL and runs this file.
 """
@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.offload.engine_cases import assert_same_bits, config
+from tests.libraries.rows import PLACEMENTS, row
+from tests.offload.engine_cases import assert_same_bits, config, seeded
 from tests.outside.trainer_cases import (
     ARGUMENTS,
-    PLACEMENTS,
-    STEPS,
     assert_close,
     logged,
     tiny_llama,
@@ -31,7 +31,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 WORDS = 61  # and three special tokens
 KEYS = {**ARGUMENTS, "max_length": 32, "bf16": False}
-Train = Callable[..., Any]  # (folder, model, optimizer, resume=) -> the trainer
+Train = Callable[..., Any]  # (wrap, folder, peft_config=, offload=) -> the trainer
 
 
 def tokenizer() -> Any:
@@ -66,82 +66,178 @@ def preferences(count: int, seed: int) -> Any:
     return datasets.Dataset.from_dict(rows)
 
 
-# --------------------------------------------------------------------------- the engine by itself
+# --------------------------------------------------------------------------- trainers
+LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
+BLOCKS = {"blocks": ["LlamaDecoderLayer"]}
+ROLLOUT: dict[str, Any] = {  # of GRPO and RLOO: generation inside the step
+    **ARGUMENTS, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+    "num_generations": 4, "max_completion_length": 8, "bf16": False, "save_steps": 2,
+    "eval_strategy": "no",
+}  # fmt: skip
+
+
 def mixed(kind: Any) -> Any:
     from offload.integrations.transformers import OffloadMixin
 
     return type(f"Offload{kind.__name__}", (OffloadMixin, kind), {})
 
 
-def fine_tuning(kind: Any, folder: Path, **keys: Any) -> Any:
+def fine_tuning(wrap: Any, folder: Path, **keys: Any) -> Any:
     args = trl.SFTConfig(output_dir=str(folder), **{**KEYS, "weight_decay": 0.1})
-    return kind(
+    return wrap(trl.SFTTrainer)(
         model=tiny_llama(), args=args, train_dataset=texts(120, 1), eval_dataset=texts(8, 2),
         processing_class=tokenizer(), **keys,
     )  # fmt: skip
 
 
-def preference(kind: Any, folder: Path, **keys: Any) -> Any:
+def preference(wrap: Any, folder: Path, **keys: Any) -> Any:
     """Adapters have their reference in the model itself."""
     args = trl.DPOConfig(output_dir=str(folder), **{**KEYS, "weight_decay": 0.1})
     reference = None if "peft_config" in keys else tiny_llama()
-    return kind(
+    return wrap(trl.DPOTrainer)(
         model=tiny_llama(), ref_model=reference, args=args, train_dataset=preferences(120, 1),
         eval_dataset=preferences(8, 2), processing_class=tokenizer(), **keys,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [fine_tuning, preference])
-def test_with_the_mixin_trl_trains_as_without_and_resumes(make: Train, tmp_path: Path) -> None:
-    kind = trl.SFTTrainer if make is fine_tuning else trl.DPOTrainer
-    plain = make(kind, tmp_path / "plain")
+def unpaired(wrap: Any, folder: Path, **keys: Any) -> Any:
+    args = trl.KTOConfig(output_dir=str(folder), **{**KEYS, "eval_strategy": "no"})
+    reference = None if "peft_config" in keys else tiny_llama()
+    rows = preferences(120, 1).rename_column("chosen", "completion").remove_columns("rejected")
+    rows = rows.add_column("label", [number % 2 == 0 for number in range(120)])
+    return wrap(trl.KTOTrainer)(
+        model=tiny_llama(), ref_model=reference, args=args, train_dataset=rows,
+        processing_class=tokenizer(), **keys,
+    )  # fmt: skip
+
+
+def reward(wrap: Any, folder: Path, **keys: Any) -> Any:
+    settings = tiny_llama().config
+    settings.num_labels = 1
+    model = seeded(lambda: transformers.LlamaForSequenceClassification(settings))
+    rows = preferences(120, 1).remove_columns("prompt")
+    args = trl.RewardConfig(output_dir=str(folder), **{**KEYS, "eval_strategy": "no"})
+    adapters = keys.pop("peft_config", None)
+    if adapters is not None:
+        adapters.task_type = "SEQ_CLS"
+    return wrap(trl.RewardTrainer)(
+        model=model, args=args, train_dataset=rows, processing_class=tokenizer(),
+        peft_config=adapters, **keys,
+    )  # fmt: skip
+
+
+def variety(completions: list[str], **_: Any) -> list[float]:
+    """The rewards: the number of different words."""
+    return [float(len(set(each.split()))) for each in completions]
+
+
+def rollouts(kind: str, wrap: Any, folder: Path, **keys: Any) -> Any:
+    """With adapters, the reference is the model without them."""
+    beta = 0.04 if "peft_config" in keys else 0.0
+    args = getattr(trl, f"{kind}Config")(output_dir=str(folder), beta=beta, **ROLLOUT)
+    prompts = sentences(40, 4, 8, torch.Generator().manual_seed(1))
+    return wrap(getattr(trl, f"{kind}Trainer"))(
+        model=tiny_llama(), reward_funcs=variety, args=args, processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}), **keys,
+    )  # fmt: skip
+
+
+relative = partial(rollouts, "GRPO")
+leave_one_out = partial(rollouts, "RLOO")
+
+
+def assert_as_plain(placement: str, folder: Path, make: Train, *, adapters: bool = False) -> None:
+    """Compare with the plain trainer, and a resumed run with the whole one; a folder of adapters
+    has PEFT's files."""
+    peft = pytest.importorskip("peft")
+
+    def made(name: str, wrap: Any = mixed, **keys: Any) -> Any:
+        if adapters:
+            keys["peft_config"] = seeded(lambda: peft.LoraConfig(**LORA))
+        return make(wrap, folder / name, **keys)
+
+    keys = {"offload": config(folder, PLACEMENTS[placement], groups=BLOCKS)}
+    plain = made("plain", lambda kind: kind)
     plain.train()
-    blocks = {"blocks": ["LlamaDecoderLayer"]}
-    keys = config(tmp_path, PLACEMENTS["nvme"], groups=blocks)
-    trainer = make(mixed(kind), tmp_path / "whole", offload=keys)
+    trainer = made("whole", **keys)  # seeds the random numbers of rollouts
     trainer.train()
     whole, weights = logged(trainer), values_of(trainer.model)
     trainer.engine.close()
-    assert len(whole["loss"]) == STEPS
+    assert len(whole["loss"]) == trainer.args.max_steps
     assert_close(whole, logged(plain))
     assert_close(weights, values_of(plain.model))
-    again = make(mixed(kind), tmp_path / "again", offload=keys)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-8"))
+    saved = [sorted((folder / name).glob("checkpoint-*")) for name in ("plain", "whole")]
+    if adapters:
+        files = [sorted(path.name for path in folders[-1].iterdir()) for folders in saved]
+        assert files[0] == files[1]
+        values = [safetensors.load_file(f[-1] / "adapter_model.safetensors") for f in saved]
+        assert_close(values[1], values[0])
+    again = made("again", **keys)
+    first = min(saved[1], key=lambda path: int(path.name.split("-")[1]))
+    again.train(resume_from_checkpoint=str(first))
     assert logged(again) == whole
     assert_same_bits(values_of(again.model), weights)
     again.engine.close()
 
 
-@pytest.mark.parametrize("make", [fine_tuning, preference])
-def test_with_the_mixin_adapters_train_and_their_files_are_pefts(
-    make: Train, tmp_path: Path
-) -> None:
-    peft = pytest.importorskip("peft")
-    kind = trl.SFTTrainer if make is fine_tuning else trl.DPOTrainer
-    lora = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
-    keys = config(tmp_path, PLACEMENTS["nvme"], groups={"blocks": ["LlamaDecoderLayer"]})
+@row("TRL", "SFTTrainer", "Llama")
+def test_fine_tuning(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, fine_tuning)
 
-    def made(kind: Any, name: str, **more: Any) -> Any:
-        return make(kind, tmp_path / name, peft_config=peft.LoraConfig(**lora), **more)
 
-    plain, trainer = made(kind, "plain"), made(mixed(kind), "offload", offload=keys)
-    plain.train()
-    trainer.train()
-    whole = logged(trainer)
-    assert_close(whole, logged(plain))
-    folders = [tmp_path / name / f"checkpoint-{STEPS}" for name in ("plain", "offload")]
-    files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
-    assert files[0] == files[1]
-    saved = [safetensors.load_file(f / "adapter_model.safetensors") for f in folders]
-    assert saved[0].keys() == saved[1].keys()
-    assert_close(saved[1], saved[0])
-    weights = values_of(trainer.model)
-    trainer.engine.close()
-    again = made(mixed(kind), "again", offload=keys)
-    again.train(resume_from_checkpoint=str(tmp_path / "offload/checkpoint-8"))
-    assert logged(again) == whole
-    assert_same_bits(values_of(again.model), weights)
-    again.engine.close()
+@row("TRL", "SFTTrainer", "Llama, LoRA")
+def test_fine_tuning_of_adapters(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, fine_tuning, adapters=True)
+
+
+@row("TRL", "DPOTrainer, a reference model", "Llama")
+def test_preferences(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, preference)
+
+
+@row("TRL", "DPOTrainer, the base as reference", "Llama, LoRA")
+def test_preferences_of_adapters(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, preference, adapters=True)
+
+
+@row("TRL", "KTOTrainer, a reference model", "Llama")
+def test_unpaired_preferences(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, unpaired)
+
+
+@row("TRL", "KTOTrainer, the base as reference", "Llama, LoRA")
+def test_unpaired_preferences_of_adapters(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, unpaired, adapters=True)
+
+
+@row("TRL", "RewardTrainer", "Llama with a head for one score")
+def test_rewards(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, reward)
+
+
+@row("TRL", "RewardTrainer", "Llama with a head for one score, LoRA")
+def test_rewards_of_adapters(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, reward, adapters=True)
+
+
+@row("TRL", "GRPOTrainer, generation in the step", "Llama")
+def test_group_relative(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, relative)
+
+
+@row("TRL", "GRPOTrainer, the base as reference", "Llama, LoRA")
+def test_group_relative_of_adapters(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, relative, adapters=True)
+
+
+@row("TRL", "RLOOTrainer, generation in the step", "Llama")
+def test_leave_one_out(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, leave_one_out)
+
+
+@row("TRL", "RLOOTrainer, the base as reference", "Llama, LoRA")
+def test_leave_one_out_of_adapters(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, leave_one_out, adapters=True)
 
 
 # --------------------------------------------------------------------------- every method
