@@ -79,10 +79,20 @@ SGD (torch.optim.SGD): `SgdScalars`; momentum_buffer b, if momentum is not 0
 All states start at zero (torch's Adagrad can start `sum` at another value; so can the caller here).
 A NaN stays a NaN; its payload is not specified.
 
-Muon is not among them: a rule here knows one element at a time, or one block of 256. Muon
-orthogonalises the momentum of a whole matrix (Newton-Schulz, five rounds of products X X^T X), so
-no element of the weight can be updated before the momentum of all elements is known, and a chunk of
-a flat buffer, which cuts across matrices, is never enough.
+Muon (torch.optim.Muon) is two rules, as the direction of an element depends on its whole matrix:
+`MuonScalars` makes the fp32 input u of products (`zero.step.matrices`), and `MuonWeightScalars`
+applies their result g; momentum_buffer m
+
+    S, K1 = 1 - momentum, B1 = 0 or, where K1 >= 0.5, K1 = -momentum, B1 = 1,
+    K2 = momentum - 1, B2 = 1 or, where momentum < 0.5, K2 = momentum, B2 = 0, D, A   in this order
+
+    t  = fma(B1, g, fma(-B1, m, m))     the nearer end, from which torch.lerp counts
+    m  = fma(K1, g - m, t)
+    t  = fma(B2, m, fma(-B2, g, g))
+    u  = m, or with nesterov u = fma(K2, m - g, t)
+
+    p  = p * D                  D = 1 - lr * weight_decay
+    p  = fma(A, g, p)           A = -lr * max(1, rows / columns)**0.5, or as adjust_lr_fn says
 """
 
 import math
@@ -107,6 +117,7 @@ class Rule(IntEnum):
     LION = 1
     ADAGRAD = 2
     SGD = 3
+    MUON = 4
 
 
 class StateFormat(IntEnum):
@@ -322,7 +333,73 @@ class SgdScalars(Scalars):
         return cls.states if numbers.get("momentum", True) else ()
 
 
-RULES: tuple[type[Scalars], ...] = (AdamScalars, LionScalars, AdagradScalars, SgdScalars)
+@dataclass(frozen=True, slots=True)
+class MuonScalars(Scalars):
+    """The numbers of one step of Muon. As a rule they make its input, whose weight is an fp32 array
+    that must be finite before; `weight` has the numbers of the pass behind it."""
+
+    rule: ClassVar = Rule.MUON
+    types: ClassVar = {"muon": {}}
+    defaults: ClassVar = {
+        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True,
+        "ns_coefficients": (3.4445, -4.7750, 2.0315), "eps": 1e-7, "ns_steps": 5,
+        "adjust_lr_fn": None,
+    }  # fmt: skip
+    states: ClassVar = ("momentum_buffer",)
+    counts_steps: ClassVar = False
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_a: float
+    ns_b: float
+    ns_c: float
+    eps: float
+    ns_steps: float
+    matches_adamw: bool  # adjust_lr_fn: match_rms_adamw
+
+    @property
+    def flag(self) -> bool:
+        return self.nesterov
+
+    def _constants(self) -> tuple[float, ...]:
+        if not 0 <= self.ns_steps < 100 or self.ns_steps % 1:
+            raise ValueError(f"ns_steps: expected an integer from 0 to 99, got {self.ns_steps}")
+        k1, b1 = _lerp(1.0 - self.momentum)
+        return k1, b1, *_lerp(self.momentum), 0.0, 1.0
+
+    def weight(self, rows: int, columns: int) -> "MuonWeightScalars":
+        """The numbers of the pass that changes the weights of a matrix."""
+        ratio = 0.2 * math.sqrt(max(rows, columns)) if self.matches_adamw else (
+            math.sqrt(max(1, rows / columns))
+        )  # fmt: skip
+        return MuonWeightScalars(1.0 - self.lr * self.weight_decay, -(self.lr * ratio))
+
+
+@dataclass(frozen=True, slots=True)
+class MuonWeightScalars(Scalars):
+    """Muon's second pass: the gradient is what the products made of the first one's result."""
+
+    rule: ClassVar = Rule.MUON
+    states: ClassVar = ()
+
+    decay: float
+    step_size: float  # negative
+
+    def _constants(self) -> tuple[float, ...]:
+        return 0.0, 0.0, 0.0, 0.0, self.decay, self.step_size
+
+
+def _lerp(weight: float) -> tuple[float, float]:
+    """The factor and the end (0: the first) with which torch.lerp computes, in fp32."""
+    single = np.float32(weight)
+    return (float(single), 0.0) if abs(single) < 0.5 else (float(single - np.float32(1)), 1.0)
+
+
+RULES: tuple[type[Scalars], ...] = (
+    AdamScalars, LionScalars, AdagradScalars, SgdScalars, MuonScalars
+)  # fmt: skip
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -22,12 +22,14 @@ from offload.checkpoint.engine.saving import save_engine
 from offload.config import OffloadConfig
 from offload.config.fields import shared_settings
 from offload.config.paths import StrPath, local_path_of
+from offload.display.byte_progress import say
 from offload.losses.causal_lm import ChunkedLoss
 from offload.losses.tiled_mlp import tile_mlps
 from offload.memory.tier_manager import TierManager, ranks_here
 from offload.models.activations import handle_activations
 from offload.models.closing import Keep
 from offload.models.foreign_wrappers import refuse_foreign_wrappers
+from offload.optimizers.matrices import Matrices
 from offload.optimizers.optimizer import (
     OffloadOptimizer,
     optimizer_class,
@@ -159,6 +161,14 @@ class Engine(TieredModel):
             meshed=mesh is not None or any(is_dtensor(param) for param in model.parameters()),
         )  # fmt: skip
         grouping = self._group_parameters(config)
+        if parameters is not None and not isinstance(parameters, torch.Tensor):
+            parameters = cast(
+                ParamGroups, list(parameters)
+            )  # read once: they may come from a generator
+        self._matrices = Matrices.of(model, grouping, parameters, config.optimizer)
+        grouping = grouping.with_matrices(self._matrices.names).stored(config.stored)
+        if self._matrices.names:
+            say(str(self._matrices))
         try:
             self._find_tensor_parallel(config, data_ranks(mesh))
             zero = config.zero
@@ -185,9 +195,6 @@ class Engine(TieredModel):
             self.before_close(ChunkedLoss(self.module).remove)
         self.before_close(tile_mlps(self.module, config.placement.activations.tiled_mlp))
         self._make_plan(config, grouping)
-        trained: Any = parameters
-        if parameters is not None and not isinstance(parameters, torch.Tensor):
-            trained = list(parameters)  # read once: they may come from a generator
         first = self._initialisation(grouping, dtype, lazy)
         cores = available_cores() // ranks_here()
         # beside a GPU the model's thread and I/O keep a core each: a kernel that is launched late
@@ -201,7 +208,7 @@ class Engine(TieredModel):
         self.optimizer_states: Sequence[OptimizerState] = runtime.optimizer_states
         self._load(first)
         self.values = ParameterValues(runtime)
-        self.optimizer = self._make_optimizer(trained, self.config.optimizer)
+        self.optimizer = self._make_optimizer(parameters, self.config.optimizer)
         self._give_out_values()
         self._attach_experts()
         module, store = self.module, self.store
@@ -236,6 +243,7 @@ class Engine(TieredModel):
                 speculates_on_host=self.plan.gpu,  # a CPU that computes has no time to spare
                 free_nbytes=self._tier_manager.free_nvme_nbytes,
             ),
+            products_dtype=DTYPES[config.optimizer.ns_dtype],
             reduce_dtype=None if rounded == "fp32" else DTYPES[rounded],
         )
         runtime = Runtime(
@@ -276,6 +284,8 @@ class Engine(TieredModel):
         if given is None:
             # as one param group: that may be empty (a frozen model), a list of parameters may not
             given = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
+        if config.type == "muon":
+            given = self._matrices.param_groups(given)
         return optimizer_class(config.type)(self._open(), self.values, given, config)
 
     def check_numbers(self, parameters: list[Any], config: OptimizerConfig) -> None:

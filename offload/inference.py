@@ -123,7 +123,7 @@ class Dispatched(TieredModel):
                 "which has those that fit in memory and the others on nvme; set ep_size=1"
             )
         self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's id
-        grouping = self._group_parameters(config, frozen=True, only=only)
+        grouping = self._group_parameters(config, frozen=True, only=only).stored(config.stored)
         if config.placement.kv is not None:
             grouping.cached = _cached_layers(model)
         try:

@@ -131,14 +131,14 @@ class TieredModel(abc.ABC):
     def _group_parameters(
         self, config: OffloadConfig, *, frozen: bool = False, only: torch.dtype | None = None
     ) -> ParameterGrouping:
-        """Return groups and units (see `group_parameters`)."""
+        """Return groups and units (see `group_parameters`), for weights that are not stored yet."""
         grouping = group_parameters(
             self.module, config.groups.blocks,
             experts=config.splits_experts(machine.world_size()), frozen=frozen,
             only=only,
         )  # fmt: skip
         self.spread.check_groups(grouping.groups)
-        return grouping.stored(config.stored)
+        return grouping
 
     def _find_tensor_parallel(self, config: OffloadConfig, data_ranks: Sequence[int]) -> None:
         """Find the ranks that have other parts of the same parameters."""
@@ -169,6 +169,15 @@ class TieredModel(abc.ABC):
             _log.warning(
                 "precision: %s is computed on this CPU without a fast kernel: matrix products can "
                 "take 100 times as long as in fp32; use precision: fp32 here", config.precision,
+            )  # fmt: skip
+        if (
+            self.plan.products_nbytes and self.device.type == "cpu"
+            and config.optimizer.ns_dtype in machine.slow_matmul_precisions()
+        ):  # fmt: skip
+            _log.warning(
+                "optimizer.ns_dtype: %s: Muon's products are computed on this CPU without a fast "
+                "kernel, up to 100 times as long as in fp32; ns_dtype: fp32 is faster, and differs "
+                "from torch.optim.Muon by the rounding of bf16", config.optimizer.ns_dtype,
             )  # fmt: skip
 
     def _initialisation(

@@ -104,6 +104,19 @@ def sgd_moments(
     return (buffer,), (vector.fma(momentum, buffer, g) if variant.flag else buffer,)
 
 
+def muon_moments(
+    vector: Lanes, variant: Variant, c: Values, g: Value, p: Value, states: Values
+) -> tuple[Values, Values]:
+    if not states:  # the pass that changes weights
+        return (), (g,)
+    _, k1, b1, k2, b2, _, _ = c
+    (old,) = states
+    m = vector.fma(k1, vector.add(g, vector.neg(old)), _average(vector, b1, old, g))
+    # the flag: nesterov
+    ahead = vector.fma(k2, vector.add(m, vector.neg(g)), _average(vector, b2, g, m))
+    return (m,), (ahead if variant.flag else m,)
+
+
 def _quotient(vector: Lanes, way: Values) -> Value:
     return vector.div(*way)
 
@@ -115,6 +128,7 @@ RULES = {
     Rule.LION: RuleLanes(5, lion_moments, lambda vector, way: vector.sign(way[0]), decay=3),
     Rule.ADAGRAD: RuleLanes(4, adagrad_moments, _quotient, adagrad_root),
     Rule.SGD: RuleLanes(5, sgd_moments, lambda _, way: way[0]),
+    Rule.MUON: RuleLanes(7, muon_moments, lambda _, way: way[0], decay=5),
 }
 
 

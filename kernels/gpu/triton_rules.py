@@ -15,6 +15,7 @@ ADAM = tl.constexpr(int(Rule.ADAM))
 LION = tl.constexpr(int(Rule.LION))
 ADAGRAD = tl.constexpr(int(Rule.ADAGRAD))
 SGD = tl.constexpr(int(Rule.SGD))
+MUON = tl.constexpr(int(Rule.MUON))
 
 
 @triton.jit
@@ -70,6 +71,19 @@ def sgd(g, p, b, W, M, K, A, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr):
 
 
 @triton.jit
+def muon(g, p, m, K1, B1, K2, B2, D, A, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr):
+    """(p, m)"""
+    if MOMENTUM:
+        m = tl.fma(K1, g - m, tl.fma(B1, g, tl.fma(-B1, m, m)))
+        if NESTEROV:
+            g = tl.fma(K2, m - g, tl.fma(B2, m, tl.fma(-B2, g, g)))
+        else:
+            g = m
+    p = tl.fma(A, g, p * D)
+    return p, m
+
+
+@triton.jit
 def apply(
     g, p, m, v, x, c1, c2, c3, c4, c5, c6, c7,
     RULE: tl.constexpr, FLAG: tl.constexpr, STATES: tl.constexpr,
@@ -86,6 +100,8 @@ def apply(
         p, m = adagrad(g, p, m, c1, c2, c3)
     elif RULE == SGD:
         p, m = sgd(g, p, m, c1, c2, c3, c4, STATES == 1, FLAG)
+    elif RULE == MUON:
+        p, m = muon(g, p, m, c1, c2, c3, c4, c5, c6, STATES == 1, FLAG)
     else:
         tl.static_assert(False, "a rule without a function here")
     return p, m, v, x

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from offload.config.fields import Kind, kind_of, section_of
 from offload.config.file import dump_yaml
-from offload.config.optimizer import KINDS
+from offload.config.optimizer import BESIDE_MUON, KINDS
 from offload.config.sections import OffloadConfig
 from offload.config.suggestions import unknown_key
 from offload.tiers.errors import ConfigError
@@ -96,6 +96,8 @@ def _default(path: tuple[str, ...], model: type[BaseModel], field: FieldInfo, ki
         return "none: it has to be given"
     if path[0] == "optimizer" and any(path[-1] in each.defaults for each in KINDS.values()):
         return _by_type(path[-1])
+    if path[-1] in BESIDE_MUON:
+        return f"{_text(_plain(BESIDE_MUON[path[-1]]))} (muon)"
     if field.default is None:
         return str(_said(field).get("x-absent", kind.absent)) or "none"
     (value,) = model.model_construct().model_dump(mode="json", include={path[-1]}).values()

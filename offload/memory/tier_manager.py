@@ -319,6 +319,20 @@ class TierManager:
         workspace = Workspace(**{what: lease.tensor for what, lease in leases.items()})
         return SharedMemory(pool, planned.gather_nbytes, workspace, self._device.links.fences)
 
+    def matrix_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate memory for the products of Muon: where the model computes, and on the host."""
+        pools = self._device.pool if self.plan.gpu else self.pool, self.pool
+        sizes = self.plan.products_nbytes, self.plan.products_host_nbytes
+        leases = [
+            pool.demand(nbytes, "the products of Muon", StateClass.STAGING) if nbytes else None
+            for pool, nbytes in zip(pools, sizes, strict=True)
+        ]
+        self._staging += [lease for lease in leases if lease is not None]
+        one, other = (
+            torch.empty(0, dtype=torch.uint8) if each is None else each.tensor for each in leases
+        )
+        return one, other
+
     def staging(self) -> list[torch.Tensor]:
         """Return the update's buffers (1D uint8, host memory)."""
         buffers = []

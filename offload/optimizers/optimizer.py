@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.config.optimizer import KINDS
 from offload.optimizers.entries import OptimizerEntries, refuse_writing
+from offload.optimizers.matrices import USE_MUON, kind_of
 from offload.optimizers.state_dict import Kept, check_kind, check_sizes, check_state
 from offload.swap.threads.shield import defer_signals
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
@@ -37,8 +38,8 @@ Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """`engine.optimizer`: adamw, adam, lion, adagrad or sgd (`optimizer.type`), with its states in
-    the tiers of its engine.
+    """`engine.optimizer`: adamw, adam, lion, adagrad, sgd or muon (`optimizer.type`), with its
+    states in the tiers of its engine.
 
     Schedulers of torch.optim, `param_groups` and hooks work on it as on any optimizer; `state`
     reads states when they are asked for, and `state_dict()` has copies of all. `last_step` is None
@@ -51,13 +52,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
     ) -> None:  # fmt: skip
         self._runtime = runtime
         self._values = values
-        self._type = config.type
-        self._kind = KINDS[config.type]
-        self._states = config.state_names
+        self._kinds = config.kinds
+        self._numbers_of = {kind: config.numbers_of(kind) for kind in config.kinds}
+        self._states = {
+            each: KINDS[each].scalars.kept_for(n) for each, n in self._numbers_of.items()
+        }
         self._entries = OptimizerEntries(values, self._managed, self._kept_or_none)
         self.last_step: StepOutcome | None = None
         self.engine: Any = None  # kept alive with this optimizer
-        super().__init__(params, config.numbers)
+        super().__init__(params, {} if len(self._kinds) > 1 else config.numbers)
 
     def serve(self, engine: Any) -> None:
         """Be the one that steps: updates in backward go by its param groups."""
@@ -94,6 +97,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         parameters not managed here."""
         # torch's own method without the wrapper that keeps the compiler out of it: that imports
         # torch._dynamo, two seconds and 80 MiB for nothing, since nothing here is compiled
+        if len(self._kinds) > 1 and isinstance(param_group, dict):
+            kind = kind_of(param_group, self._kinds)
+            param_group = {**self._numbers_of[kind], USE_MUON: kind == "muon", **param_group}
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
         added = self.param_groups[-1]
         try:
@@ -105,10 +111,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _check(self, group: dict[str, Any]) -> None:
         self._hyper(group)
         for param in group["params"]:
-            if self._runtime.store.spec_of(param) is None:
+            spec = self._runtime.store.spec_of(param)
+            if spec is None:
                 raise ConfigError(
                     f"a parameter of shape {tuple(param.shape)} and dtype {param.dtype} is not "
                     "one of the model given to offload.initialize (or is no real floating point)"
+                )
+            is_matrix, wanted = self._has_matrix(param), bool(group.get(USE_MUON))
+            if param.requires_grad and is_matrix != wanted:
+                raise ConfigError(
+                    f"{spec.name} is in a param group with use_muon={wanted}, and its states are "
+                    f"those of {'Muon' if is_matrix else 'AdamW'}; say which one trains it before "
+                    "offload.initialize, in `parameters` or as the parameter's attribute use_muon"
                 )
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
@@ -117,14 +131,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for key in ("lr", "weight_decay"):
             if float(group[key]) < 0:
                 raise ValueError(f"{key}: expected 0 or more, got {group[key]}")
-        needed, kept = set(self._kind.scalars.kept_for(group)), set(self._states)
+        kind = kind_of(group, self._kinds)
+        scalars = KINDS[kind].scalars
+        needed, kept = set(scalars.kept_for(group)), set(self._states[kind])
         if not needed <= kept or "max_exp_avg_sq" in kept - needed:
             raise UnsupportedError(
                 f"a param group needs the states {', '.join(sorted(needed)) or '(none)'} and this "
-                f"optimizer keeps {', '.join(self._states) or 'none'}; set amsgrad, or a momentum "
-                "above 0 if it is ever to be raised, under optimizer: in the configuration"
+                f"optimizer keeps {', '.join(self._states[kind]) or 'none'}; set amsgrad, or a "
+                "momentum above 0 if it is ever to be raised, under optimizer: in the configuration"
             )
-        hyper = Hyper(self._kind.scalars, tuple(self._kind.numbers(group).items()))
+        hyper = Hyper(scalars, tuple(KINDS[kind].numbers(group).items()))
         hyper.scalars(step=1, grad_scale=1.0)
         return hyper
 
@@ -228,7 +244,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def check_numbers(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Raise ValueError or UnsupportedError unless saved numbers can take the place of a param
         group's."""
-        check_kind(self._type, {**self.defaults, **group}, numbers)
+        check_kind(kind_of(group, self._kinds), {**self.defaults, **group}, numbers)
         try:
             self._hyper({**group, **numbers})
         except (TypeError, OverflowError) as error:
@@ -243,7 +259,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         spec = self._runtime.store.spec_of(param)
         if spec is None:
             return None
-        return Kept(spec.name, tuple(spec.shape), self._states, self._kind.scalars.counts_steps)
+        kind = kind_of({USE_MUON: self._has_matrix(param)}, self._kinds)
+        counts = KINDS[kind].scalars.counts_steps
+        return Kept(spec.name, tuple(spec.shape), self._states[kind], counts)
+
+    def _has_matrix(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter's states are Muon's."""
+        place = self._runtime.store.places_of(param)
+        return bool(place) and place[0][0].matrices
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise UnsupportedError. Called by copy and pickle."""

@@ -22,7 +22,7 @@ from offload.planning.machine.calibration import known_speeds, machine_speeds
 from offload.planning.machine.speeds import NOMINAL, Speeds
 from offload.planning.plan.chunk_and_prefetch import WORTH_MEASURING_NBYTES
 from offload.planning.plan.estimate import Workload
-from offload.planning.plan.sizes import ITEMSIZE
+from offload.planning.plan.sizes import ITEMSIZE, planned_shape
 from offload.runs.metrics import Prediction
 from offload.tiers import accelerator
 from offload.tiers.errors import UnsupportedError
@@ -79,7 +79,7 @@ def forecast(
     """
     experts = config.splits_experts(sharding.world_size)
     grouping = group_parameters(model, config.groups.blocks, experts=experts)
-    shape = grouping.stored(config.stored).shape()
+    shape = planned_shape(config, grouping.shape())
     device = compute_device(config)
     hardware = this_machine(config.nvme, device, sharding, here)
     speeds = _speeds(config, shape)

@@ -131,17 +131,19 @@ class ParamGroup:
 
     __slots__ = (
         "_managed", "_users", "copies", "device", "dtype", "ep_size", "has_masters", "index",
-        "is_gathered", "is_lazy", "layout", "name", "params", "pending_update", "state", "writes",
+        "is_gathered", "is_lazy", "layout", "matrices", "name", "params", "pending_update",
+        "state", "writes",
     )  # fmt: skip
 
     def __init__(
         self, index: int, name: str, layout: Layout, params: Sequence[torch.nn.Parameter],
         dtype: torch.dtype, state: State, device: torch.device,
-        classes_of: Callable[[type], Classes], ep_size: int = 1,
+        classes_of: Callable[[type], Classes], ep_size: int = 1, *, matrices: bool = False,
     ) -> None:  # fmt: skip
         """`classes_of` returns the classes for a parameter of a given class. `ep_size` > 1: an
         expert of a table that is spread over so many ranks, where other ranks have other
-        experts."""
+        experts. `matrices`: what it trains are matrices that are updated whole (Muon)."""
+        self.matrices = matrices
         self.index = index
         self.ep_size = ep_size
         self.name = name

@@ -12,13 +12,16 @@ in several ranks' shards:
 
     whole     ├── p0 ──┤├───────── p1 ─────────┤   ┆   ├──── frozen q0 ────┤    ┆
     shards    ├── rank 0 ─────┤├── rank 1 ─────────┤   ├── rank 0 ─┤├── rank 1 ─┤
+
+Matrices that are updated whole (Muon) lie in one rank's shard each, the largest first, each in the
+shard that has the fewest elements so far.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.kernels.weight_formats import WeightFormat
@@ -105,10 +108,14 @@ class Layout:
         return [range(start, min(start + chunk_numel, end)) for start in starts]
 
 
-def lay_out(params: Sequence[ParamShape], ranks: int = 1, replicas: int = 1) -> Layout:
+def lay_out(
+    params: Sequence[ParamShape], ranks: int = 1, replicas: int = 1, *, matrices: bool = False
+) -> Layout:
     """Return the layout of parameters, which may have any order and sizes (also 0), for `ranks`
-    shards, each of which can be cut evenly for `replicas`."""
+    shards, each of which can be cut evenly for `replicas`. `matrices`: no trainable one is cut."""
     world = ranks * replicas
+    if matrices and ranks > 1:
+        return _lay_out_whole(params, ranks, replicas * SHARD_ALIGN_NUMEL)
     frozen = sum(param.numel for param in params if not param.trainable)
     paged = world > 1 or SHARD_ALIGN_NUMEL <= frozen < sum(param.numel for param in params)
     whole = world * SHARD_ALIGN_NUMEL if paged else ALIGN_NUMEL
@@ -126,3 +133,26 @@ def lay_out(params: Sequence[ParamShape], ranks: int = 1, replicas: int = 1) -> 
         if trainable:
             numel_trainable = offset
     return Layout(tuple(specs), numel_trainable, offset, ranks)
+
+
+def _lay_out_whole(params: Sequence[ParamShape], ranks: int, align: int) -> Layout:
+    """Return the layout in which each trainable parameter is in one rank's shard."""
+    shards: list[list[ParamShape]] = [[] for _ in range(ranks)]
+    used = [0] * ranks
+    for param in sorted((each for each in params if each.trainable), key=lambda p: -p.numel):
+        rank = used.index(min(used))
+        shards[rank].append(param)
+        used[rank] += round_up(max(param.numel, 1), ALIGN_NUMEL)
+    shard = round_up(max(used), align)
+    rest = lay_out(
+        [param for param in params if not param.trainable], ranks, align // SHARD_ALIGN_NUMEL
+    )
+    specs = []
+    for rank, its in enumerate(shards):
+        offset = rank * shard
+        for param in its:
+            specs.append(ParamSpec(param.names, param.shape, True, param.stored, offset=offset))
+            offset = round_up(offset + max(param.numel, 1), ALIGN_NUMEL)
+    trained = shard * ranks
+    specs += [replace(spec, offset=spec.offset + trained) for spec in rest.params]
+    return Layout(tuple(specs), trained, trained + rest.numel, ranks)

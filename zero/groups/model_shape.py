@@ -6,7 +6,7 @@ header; works without torch and without the model's code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -33,10 +33,11 @@ class GroupShape:
     table: str = ""  # the module of experts that it is one of: used where a router chooses it
     packed: bool = False  # its parameters are rows of the table's
     ep_size: int = 1  # over how many ranks the experts of its table are spread
+    matrices: bool = False  # what it trains are matrices that are updated whole (Muon)
 
     @cached_property
     def layout(self) -> Layout:
-        return lay_out(self.params, self.ranks, self.replicas)
+        return lay_out(self.params, self.ranks, self.replicas, matrices=self.matrices)
 
     def sharding(self, of_all: Sharding) -> Sharding:
         """Return the ranks among which the group's states are shared: for spread experts, those
@@ -102,10 +103,40 @@ class ModelShape:
         if storage is None:
             return self
         storage.check([param for group in self.groups for param in group.params])
+        return self._recut(lambda group: _cut(group, storage))
+
+    def with_matrices(self, names: Collection[str]) -> ModelShape:
+        """Return the same model, the named parameters in groups of their own: those are updated
+        whole, and have one state. It must come before `stored`."""
+        cut = self._recut(lambda group: _cut_matrices(group, names)) if names else self
+        for table, indices in cut.tables.items():
+            if len({cut.groups[index].matrices for index in indices}) > 1:
+                raise UnsupportedError(
+                    f"use_muon: Muon trains some experts of {table} and AdamW others; their states "
+                    "are kept together, so let one of the two train all of them"
+                )
+        return cut
+
+    @property
+    def matrices(self) -> list[str]:
+        """The parameters that Muon trains unless something else is said: the trained matrices of
+        blocks, and those of experts that are no parts of a packed parameter."""
+        inner = {
+            index for unit in self.units if unit.repeated or unit.table for index in unit.groups
+        }
+        groups = [group for index, group in enumerate(self.groups) if index in inner]
+        of_experts = (each for each in groups if each.table and not each.packed)
+        whole = {id(each) for each in of_experts if all(map(_is_matrix, each.params))}
+        return [
+            param.name for group in groups if not group.table or id(group) in whole
+            for param in group.params if _is_matrix(param)
+        ]  # fmt: skip
+
+    def _recut(self, cut: Callable[[GroupShape], list[GroupShape]]) -> ModelShape:
         groups: list[GroupShape] = []
         numbers: list[range] = []  # the groups that each one is cut into
         for group in self.groups:
-            parts = _cut(group, storage)
+            parts = cut(group)
             numbers.append(range(len(groups), len(groups) + len(parts)))
             groups += parts
         units = (
@@ -159,3 +190,25 @@ def _cut(group: GroupShape, storage: Storage) -> list[GroupShape]:
     label = ", ".join(part for part in (group.name, storage.format.name) if part)
     frozen = tuple(param for param in params if not param.trainable)
     return [replace(group, params=trained), replace(group, name=label, params=frozen)]
+
+
+def _is_matrix(param: ParamShape) -> bool:
+    return param.trainable and len(param.shape) == 2
+
+
+def _cut_matrices(group: GroupShape, names: Collection[str]) -> list[GroupShape]:
+    """Return a group without the named matrices, and a group of these."""
+    own = tuple(param for param in group.params if param.name in names)
+    rest = tuple(param for param in group.params if param.name not in names)
+    if not own:
+        return [group]
+    if not any(param.trainable for param in rest) and (group.table or not rest):
+        return [replace(group, matrices=True)]
+    if group.table:
+        raise UnsupportedError(
+            f"use_muon: {group.name} moves as a whole, and trains {rest[0].name} beside the "
+            f"matrices that Muon would update; leave the parameters of {group.table} to AdamW "
+            "(use_muon=False)"
+        )
+    label = ", ".join(part for part in (group.name, "matrices") if part)
+    return [replace(group, params=rest), replace(group, name=label, params=own, matrices=True)]

@@ -8,7 +8,7 @@ every other unit with that weight needs the first one's group as well.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -84,7 +84,21 @@ class ParameterGrouping:
                     f"storage.weights: {names[0]} is a DTensor, of which each rank has a part; "
                     "remove storage, or do not parallelise the model"
                 )
-        shape = self.shape().stored(storage)
+        return self._as(self.shape().stored(storage))
+
+    def with_matrices(self, names: Collection[str]) -> ParameterGrouping:
+        """Return the same with the parameters that Muon trains in groups of their own (see
+        `ModelShape.with_matrices`). Raises UnsupportedError for DTensors."""
+        for its_names, param in self.params.items():
+            if its_names[0] in names and is_dtensor(param):
+                raise UnsupportedError(
+                    f"use_muon: {its_names[0]} is a DTensor, and Muon needs the whole matrix, of "
+                    "which each rank has a part; train it with AdamW (use_muon=False), or do not "
+                    "parallelise the model"
+                )
+        return self._as(self.shape().with_matrices(names))
+
+    def _as(self, shape: ModelShape) -> ParameterGrouping:
         units = [
             replace(unit, groups=list(its.groups))
             for unit, its in zip(self.units, shape.units, strict=True)

@@ -97,12 +97,12 @@ class WeightStore:
     def _add_group(self, shape: GroupShape, params: Mapping[tuple[str, ...], nn.Parameter]) -> None:
         index, sharding = self.fetcher.next_number, shape.sharding(self.ranks.sharding)
         self._shardings.append(sharding)
-        layout = lay_out(shape.params, sharding.ranks, sharding.replicas)
+        layout = lay_out(shape.params, sharding.ranks, sharding.replicas, matrices=shape.matrices)
         ordered = [params[spec.names] for spec in layout.params]
         state = self._make_state(index, shape, layout)
         group = ParamGroup(
             index, shape.name, layout, ordered, self.dtype, state, self.device,
-            self._released.classes_of, shape.ep_size,
+            self._released.classes_of, shape.ep_size, matrices=shape.matrices,
         )  # fmt: skip
         group.is_lazy = self._multiply_quantized and state.has_quantized
         group.writes.check_assigned = self._released.check_assigned

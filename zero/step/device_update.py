@@ -30,7 +30,7 @@ from offload.zero.step.chunks import Chunk, ChunkBytes
 from offload.zero.step.records import ALIGN_NBYTES
 
 # What a kernel on the device takes for the arrays of a record: 16-bit floats have a type there.
-_DTYPES = {
+RECORD_DTYPES = {
     np.dtype(np.float32): torch.float32,
     np.dtype(np.uint16): torch.bfloat16,
     np.dtype(np.int16): torch.int16,
@@ -110,7 +110,9 @@ class DeviceUpdate:
             grads = chunk.gradient.device_bytes()[: numel * grad_float.nbytes]
             grads = grads.view(DTYPE_OF[grad_float])
         record = chunk.record.device_bytes()
-        arrays = {f.name: record[span].view(_DTYPES[f.dtype]) for f, span in kept.spans(numel)}
+        arrays = {
+            f.name: record[span].view(RECORD_DTYPES[f.dtype]) for f, span in kept.spans(numel)
+        }
         for segment, span in chunk.segments():
             own = kept.operands(arrays, span, segment.scalars)
             given = grads[span] if grads is not None and segment.has_gradient else None

@@ -10,7 +10,7 @@ same cache sets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -22,6 +22,7 @@ from offload.kernels.rules import (
     BLOCK,
     SCALE_SUFFIX,
     AdamScalars,
+    MuonScalars,
     Rule,
     Scalars,
     SgdScalars,
@@ -93,6 +94,10 @@ class RecordFormat:
             fields += [Field(_scale(n), np.dtype(np.float32), BLOCK) for n in self.states]
         return tuple(fields)
 
+    def of_matrices(self) -> RecordFormat:
+        """Return the format of matrices that Muon trains, beside others in this format."""
+        return replace(self, states=MuonScalars.states)
+
     def offsets(self, numel: int) -> list[int]:
         offsets, end = [], 0
         for index, field in enumerate(self.fields):
@@ -118,7 +123,7 @@ class RecordFormat:
         """Return a kernel's operands from a record (from its arrays, or tensors on the device) to
         step a range of parameters that begins at a block boundary."""
         own = {name: arrays[name][place] for name, place in self.field_spans(span).items()}
-        without = isinstance(scalars, SgdScalars) and not scalars.momentum
+        without = not scalars.states or (isinstance(scalars, SgdScalars) and not scalars.momentum)
         names = () if without else self.states
         scaled = names if self.state_format is StateFormat.INT8 else ()
         return Operands(

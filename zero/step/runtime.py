@@ -45,6 +45,7 @@ from offload.zero.ranks.reduction import Gradients
 from offload.zero.ranks.sharding import Part
 from offload.zero.ranks.tensor_parallel import TensorParallel
 from offload.zero.step.device_update import DeviceWork
+from offload.zero.step.matrices import MatrixWork
 from offload.zero.step.optimizer_state import HyperOf, OptimizerState
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
@@ -74,6 +75,10 @@ class Homes(WeightHomes, Protocol):
     @property
     def record_format(self) -> RecordFormat: ...
 
+    def matrix_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the memory of `MatrixWork`: where the model computes, and in host memory."""
+        ...
+
     def device_work(self) -> DeviceWork:
         """Return the device's streams and memory for updates and gradients beside the model."""
 
@@ -90,6 +95,7 @@ class RuntimeOptions:
     prefetch: int = 4  # groups fetched ahead
     keep_records: bool = False  # memory is left for optimizer records until their next update
     step_rules: StepRules = field(default_factory=StepRules)
+    products_dtype: torch.dtype = torch.bfloat16  # of Muon
     reduce_dtype: torch.dtype | None = None  # gradients are rounded to it on their way to ranks
 
 
@@ -141,6 +147,7 @@ class Runtime:
             fetcher = weakref.proxy(self.store.fetcher)
             self.updates = UpdateQueue(
                 self.own, run, options.seed, staging, fetcher, work,
+                MatrixWork(*homes.matrix_memory(), options.products_dtype),
                 keep_records=options.keep_records,
             )  # fmt: skip
             begun.callback(self.updates.close)
@@ -166,6 +173,7 @@ class Runtime:
         gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
         chunks = layout.chunks(self.options.chunk_numel)
         kept_as = self._homes.record_format
+        kept_as = kept_as.of_matrices() if group.matrices else kept_as
         records = [
             self._homes.record(index, group.name, chunk, kept_as.nbytes(len(elements)), next_use)
             for chunk, elements in enumerate(chunks)

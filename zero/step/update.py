@@ -35,6 +35,7 @@ from offload.zero.groups.bits import array_of
 from offload.zero.groups.fetching import Fetcher, PendingUpdates
 from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.step.device_update import DeviceUpdate, DeviceWork
+from offload.zero.step.matrices import MatrixUpdate, MatrixWork
 from offload.zero.step.save_gate import SaveGate
 from offload.zero.step.undo_codes import StepCall
 
@@ -47,7 +48,7 @@ class UpdateQueue(PendingUpdates):
 
     def __init__(
         self, own: Float, run: ParallelRunner, seed: int, buffers: Sequence[torch.Tensor],
-        fetcher: Fetcher, device: DeviceWork, *, keep_records: bool = False,
+        fetcher: Fetcher, device: DeviceWork, matrices: MatrixWork, *, keep_records: bool = False,
     ) -> None:  # fmt: skip
         """`seed` is that of stochastic rounding; `fetcher` knows the next uses. `keep_records`:
         memory is left for records beside everything that is needed sooner. Where it is short,
@@ -68,6 +69,7 @@ class UpdateQueue(PendingUpdates):
         self._lock = threading.Lock()
         self._device = device
         self._device_update = DeviceUpdate(device, own, seed)
+        self._matrix_update = MatrixUpdate(matrices, own, seed, run)
         self._chunks: Iterator[Chunk] | None = None
         self._active: deque[Chunk] = deque()
         self._on_device: list[tuple[Chunk, Transfer[None]]] = []  # queued there, not done yet
@@ -274,6 +276,12 @@ class UpdateQueue(PendingUpdates):
         return buffer
 
     def _compute(self, chunk: Chunk) -> None:
+        if chunk.update.state.is_of_matrices:
+            with profiled(f"{self.lane.kind} of {chunk.update.group.name}"):
+                done = self._matrix_update.step(chunk)
+            for each in done:
+                self._send_home(each)
+            return
         if not chunk.by_device:
             with profiled(f"{self.lane.kind} of {chunk.update.group.name}"):
                 self._step_here(chunk)

@@ -24,6 +24,7 @@ from offload.checkpoint.engine.shards import (
 from offload.checkpoint.format.folder import adopt
 from offload.checkpoint.format.manifest import Manifest, OptimizerRecord, ParameterRecord
 from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.writer import fields_of
 from offload.display.byte_progress import progress
 from offload.kernels.floats import Array
 from offload.tiers.errors import CheckpointError, UnsupportedError
@@ -187,13 +188,15 @@ class _Loader:
         kept, start = state.record_format, state.part.trainable.start
         for elements, record in zip(state.chunks, state.records, strict=True):
             with self._access.overwriting(record, 0) as raw:
-                self._read_record(raw, shifted(elements, start), specs, kept)
+                saved = model.format_of(self._saved_format, state.group)
+                self._read_record(raw, shifted(elements, start), specs, kept, saved)
                 del raw
 
     def _read_record(
-        self, raw: torch.Tensor, elements: range, specs: list[ParamSpec], kept: RecordFormat
-    ) -> None:
-        saved, numel = self._saved_format, len(elements)
+        self, raw: torch.Tensor, elements: range, specs: list[ParamSpec], kept: RecordFormat,
+        saved: RecordFormat,
+    ) -> None:  # fmt: skip
+        numel = len(elements)
         arrays = kept.arrays(raw, numel)
         raw.zero_()  # padding between parameters
         if kept == saved:
@@ -234,6 +237,7 @@ def _match(engine: Trained, manifest: Manifest, path: Path) -> dict[str, Paramet
     _check_numbers_format(engine, manifest, path)
     parameters = _match_parameters(model.parameter_records(engine), manifest.parameters, path)
     aliases = {record.names[0]: name for name, record in parameters.items()}
+    _check_states(engine, manifest, parameters, path)
     _check_param_groups(model.optimizer_record(engine), manifest.optimizer, aliases, path)
     _check_numbers(engine, manifest, path)
     return parameters
@@ -261,6 +265,19 @@ def _check_numbers_format(engine: Trained, manifest: Manifest, path: Path) -> No
     if (manifest.loss_scale is None) != (engine.loss_scale is None):
         has = "no loss scale" if manifest.loss_scale is None else "a loss scale"
         raise CheckpointError(f"{path} has {has}, unlike any with precision: {manifest.precision}")
+
+
+def _check_states(
+    engine: Trained, manifest: Manifest, parameters: Mapping[str, ParameterRecord], path: Path
+) -> None:  # fmt: skip
+    """Refuse a checkpoint in which another optimizer, Muon or AdamW, trains one of the matrices."""
+    kept, entries = model.saved_format(engine), model.Entries(engine)
+    for state in engine.optimizer_states:
+        for spec in state.group.layout.params:
+            if spec.trainable:
+                saved = manifest.fields_of(parameters[entries.whole(spec).name])
+                if saved != fields_of(model.format_of(kept, state.group)):
+                    _refuse(path, f"{spec.name} has the optimizer states {', '.join(saved)}")
 
 
 def _fields(record: OptimizerRecord) -> str:

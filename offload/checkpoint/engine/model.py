@@ -183,11 +183,18 @@ def saved_format(engine: Trained) -> RecordFormat:
     """The format in which a checkpoint keeps optimizer records: that of the engine; fp32 if rows of
     a packed parameter would share a block of 8-bit states."""
     states = engine.optimizer_states
-    kept = next((state.record_format for state in states if state.records), _EMPTY)
+    trained = [state for state in states if state.records]
+    trained.sort(key=lambda state: state.group.matrices)  # Muon's have another format
+    kept = next((state.record_format for state in trained), _EMPTY)
     uneven = kept.state_format is StateFormat.INT8 and any(
         packed.rows[0].numel() % BLOCK for packed in engine.store.packed
     )
     return replace(kept, state_format=StateFormat.FP32) if uneven else kept
+
+
+def format_of(saved: RecordFormat, group: ParamGroup) -> RecordFormat:
+    """The format of one group's records, if `saved` is that of most."""
+    return saved.of_matrices() if group.matrices else saved
 
 
 _EMPTY = RecordFormat(Master.NONE)  # of a frozen model

@@ -27,11 +27,12 @@ from offload.checkpoint.format.manifest import (
 )
 from offload.checkpoint.format.safetensors_file import (
     SafetensorsWriter,
+    TensorInfo,
     info_of,
     optimizer_sections,
 )
 from offload.checkpoint.format.user_state import tensor_records
-from offload.checkpoint.format.writer import CheckpointWriter, Sections, group_record
+from offload.checkpoint.format.writer import CheckpointWriter, Sections, fields_of, group_record
 from offload.display.byte_progress import progress
 from offload.kernels.floats import Array
 from offload.swap.states.state import Snapshot, State
@@ -107,7 +108,14 @@ class Saver:
             loss_scale=scale,
             optimizer=model.optimizer_record(engine),
             groups=[
-                group_record(number, saved.name, is_trained=saved.is_trained)
+                group_record(
+                    number,
+                    saved.name,
+                    is_trained=saved.is_trained,
+                    fields=fields_of(model.format_of(self._saved_format, saved.groups[0]))
+                    if saved.groups[0].matrices
+                    else None,
+                )
                 for number, saved in enumerate(self.saved)
             ],
             parameters=model.parameter_records(engine, model.steps_everywhere(engine)),
@@ -169,9 +177,13 @@ class Saver:
         """The number of bytes of all tensors."""
         infos = [info_of(record) for record in self._manifest.parameters]
         infos += map(info_of, (*self._manifest.buffers, *self._run.record.tensors))
-        fields = self._manifest.optimizer.fields
-        infos += chain(*optimizer_sections(self._manifest.parameters, fields))
+        for number in range(len(self.saved)):
+            infos += chain(*self._states_of(number))
         return sum(info.nbytes for info in infos)
+
+    def _states_of(self, number: int) -> list[list[TensorInfo]]:
+        records = self._of(number)
+        return optimizer_sections(records, self._manifest.fields_of(records[0])) if records else []
 
     def _of(self, number: int) -> list[ParameterRecord]:
         return [record for record in self._manifest.parameters if record.group == number]
@@ -202,13 +214,13 @@ class Saver:
     def _write_records(self, number: int) -> None:
         saved, record = self.saved[number], self._manifest.groups[number]
         reader, name = self._reader, record.optimizer
-        states = optimizer_sections(self._of(number), self._manifest.optimizer.fields)
-        sections = self._sections(number, states)
+        sections = self._sections(number, self._states_of(number))
         reader.attempt(self._open, name, sections, {"group": record.name})
         for group, rank in saved.of_all_ranks():
             if group.layout.numel_trainable:
                 state = self._states[group.index]
-                for elements, arrays in reader.records(state, self._saved_format, rank):
+                kept = model.format_of(self._saved_format, group)
+                for elements, arrays in reader.records(state, kept, rank):
                     reader.attempt(self._append_records, group, elements, arrays, rank)
                     arrays.clear()
                 reader.meet()
@@ -234,7 +246,8 @@ class Saver:
     ) -> None:
         specs = [spec for spec in group.layout.params if spec.trainable]
         for spec, here, _ in self._entries.overlaps(specs, elements):
-            for field, span in self._saved_format.field_spans(here).items():
+            kept = model.format_of(self._saved_format, group)
+            for field, span in kept.field_spans(here).items():
                 part = arrays[field][span].view(np.uint8)
                 self._file.append(f"{self._name_on(rank, spec.name)}.{field}", part.data)
                 self.on_bytes(part.nbytes)

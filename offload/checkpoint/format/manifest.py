@@ -77,6 +77,7 @@ class GroupRecord(_Record):
     name: str
     parameters: str
     optimizer: str | None
+    fields: dict[str, Dtype] | None = None  # None: those of `OptimizerRecord`
 
 
 class BufferRecord(_Record):
@@ -157,6 +158,11 @@ class Manifest(_Record):
     def bound_to(self, file: str) -> str:
         """The text that the hashes of a file's blocks are bound to."""
         return f"{self.generation}/{file}"
+
+    def fields_of(self, record: ParameterRecord) -> dict[str, Dtype]:
+        """The optimizer's arrays of a trainable parameter, by name, and their dtypes."""
+        own = self.groups[record.group].fields
+        return self.optimizer.fields if own is None else own
 
     @property
     def nbytes(self) -> int:

@@ -124,7 +124,7 @@ class CheckpointReader:
     def field(self, record: ParameterRecord, field: str) -> StoredTensor:
         """The location of an optimizer's array of a parameter."""
         file = self.manifest.groups[record.group].optimizer or ""
-        return self._tensor(file, field_info(record, field, self.manifest.optimizer.fields[field]))
+        return self._tensor(file, field_info(record, field, self.manifest.fields_of(record)[field]))
 
     def buffer(self, record: BufferRecord) -> StoredTensor:
         """The location of a buffer."""
@@ -153,7 +153,7 @@ class CheckpointReader:
         for record in manifest.parameters:
             self.parameter(record)
             if record.trainable and 0 not in record.shape:
-                for field in manifest.optimizer.fields:
+                for field in manifest.fields_of(record):
                     self.field(record, field)
         for buffer in manifest.buffers:
             self.buffer(buffer)

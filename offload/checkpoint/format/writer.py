@@ -32,12 +32,14 @@ def fields_of(kept: RecordFormat) -> dict[str, str]:
     return {field.name: _FIELD_DTYPES[field.dtype.name] for field in kept.fields}
 
 
-def group_record(number: int, name: str, *, is_trained: bool) -> GroupRecord:
+def group_record(
+    number: int, name: str, *, is_trained: bool, fields: dict[str, str] | None = None
+) -> GroupRecord:
     """The record of a group: a file of parameters, and one of optimizer states if it is trained."""
     file = f"{number:03d}.safetensors"
     return GroupRecord(
         name=name, parameters=f"{PARAMETERS}/{file}",
-        optimizer=f"{OPTIMIZER}/{file}" if is_trained else None,
+        optimizer=f"{OPTIMIZER}/{file}" if is_trained else None, fields=fields,
     )  # fmt: skip
 
 

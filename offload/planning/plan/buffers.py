@@ -7,8 +7,9 @@ ranks      where the model computes: whole parameters, gradients before and afte
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.ranks.sharding import BUCKETS, Sharding
+from offload.zero.step.matrices import products_nbytes
 from offload.zero.step.records import ALIGN_NBYTES
 
 if TYPE_CHECKING:
@@ -47,7 +49,10 @@ def kinds_of(groups: Sequence[GroupBytes]) -> dict[GroupBytes, int]:
     kinds: defaultdict[object, list[GroupBytes]] = defaultdict(list)
     for group in groups:
         layout, stored = group.layout, bool(group.dequantized)
-        key = layout.shard_numel, layout.shard_trainable, group.trained_numels, stored
+        key = (
+            layout.shard_numel, layout.shard_trainable, group.trained_numels, stored,
+            tuple(spec.shape for spec in layout.params) if group.matrices else (),
+        )  # fmt: skip
         kinds[key].append(group)
     return {alike[0]: len(alike) for alike in kinds.values()}
 
@@ -76,6 +81,26 @@ def staging_nbytes_of(
         nbytes for state_class, nbytes in per_class.items()
         if staged[state_class] & tiers_of(placements, state_class)
     )  # fmt: skip
+
+
+def held_chunks(groups: Iterable[GroupBytes], chunk_numel: int) -> int:
+    """The chunks that the largest matrix lies in, which wait for its products."""
+    return max((-(-(numel - 1) // chunk_numel) + 1 for numel in _matrix_numels(groups)), default=0)
+
+
+def products_of(groups: Iterable[GroupBytes], itemsize: int) -> tuple[int, int]:
+    """The bytes for the products of any of Muon's matrices, and for the input of the largest."""
+    shapes = {
+        spec.shape for group in groups if group.matrices
+        for spec in group.layout.params if spec.trainable
+    }  # fmt: skip
+    largest = max((math.prod(shape) for shape in shapes), default=0)
+    needed = max((products_nbytes(shape, itemsize) for shape in shapes), default=0)
+    return pages_or_none(needed), pages_or_none(4 * largest)
+
+
+def _matrix_numels(groups: Iterable[GroupBytes]) -> Iterator[int]:
+    return (max(1, n) for group in groups if group.matrices for n in group.trained_numels)
 
 
 # ---------------------------------------------------------------- kernels

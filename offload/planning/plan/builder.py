@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from offload.config.fields import Percent
-from offload.planning.plan.buffers import kinds_of, plan_device, plan_shared, staging_nbytes_of
+from offload.planning.plan.buffers import (
+    held_chunks,
+    kinds_of,
+    plan_device,
+    plan_shared,
+    products_of,
+    staging_nbytes_of,
+)
 from offload.planning.plan.chunk_and_prefetch import chunk_in_memory, prefetch_depth, streamed_chunk
 from offload.planning.plan.kv_plan import plan_kv
 from offload.planning.plan.plan import (
@@ -26,6 +33,7 @@ from offload.planning.plan.plan import (
 )
 from offload.planning.plan.sizes import (
     CLASSES,
+    ITEMSIZE,
     STAGING_BUFFERS,
     Placements,
     gathered_unit,
@@ -83,6 +91,8 @@ class PlanBuilder:
             for moves in (False, True)
         }
         self.kv = plan_kv(self.config, model, itemsize=self.sizes.itemsize, gpu=self.gpu)
+        self._staging_buffers = STAGING_BUFFERS + held_chunks(self._kinds, self.sizes.chunk_numel)
+        self._products = products_of(self._kinds, ITEMSIZE[self.config.optimizer.ns_dtype])
         self._assigned: dict[tuple[StateClass, Placement, bool], _Assigned] = {}
 
     def share_with(self, other: PlanBuilder) -> None:
@@ -104,7 +114,9 @@ class PlanBuilder:
             gradients=tuple(itertools.chain.from_iterable(gradients.tiers)),
             records=records.tiers, homes=dict(zip(CLASSES, homes, strict=True)),
             record_format=self.sizes.record_format, chunk_numel=self.sizes.chunk_numel,
-            prefetch=self.sizes.prefetch, staging_buffers=STAGING_BUFFERS if staging else 0,
+            prefetch=self.sizes.prefetch, staging_buffers=self._staging_buffers if staging else 0,
+            products_nbytes=self._products[0],
+            products_host_nbytes=self._products[1] if self.gpu else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             window_nbytes=self.window_nbytes,
             dequantized_nbytes=self.dequantized_nbytes, expected={},
@@ -169,6 +181,8 @@ def _expected(plan: Plan) -> dict[Tier, dict[StateClass, int]]:
     computing = expected[Tier.DEVICE if plan.gpu else Tier.HOST]
     staged = expected[Tier.HOST]
     staged[StateClass.STAGING] += plan.staging_nbytes * plan.staging_buffers
+    staged[StateClass.STAGING] += plan.products_host_nbytes
+    computing[StateClass.STAGING] += plan.products_nbytes
     if plan.device is not None:
         expected[Tier.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
         staged[StateClass.STAGING] += plan.device.landing_buffers * plan.device.ring_nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from offload.kernels.rules import StateFormat
@@ -48,6 +48,7 @@ class GroupBytes:
     home_numel: int = 0  # elements of the parameters that are at home on this rank
     table: str = ""  # the module of experts that it is one of
     dequantized: int = 0  # what is computed with, if the home is quantized
+    matrices: bool = False  # that Muon trains
 
     @property
     def updated_numel(self) -> int:
@@ -80,9 +81,9 @@ class Sizes:
     chunk_numel: int
     prefetch: int
 
-    def record_nbytes(self, numel: int) -> int:
-        """The bytes of a record of `numel` elements."""
-        return pages(self.record_format.nbytes(numel))
+    def record_nbytes(self, numel: int, *, matrices: bool = False) -> int:
+        """The bytes of a record of `numel` elements; of `matrices` that Muon trains."""
+        return pages(format_of(self.record_format, matrices=matrices).nbytes(numel))
 
 
 def measure(
@@ -99,6 +100,17 @@ def record_format(config: OffloadConfig) -> RecordFormat:
     return RecordFormat(
         Master[config.master.upper()], optimizer.state_names, StateFormat[optimizer.states.upper()]
     )
+
+
+def planned_shape(config: OffloadConfig, model: ModelShape) -> ModelShape:
+    """Return a model as it is planned before there is an engine: Muon's usual matrices in groups of
+    their own, and frozen weights as they are stored."""
+    names = model.matrices if config.optimizer.type == "muon" else ()
+    return model.with_matrices(names).stored(config.stored)
+
+
+def format_of(kept: RecordFormat, *, matrices: bool) -> RecordFormat:
+    return kept.of_matrices() if matrices else kept
 
 
 def sizes_of(config: OffloadConfig) -> Sizes:
@@ -123,11 +135,16 @@ def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBy
         layout=layout,
         parameters=pages(stored_nbytes(group, sizes.itemsize)) if layout.is_quantized else values,
         gradients=pages_or_none(layout.shard_trainable * itemsize) + before,
-        records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, sizes.record_nbytes),
+        records=_by_chunk(
+            layout.shard_trainable,
+            sizes.chunk_numel,
+            partial(sizes.record_nbytes, matrices=group.matrices),
+        ),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
         table=group.table,
         dequantized=values if layout.is_quantized else 0,
+        matrices=group.matrices,
     )
 
 

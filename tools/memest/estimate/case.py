@@ -11,6 +11,7 @@ from offload.config import OffloadConfig
 from offload.planning.machine.speeds import Speeds
 from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Hardware
+from offload.planning.plan.sizes import planned_shape
 from offload.tools.memest.generation import Generation, kv_in_tiers
 from offload.tools.memest.hardware.profiles import HardwareProfile
 from offload.tools.memest.source.model_source import ModelSource
@@ -43,7 +44,7 @@ class Case:
             shape = replace(shape, groups=tuple(groups))
         if not self.config.splits_experts(self.profile.ranks):
             shape = _joined(shape)
-        shape = shape.stored(self.config.stored)
+        shape = planned_shape(self.config, shape)
         if self.generation is None:
             return shape
         asked, cache = self.generation, self.source.cache
