@@ -285,7 +285,7 @@ class Engine(TieredModel):
             # as one param group: that may be empty (a frozen model), a list of parameters may not
             given = [{"params": [p for p in self.module.parameters() if p.requires_grad]}]
         if config.type == "muon":
-            given = self._matrices.param_groups(given)
+            given = self._matrices.param_groups(given, config)
         return optimizer_class(config.type)(self._open(), self.values, given, config)
 
     def check_numbers(self, parameters: list[Any], config: OptimizerConfig) -> None:

@@ -102,7 +102,9 @@ MAPPED: dict[str, dict[str, Key]] = {
         ),
         "bf16_optimizer_states": Key("optimizer.states", bool, "true: bf16"),
     },
-    "optimizer": {"type": Key("optimizer.type", str, "Adam and AdamW: adamw; Lion, Adagrad, SGD")},
+    "optimizer": {
+        "type": Key("optimizer.type", str, "Adam and AdamW: adamw; Lion, Adagrad, SGD, Muon"),
+    },
     "optimizer.params": {
         "lr": Key("optimizer.lr", Number),
         "betas": Key("optimizer.betas", tuple[Number, Number]),
@@ -114,6 +116,8 @@ MAPPED: dict[str, dict[str, Key]] = {
         "nesterov": Key("optimizer.nesterov", bool),
         "lr_decay": Key("optimizer.lr_decay", Number),
         "maximize": Key("optimizer.maximize", bool),
+        "muon_lr": Key("optimizer.lr", Number, "with Muon; absent: lr"),
+        "adam_lr": Key("optimizer.adamw_lr", Number, "with Muon; absent: lr"),
         "adam_w_mode": Key("optimizer.type", bool, "false with Adam: adam"),
         "torch_adam": Key("optimizer.weight_decay", bool, "true with AdamW: 0.01 where absent"),
     },

@@ -31,6 +31,7 @@ _DEFAULT = "DeepSpeed's default"
 _SCHEDULE = "scheduler.params"
 _TIER_OF = {"cpu": "host", "nvme": "nvme"}
 _TYPES = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"}
+_TYPES["muon"] = "muon"
 _NUMBERS = {key.becomes for key in MAPPED["optimizer.params"].values()}
 # Defaults of DeepSpeed's classes; offload's may differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -39,6 +40,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "lion": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
     "adagrad": {"lr": 1e-2, "weight_decay": 0.0},
     "sgd": {"lr": 1e-3, "weight_decay": 0.0},
+    "muon": {
+        "lr": 0.02,
+        "weight_decay": 0.0,
+        "momentum": 0.95,
+        "adamw_lr": 3e-4,
+        "adamw_betas": [0.9, 0.95],
+        "adamw_eps": 1e-10,
+        "adamw_weight_decay": 0.0,
+    },
 }
 
 
@@ -371,7 +381,7 @@ def _optimizer(made: Migration) -> None:
         raise ConfigError("optimizer.type: missing")
     kind = _TYPES.get(given.lower())
     if kind is None:
-        names = ("Adam", "AdamW", "Lion", "Adagrad", "SGD")
+        names = ("Adam", "AdamW", "Lion", "Adagrad", "SGD", "Muon")
         raise ConfigError(
             f"optimizer.type: {given} has no rule here; use one of {', '.join(names)}"
         )
@@ -384,6 +394,9 @@ def _optimizer(made: Migration) -> None:
     numbers = dict(_DEFAULTS[kind])
     if params["torch_adam"] is True and kind == "adamw":
         numbers["weight_decay"] = 0.01
+    if kind == "muon":
+        _set_muon(made, numbers, params)
+        return
     for name, value in params.items():
         if value == AUTO:
             numbers.pop(name, None)
@@ -392,6 +405,18 @@ def _optimizer(made: Migration) -> None:
     for name, value in numbers.items():
         absent = f"optimizer.params.{name}" not in made.said
         made.set(f"optimizer.{name}", value, _DEFAULT if absent else None)
+
+
+def _set_muon(made: Migration, numbers: dict[str, Any], params: Mapping[str, Any]) -> None:
+    """Set Muon's numbers and AdamW's: those of AdamW have other names here."""
+    given = {name: value for name, value in params.items() if value not in (None, AUTO)}
+    both = {"lr", "weight_decay"} & given.keys()
+    named = {key: given[key] for key in given if key not in ("betas", "eps", "muon_lr", "adam_lr")}
+    named |= {f"adamw_{key}": given[key] for key in ("betas", "eps", *both) if key in given}
+    named |= {"lr": given["muon_lr"]} if "muon_lr" in given else {}
+    named |= {"adamw_lr": given["adam_lr"]} if "adam_lr" in given else {}
+    for name, value in {**numbers, **named}.items():
+        made.set(f"optimizer.{name}", value, None if name in named else _DEFAULT)
 
 
 def _schedule(made: Migration) -> None:

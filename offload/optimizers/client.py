@@ -14,6 +14,7 @@ from offload.config import OffloadConfig
 from offload.config.optimizer import KINDS
 from offload.config.paths import StrPath
 from offload.config.source import load_source
+from offload.optimizers.matrices import USE_MUON
 from offload.tiers.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 CLASSES: dict[type, str] = {
     torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.Adagrad: "adagrad",
-    torch.optim.SGD: "sgd",
+    torch.optim.SGD: "sgd", torch.optim.Muon: "muon",
 }  # fmt: skip
 # Of how torch computes a step, not of its result.
 _HOW = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
@@ -47,6 +48,8 @@ class ClientOptimizer:
             {key: value for key, value in group.items() if key not in _HOW}
             for group in given.param_groups  # empty ones, too: a saved state has as many
         ]
+        if isinstance(given, torch.optim.Muon):
+            groups = [{**group, USE_MUON: True} for group in groups]
         for key in ("amsgrad", "momentum"):  # states are kept for the group that needs them
             if key in numbers:
                 needed = [group[key] for group in groups if group["params"]]
@@ -57,7 +60,7 @@ class ClientOptimizer:
             )
         plain = {key: _plain(value) for key, value in numbers.items()}
         if plain.get("nesterov"):  # each group has its own
-            plain["nesterov"] = bool(plain["momentum"] and not plain["dampening"])
+            plain["nesterov"] = bool(plain["momentum"] and not plain.get("dampening"))
         return cls({"type": kind, **plain}, groups, given)
 
     def merged(self, named: dict[str, Any]) -> dict[str, Any]:

@@ -72,8 +72,9 @@ class Matrices:
         by_id = {id(param): its[0] for its, param in grouping.params.items()}
         return cls(frozenset(by_id[key] for key in chosen if key in by_id), frozenset(chosen))
 
-    def param_groups(self, given: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return param groups that each say `use_muon`, those that did not cut in two."""
+    def param_groups(self, given: Sequence[Any], config: OptimizerConfig) -> list[dict[str, Any]]:
+        """Return param groups that each say `use_muon`, those that did not cut in two. Of a group's
+        own numbers AdamW's part takes an lr and a weight_decay that are not the configuration's."""
         groups: list[dict[str, Any]] = []
         for group in _groups(None, given):
             if USE_MUON in group:
@@ -82,7 +83,11 @@ class Matrices:
             for uses in (True, False):
                 some = [each for each in group["params"] if (id(each) in self._ids) is uses]
                 if some or not (uses or group["params"]):
-                    groups.append({**group, "params": some, USE_MUON: uses})
+                    own = group if uses else {
+                        key: value for key, value in group.items() if key not in config.numbers
+                        or (key in ("lr", "weight_decay") and value != config.numbers[key])
+                    }  # fmt: skip
+                    groups.append({**own, "params": some, USE_MUON: uses})
         return groups
 
     def __str__(self) -> str:

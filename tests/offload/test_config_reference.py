@@ -8,12 +8,13 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.config.file import parse_document
-from offload.config.optimizer import KINDS
+from offload.config.optimizer import BESIDE_MUON, KINDS
 from offload.config.reference import Key, explained, reference
 from offload.errors import ConfigError
 
 KEYS = {key.name: key for key in reference().all()}
 VALUES = [key for key in KEYS.values() if not key.keys]
+MUONS = ("ns_dtype", *BESIDE_MUON)  # keys that no param group has
 NEEDED: dict[str, dict[str, Any]] = {  # beside a key, for its value to be accepted
     "optimizer.dampening": {"momentum": 0.9},
     "optimizer.nesterov": {"momentum": 0.9},
@@ -37,6 +38,8 @@ def configured(key: Key) -> tuple[dict[str, Any], dict[str, Any]]:
     if key.path[0] == "optimizer" and key.path[-1] != "type":
         types = [name for name, kind in KINDS.items() if key.path[-1] in kind.defaults]
         inner["type"] = "adamw" if not types or "adamw" in types else types[0]
+        if key.path[-1] in MUONS:
+            inner["type"] = "muon"
     if key.path[0] == "loss_scale" or key.name == "optimizer.master":
         values["precision"] = "fp16"
     return values, inner

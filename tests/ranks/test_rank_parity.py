@@ -31,6 +31,9 @@ MIXED: dict[str, Any] = {
 }
 SPLIT = {"device": "30%", "host": "30%", "nvme": "40%"}
 WORLDS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+MUON = {  # fp32 products: in bf16 a last bit of averaged gradients grows
+    "optimizer": {"type": "muon", "ns_dtype": "fp32", "lr": 3e-3, "adamw_lr": 3e-3, "chunk": 2048}
+}
 BF16 = {"precision": "bf16"}
 HOST_SUMS = {**NVME, "gradients": "host"}  # sums in fp32 are refused on nvme
 
@@ -74,6 +77,10 @@ FAMILIES: dict[str, list[Case]] = {
             for case in every_stage(Case(3, {**HOST, "parameters": homes}, mirrored=True))
         ),
     ],
+    "muon": [
+        *(c for homes in (HOST, NVME) for c in every_stage(Case(3, homes, keys=MUON))),
+        *every_stage(Case(3, {**HOST, "parameters": SPLIT}, mirrored=True, keys=MUON)),
+    ],
     "idle": every_stage(Case(3, HOST, idle=(1, 2))),
     "rounded": [
         Case(stage, HOST, keys={"zero": {"stage": stage, "reduce_dtype": "bf16"}})
@@ -82,7 +89,8 @@ FAMILIES: dict[str, list[Case]] = {
 }  # fmt: skip
 # In `make test`; `make test-long` takes all families.
 OF_WORLD = {
-    2: ("fp32", "bf16", "no_sync", "experts", "in backward", "mirrored", "rounded"), 3: ("idle",),
+    2: ("fp32", "bf16", "no_sync", "experts", "in backward", "mirrored", "rounded", "muon"),
+    3: ("idle",),
 }  # fmt: skip
 World = tuple[int, tuple[str, ...], list[dict[int, Outcome]]]
 
@@ -151,7 +159,7 @@ def alone(case: Case, world_size: int, folder: Path) -> tuple[list[float], dict[
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("family", ["fp32", "two passes", "branches", "idle"])
+@pytest.mark.parametrize("family", ["fp32", "two passes", "branches", "idle", "muon"])
 def test_several_ranks_train_as_one_with_all_their_data(
     world: World, family: str, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ _NUMBERS = {
     "lr": ("learning_rate",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",),
     "weight_decay": ("weight_decay",),
 }  # fmt: skip
+_NOT_ADAMS = {("eps", "adagrad"), ("eps", "muon")}
 _PRECISIONS: dict[torch.dtype | None, str] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -153,8 +154,11 @@ def _optimizer(named: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
     numbers = {
         key: _pick(named, args, key, value, *_NUMBERS[key], section="optimizer.")
         for key, value in theirs.items()
-        if key in defaults and (key, type_) != ("eps", "adagrad")  # which is not Adam's
+        if key in defaults and (key, type_) not in _NOT_ADAMS
     }
+    if type_ == "muon":  # the arguments' lr and decay are all parameters'; its own keys hold
+        both = {**theirs, **numbers}
+        numbers |= {f"adamw_{key}": named.get(f"adamw_{key}", both[key]) for key in theirs}
     return {**named, "type": type_, **numbers}
 
 
