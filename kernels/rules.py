@@ -371,9 +371,9 @@ class MuonScalars(Scalars):
 
     def weight(self, rows: int, columns: int) -> "MuonWeightScalars":
         """The numbers of the pass that changes the weights of a matrix."""
-        ratio = 0.2 * math.sqrt(max(rows, columns)) if self.matches_adamw else (
-            math.sqrt(max(1, rows / columns))
-        )  # fmt: skip
+        ratio = math.sqrt(max(1, rows / columns))
+        if self.matches_adamw:
+            ratio = 0.2 * math.sqrt(max(rows, columns))
         return MuonWeightScalars(1.0 - self.lr * self.weight_decay, -(self.lr * ratio))
 
 
@@ -397,9 +397,8 @@ def _lerp(weight: float) -> tuple[float, float]:
     return (float(single), 0.0) if abs(single) < 0.5 else (float(single - np.float32(1)), 1.0)
 
 
-RULES: tuple[type[Scalars], ...] = (
-    AdamScalars, LionScalars, AdagradScalars, SgdScalars, MuonScalars
-)  # fmt: skip
+RULES: tuple[type[Scalars], ...] = (AdamScalars, LionScalars, AdagradScalars, SgdScalars)
+RULES += (MuonScalars,)
 _NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
 

@@ -162,9 +162,7 @@ class Engine(TieredModel):
         )  # fmt: skip
         grouping = self._group_parameters(config)
         if parameters is not None and not isinstance(parameters, torch.Tensor):
-            parameters = cast(
-                ParamGroups, list(parameters)
-            )  # read once: they may come from a generator
+            parameters = cast(Any, list(parameters))  # read once: they may come from a generator
         self._matrices = Matrices.of(model, grouping, parameters, config.optimizer)
         grouping = grouping.with_matrices(self._matrices.names).stored(config.stored)
         if self._matrices.names:
@@ -333,7 +331,13 @@ class Engine(TieredModel):
     def report(self) -> Report:
         """Return bytes per tier, bytes moved, steps, and seconds waited so far. It waits for
         nothing: numbers of operations in progress may change while they are read."""
-        return Report.of(self._open(), self.optimizer.last_step, waits=self.waits(), **self._seen())
+        return Report.of(
+            self._open(),
+            self.optimizer.last_step,
+            waits=self.waits(),
+            muon=str(self._matrices),
+            **self._seen(),
+        )
 
     @property
     def steps_done(self) -> int:

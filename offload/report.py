@@ -107,7 +107,7 @@ class Report(TierTraffic):
     gradient_norm: float | None
     loss_scale: float | None
     trials: SpeculationCounts
-    muon: str = ""  # how many parameters it trains
+    muon: str = ""  # which parameters it trains
 
     @classmethod
     def of(cls, runtime: Runtime, last: StepOutcome | None, **traffic: Any) -> Report:
@@ -120,7 +120,6 @@ class Report(TierTraffic):
             gradient_norm=None if last is None else last.gradient_norm,
             loss_scale=None if runtime.loss_scale is None else runtime.loss_scale.scale,
             trials=replace(runtime.stepper.policy.counts),
-            muon=_of_muon(runtime),
             **traffic,
         )
 
@@ -129,14 +128,5 @@ class Report(TierTraffic):
         norm = "" if self.gradient_norm is None else f", gradient norm {self.gradient_norm:.4g}"
         steps = f"steps   {self.steps}, {self.skipped_steps} skipped{norm}"
         trials = f"{self.trials}" and f"\ntrials  {self.trials}"
-        muon = self.muon and f"\nmuon    {self.muon}"
+        muon = self.muon and f"\n{self.muon}"
         return f"{super().__str__()}\n{steps}{trials}{muon}"
-
-
-def _of_muon(runtime: Runtime) -> str:
-    counts = {True: 0, False: 0}
-    for group in runtime.groups:
-        counts[group.matrices] += sum(spec.trainable for spec in group.layout.params)
-    return (
-        f"{counts[True]} matrices, AdamW {counts[False]} other parameters" if counts[True] else ""
-    )

@@ -30,8 +30,8 @@ _DEFAULT_SUB_GROUP = 10**9
 _DEFAULT = "DeepSpeed's default"
 _SCHEDULE = "scheduler.params"
 _TIER_OF = {"cpu": "host", "nvme": "nvme"}
-_TYPES = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"}
-_TYPES["muon"] = "muon"
+_TYPES = {"adam": "adamw", "adamw": "adamw", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd",
+          "muon": "muon"}  # fmt: skip
 _NUMBERS = {key.becomes for key in MAPPED["optimizer.params"].values()}
 # Defaults of DeepSpeed's classes; offload's may differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -40,16 +40,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "lion": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
     "adagrad": {"lr": 1e-2, "weight_decay": 0.0},
     "sgd": {"lr": 1e-3, "weight_decay": 0.0},
-    "muon": {
-        "lr": 0.02,
-        "weight_decay": 0.0,
-        "momentum": 0.95,
-        "adamw_lr": 3e-4,
-        "adamw_betas": [0.9, 0.95],
-        "adamw_eps": 1e-10,
-        "adamw_weight_decay": 0.0,
-    },
-}
+    "muon": {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, "adamw_lr": 3e-4,
+             "adamw_betas": [0.9, 0.95], "adamw_eps": 1e-10, "adamw_weight_decay": 0.0},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -391,32 +384,29 @@ def _optimizer(made: Migration) -> None:
     if given.lower() == "adam" and params["adam_w_mode"] is False:
         kind = "adam"
     made.set("optimizer.type", kind)
+    if kind == "muon":
+        params = _muon_params(params)
     numbers = dict(_DEFAULTS[kind])
     if params["torch_adam"] is True and kind == "adamw":
         numbers["weight_decay"] = 0.01
-    if kind == "muon":
-        _set_muon(made, numbers, params)
-        return
     for name, value in params.items():
         if value == AUTO:
             numbers.pop(name, None)
-        elif value is not None and f"optimizer.{name}" in _NUMBERS:
-            numbers[name] = list(value) if name == "betas" else value
+        elif value is not None and f"optimizer.{name.removeprefix('adamw_')}" in _NUMBERS:
+            numbers[name] = list(value) if name.endswith("betas") else value
     for name, value in numbers.items():
-        absent = f"optimizer.params.{name}" not in made.said
+        absent = f"optimizer.params.{name.removeprefix('adamw_')}" not in made.said
         made.set(f"optimizer.{name}", value, _DEFAULT if absent else None)
 
 
-def _set_muon(made: Migration, numbers: dict[str, Any], params: Mapping[str, Any]) -> None:
-    """Set Muon's numbers and AdamW's: those of AdamW have other names here."""
-    given = {name: value for name, value in params.items() if value not in (None, AUTO)}
-    both = {"lr", "weight_decay"} & given.keys()
-    named = {key: given[key] for key in given if key not in ("betas", "eps", "muon_lr", "adam_lr")}
-    named |= {f"adamw_{key}": given[key] for key in ("betas", "eps", *both) if key in given}
-    named |= {"lr": given["muon_lr"]} if "muon_lr" in given else {}
-    named |= {"adamw_lr": given["adam_lr"]} if "adam_lr" in given else {}
-    for name, value in {**numbers, **named}.items():
-        made.set(f"optimizer.{name}", value, None if name in named else _DEFAULT)
+def _muon_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Return Muon's numbers and AdamW's, which have other names here, from those of both."""
+    lr, decay = params.pop("lr"), params.pop("weight_decay")
+    rest = {name: params.pop(name) for name in ("betas", "eps")}
+    muon, adam = params.pop("muon_lr"), params.pop("adam_lr")
+    rest |= {"lr": lr if adam is None else adam, "weight_decay": decay}
+    params |= {"lr": lr if muon is None else muon, "weight_decay": decay}
+    return params | {f"adamw_{name}": value for name, value in rest.items()}
 
 
 def _schedule(made: Migration) -> None:

@@ -321,17 +321,14 @@ class TierManager:
 
     def matrix_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate memory for the products of Muon: where the model computes, and on the host."""
+        memory = [torch.empty(0, dtype=torch.uint8)] * 2
         pools = self._device.pool if self.plan.gpu else self.pool, self.pool
-        sizes = self.plan.products_nbytes, self.plan.products_host_nbytes
-        leases = [
-            pool.demand(nbytes, "the products of Muon", StateClass.STAGING) if nbytes else None
-            for pool, nbytes in zip(pools, sizes, strict=True)
-        ]
-        self._staging += [lease for lease in leases if lease is not None]
-        one, other = (
-            torch.empty(0, dtype=torch.uint8) if each is None else each.tensor for each in leases
-        )
-        return one, other
+        for place, nbytes in enumerate((self.plan.products_nbytes, self.plan.products_host_nbytes)):
+            if nbytes:
+                owner = "the products of Muon"
+                self._staging.append(pools[place].demand(nbytes, owner, StateClass.STAGING))
+                memory[place] = self._staging[-1].tensor
+        return memory[0], memory[1]
 
     def staging(self) -> list[torch.Tensor]:
         """Return the update's buffers (1D uint8, host memory)."""

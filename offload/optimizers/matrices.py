@@ -91,7 +91,9 @@ class Matrices:
         return groups
 
     def __str__(self) -> str:
-        return f"Muon trains {len(self.names)} matrices, AdamW all other parameters"
+        """Return one line; empty if there is none."""
+        said = f"Muon trains {len(self.names)} matrices, AdamW all other parameters"
+        return said if self.names else ""
 
 
 def _groups(model: nn.Module | None, given: Any) -> Iterator[dict[str, Any]]:

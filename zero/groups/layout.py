@@ -115,7 +115,7 @@ def lay_out(
     shards, each of which can be cut evenly for `replicas`. `matrices`: no trainable one is cut."""
     world = ranks * replicas
     if matrices and ranks > 1:
-        return _lay_out_whole(params, ranks, replicas * SHARD_ALIGN_NUMEL)
+        return _lay_out_whole(params, ranks, replicas)
     frozen = sum(param.numel for param in params if not param.trainable)
     paged = world > 1 or SHARD_ALIGN_NUMEL <= frozen < sum(param.numel for param in params)
     whole = world * SHARD_ALIGN_NUMEL if paged else ALIGN_NUMEL
@@ -135,24 +135,16 @@ def lay_out(
     return Layout(tuple(specs), numel_trainable, offset, ranks)
 
 
-def _lay_out_whole(params: Sequence[ParamShape], ranks: int, align: int) -> Layout:
+def _lay_out_whole(params: Sequence[ParamShape], ranks: int, replicas: int) -> Layout:
     """Return the layout in which each trainable parameter is in one rank's shard."""
-    shards: list[list[ParamShape]] = [[] for _ in range(ranks)]
+    specs: list[list[ParamSpec]] = [[] for _ in range(ranks)]
     used = [0] * ranks
-    for param in sorted((each for each in params if each.trainable), key=lambda p: -p.numel):
+    for param in sorted((each for each in params if each.trainable), key=lambda each: -each.numel):
         rank = used.index(min(used))
-        shards[rank].append(param)
+        specs[rank].append(ParamSpec(param.names, param.shape, True, offset=used[rank]))
         used[rank] += round_up(max(param.numel, 1), ALIGN_NUMEL)
-    shard = round_up(max(used), align)
-    rest = lay_out(
-        [param for param in params if not param.trainable], ranks, align // SHARD_ALIGN_NUMEL
-    )
-    specs = []
-    for rank, its in enumerate(shards):
-        offset = rank * shard
-        for param in its:
-            specs.append(ParamSpec(param.names, param.shape, True, param.stored, offset=offset))
-            offset = round_up(offset + max(param.numel, 1), ALIGN_NUMEL)
-    trained = shard * ranks
-    specs += [replace(spec, offset=spec.offset + trained) for spec in rest.params]
-    return Layout(tuple(specs), trained, trained + rest.numel, ranks)
+    shard = round_up(max(used), replicas * SHARD_ALIGN_NUMEL)
+    rest = lay_out([param for param in params if not param.trainable], ranks, replicas)
+    placed = [replace(e, offset=e.offset + n * shard) for n, its in enumerate(specs) for e in its]
+    placed += [replace(spec, offset=spec.offset + ranks * shard) for spec in rest.params]
+    return Layout(tuple(placed), ranks * shard, ranks * shard + rest.numel, ranks)

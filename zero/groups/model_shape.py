@@ -121,14 +121,12 @@ class ModelShape:
     def matrices(self) -> list[str]:
         """The parameters that Muon trains unless something else is said: the trained matrices of
         blocks, and those of experts that are no parts of a packed parameter."""
-        inner = {
-            index for unit in self.units if unit.repeated or unit.table for index in unit.groups
-        }
-        groups = [group for index, group in enumerate(self.groups) if index in inner]
-        of_experts = (each for each in groups if each.table and not each.packed)
-        whole = {id(each) for each in of_experts if all(map(_is_matrix, each.params))}
+        units = (unit for unit in self.units if unit.repeated or unit.table)
+        inner = sorted({index for unit in units for index in unit.groups})
         return [
-            param.name for group in groups if not group.table or id(group) in whole
+            param.name for group in (self.groups[index] for index in inner)
+            # an expert moves as a whole
+            if not group.table or (not group.packed and all(map(_is_matrix, group.params)))
             for param in group.params if _is_matrix(param)
         ]  # fmt: skip
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
     BUFFERS,
     RUN,
+    GroupRecord,
     LossScaleRecord,
     Manifest,
     ParameterRecord,
@@ -32,7 +34,7 @@ from offload.checkpoint.format.safetensors_file import (
     optimizer_sections,
 )
 from offload.checkpoint.format.user_state import tensor_records
-from offload.checkpoint.format.writer import CheckpointWriter, Sections, fields_of, group_record
+from offload.checkpoint.format.writer import CheckpointWriter, Sections, group_record
 from offload.display.byte_progress import progress
 from offload.kernels.floats import Array
 from offload.swap.states.state import Snapshot, State
@@ -94,7 +96,7 @@ class Saver:
         of them, which keep their bytes and can be read in any order."""
         self._states = engine.optimizer_states
         self._run = run
-        self._saved_format = model.saved_format(engine)
+        self._format_of = partial(model.format_of, model.saved_format(engine))
         self.saved = model.saved_groups(engine)  # by their numbers
         self._entries = model.Entries(engine)
         self._name_on = engine.spread.name_on  # maps an expert's name to its name on another rank
@@ -107,17 +109,7 @@ class Saver:
             steps_skipped=engine.steps.skipped,
             loss_scale=scale,
             optimizer=model.optimizer_record(engine),
-            groups=[
-                group_record(
-                    number,
-                    saved.name,
-                    is_trained=saved.is_trained,
-                    fields=fields_of(model.format_of(self._saved_format, saved.groups[0]))
-                    if saved.groups[0].matrices
-                    else None,
-                )
-                for number, saved in enumerate(self.saved)
-            ],
+            groups=[self._group_record(number) for number in range(len(self.saved))],
             parameters=model.parameter_records(engine, model.steps_everywhere(engine)),
             buffers=tensor_records(run.others),
             buffers_file=BUFFERS,
@@ -181,6 +173,11 @@ class Saver:
             infos += chain(*self._states_of(number))
         return sum(info.nbytes for info in infos)
 
+    def _group_record(self, number: int) -> GroupRecord:
+        saved = self.saved[number]
+        kept = self._format_of(saved.groups[0]) if saved.groups[0].matrices else None
+        return group_record(number, saved.name, is_trained=saved.is_trained, kept=kept)
+
     def _states_of(self, number: int) -> list[list[TensorInfo]]:
         records = self._of(number)
         return optimizer_sections(records, self._manifest.fields_of(records[0])) if records else []
@@ -219,8 +216,7 @@ class Saver:
         for group, rank in saved.of_all_ranks():
             if group.layout.numel_trainable:
                 state = self._states[group.index]
-                kept = model.format_of(self._saved_format, group)
-                for elements, arrays in reader.records(state, kept, rank):
+                for elements, arrays in reader.records(state, self._format_of(group), rank):
                     reader.attempt(self._append_records, group, elements, arrays, rank)
                     arrays.clear()
                 reader.meet()
@@ -246,8 +242,7 @@ class Saver:
     ) -> None:
         specs = [spec for spec in group.layout.params if spec.trainable]
         for spec, here, _ in self._entries.overlaps(specs, elements):
-            kept = model.format_of(self._saved_format, group)
-            for field, span in kept.field_spans(here).items():
+            for field, span in self._format_of(group).field_spans(here).items():
                 part = arrays[field][span].view(np.uint8)
                 self._file.append(f"{self._name_on(rank, spec.name)}.{field}", part.data)
                 self.on_bytes(part.nbytes)

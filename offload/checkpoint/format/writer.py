@@ -33,13 +33,15 @@ def fields_of(kept: RecordFormat) -> dict[str, str]:
 
 
 def group_record(
-    number: int, name: str, *, is_trained: bool, fields: dict[str, str] | None = None
+    number: int, name: str, *, is_trained: bool, kept: RecordFormat | None = None
 ) -> GroupRecord:
-    """The record of a group: a file of parameters, and one of optimizer states if it is trained."""
+    """The record of a group: a file of parameters, and one of optimizer states if it is trained,
+    in the format `kept` where that is not most groups'."""
     file = f"{number:03d}.safetensors"
     return GroupRecord(
         name=name, parameters=f"{PARAMETERS}/{file}",
-        optimizer=f"{OPTIMIZER}/{file}" if is_trained else None, fields=fields,
+        optimizer=f"{OPTIMIZER}/{file}" if is_trained else None,
+        fields=None if kept is None else fields_of(kept),
     )  # fmt: skip
 
 
