@@ -165,20 +165,14 @@ class TieredModel(abc.ABC):
             _log.warning("%s", warning)
         if self.plan.gpu_budget_nbytes is not None:
             say(divided_gpu(self.plan, within_gpu_budget(config, hardware).device_nbytes))
-        if self.device.type == "cpu" and config.precision in machine.slow_matmul_precisions():
-            _log.warning(
-                "precision: %s is computed on this CPU without a fast kernel: matrix products can "
-                "take 100 times as long as in fp32; use precision: fp32 here", config.precision,
-            )  # fmt: skip
-        if (
-            self.plan.products_nbytes and self.device.type == "cpu"
-            and config.optimizer.ns_dtype in machine.slow_matmul_precisions()
-        ):  # fmt: skip
-            _log.warning(
-                "optimizer.ns_dtype: %s: Muon's products are computed on this CPU without a fast "
-                "kernel, up to 100 times as long as in fp32; ns_dtype: fp32 is faster, and differs "
-                "from torch.optim.Muon by the rounding of bf16", config.optimizer.ns_dtype,
-            )  # fmt: skip
+        slow = machine.slow_matmul_precisions() if self.device.type == "cpu" else ()
+        muon = config.optimizer.ns_dtype if self.plan.products_nbytes else "fp32"
+        for key, precision in (("precision", config.precision), ("optimizer.ns_dtype", muon)):
+            if precision in slow:
+                _log.warning(
+                    "%s: %s is computed on this CPU without a fast kernel: matrix products can "
+                    "take 100 times as long as in fp32; use %s: fp32 here", key, precision, key,
+                )  # fmt: skip
 
     def _initialisation(
         self, grouping: ParameterGrouping, dtype: torch.dtype, lazy: LazyWeights,

@@ -143,9 +143,7 @@ class OptimizerConfig(Section):
         kind = KINDS.get(str(value.get("type", "adamw")))
         if kind is None:
             return validate(value)
-        defaults = dict(kind.defaults)
-        if kind is KINDS["muon"]:
-            defaults |= BESIDE_MUON
+        defaults = {**kind.defaults, **(BESIDE_MUON if "ns_steps" in kind.defaults else {})}
         absent = {key: default for key, default in defaults.items() if value.get(key) is None}
         filled = validate({**value, **absent})
         filled.model_fields_set.difference_update(absent)
@@ -191,9 +189,7 @@ class OptimizerConfig(Section):
         """The keys of its param groups of one of the `kinds`, and their values."""
         if kind == self.type:
             return self.numbers
-        given = {
-            key: getattr(self, f"adamw_{key}") for key in ("lr", "betas", "eps", "weight_decay")
-        }
+        given = {key.removeprefix("adamw_"): getattr(self, key) for key in BESIDE_MUON}
         return {**KINDS[kind].defaults, **given}
 
     @property

@@ -54,9 +54,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._values = values
         self._kinds = config.kinds
         self._numbers_of = {kind: config.numbers_of(kind) for kind in config.kinds}
-        self._states = {
-            each: KINDS[each].scalars.kept_for(n) for each, n in self._numbers_of.items()
-        }
+        kept = ((each, KINDS[each].scalars.kept_for(n)) for each, n in self._numbers_of.items())
+        self._states = dict(kept)
         self._entries = OptimizerEntries(values, self._managed, self._kept_or_none)
         self.last_step: StepOutcome | None = None
         self.engine: Any = None  # kept alive with this optimizer
@@ -132,15 +131,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if float(group[key]) < 0:
                 raise ValueError(f"{key}: expected 0 or more, got {group[key]}")
         kind = kind_of(group, self._kinds)
-        scalars = KINDS[kind].scalars
-        needed, kept = set(scalars.kept_for(group)), set(self._states[kind])
+        needed, kept = set(KINDS[kind].scalars.kept_for(group)), set(self._states[kind])
         if not needed <= kept or "max_exp_avg_sq" in kept - needed:
             raise UnsupportedError(
                 f"a param group needs the states {', '.join(sorted(needed)) or '(none)'} and this "
                 f"optimizer keeps {', '.join(self._states[kind]) or 'none'}; set amsgrad, or a "
                 "momentum above 0 if it is ever to be raised, under optimizer: in the configuration"
             )
-        hyper = Hyper(scalars, tuple(KINDS[kind].numbers(group).items()))
+        hyper = Hyper(KINDS[kind].scalars, tuple(KINDS[kind].numbers(group).items()))
         hyper.scalars(step=1, grad_scale=1.0)
         return hyper
 

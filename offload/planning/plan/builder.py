@@ -115,6 +115,7 @@ class PlanBuilder:
             records=records.tiers, homes=dict(zip(CLASSES, homes, strict=True)),
             record_format=self.sizes.record_format, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=self._staging_buffers if staging else 0,
+            products=(self.config.optimizer.ns_dtype, self.config.optimizer.ns_steps or 0),
             products_nbytes=self._products[0],
             products_host_nbytes=self._products[1] if self.gpu else 0,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,

@@ -109,7 +109,8 @@ class Plan:
     sharding: Sharding = ALONE  # of the rank that it is for
     shared: SharedPlan | None = None  # None: this rank is alone
     kv: KVPlan | None = None  # None: KV caches are in no tier
-    products_nbytes: int = 0  # of Muon, where the model computes
+    products: tuple[str, int] = ("bf16", 0)  # of Muon: their format, and iterations
+    products_nbytes: int = 0  # where the model computes
     products_host_nbytes: int = 0  # in host memory beside a GPU
     gpu_budget_nbytes: int | None = None  # for the tier and all beside it; None: it is open
     device_room_nbytes: int | None = None  # where budget.device is open: with what it cannot use

@@ -35,7 +35,7 @@ from offload.planning.plan.plan import (
     spare_nbytes,
     speculative_groups,
 )
-from offload.planning.plan.sizes import CLASSES, ITEMSIZE
+from offload.planning.plan.sizes import CLASSES, ITEMSIZE, format_of
 from offload.planning.step.planned_run import PlannedRun
 from offload.planning.step.representatives import representatives
 from offload.tiers.ledger import StateClass
@@ -171,10 +171,12 @@ class PlannedMemory:
         """The place that holds `by_class`, with master weights apart from the optimizer's states.
         Classes of no bytes are left out, and the excess over the budget of a tier that is full."""
         master = whole = 0
-        for field in self._plan.record_format.fields:  # with scales and without gaps
-            nbytes = field.numel(1 << 20) * field.dtype.itemsize
-            whole += nbytes
-            master += nbytes if field.name in ("low", "master") else 0
+        for group in self._plan.groups:
+            kept = format_of(self._plan.record_format, matrices=group.matrices)
+            for field in kept.fields:  # with scales and without gaps
+                nbytes = field.numel(group.layout.shard_trainable) * field.dtype.itemsize
+                whole += nbytes
+                master += nbytes if field.name in ("low", "master") else 0
         of_records = by_class[MemoryClass.OPTIMIZER]
         by_class[MemoryClass.MASTER] = of_records * master // max(1, whole)
         by_class[MemoryClass.OPTIMIZER] -= by_class[MemoryClass.MASTER]

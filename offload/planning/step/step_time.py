@@ -18,6 +18,7 @@ lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,13 @@ from typing import TYPE_CHECKING
 from offload.kernels.variants import Master
 from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, speculative_groups
-from offload.planning.plan.sizes import ITEMSIZE, RecordKind, record_kinds
+from offload.planning.plan.sizes import (
+    ITEMSIZE,
+    GroupBytes,
+    RecordKind,
+    format_of,
+    record_kinds,
+)
 from offload.planning.step.planned_run import MAX_PASSES, PlannedRun
 from offload.planning.step.program import Bytes, Move, Verb, total_of, working_groups
 from offload.planning.step.representatives import representatives
@@ -450,18 +457,33 @@ def update_s(
     plan: Plan, group: int, precision: str, speeds: Speeds, *, there: bool = False
 ) -> float:
     """Seconds of the optimizer's arithmetic on one group: the CPU's, or a GPU's with `there`."""
-    kinds = record_kinds(plan.groups[group], plan.records[group], plan.chunk_numel)
-    summed = plan.groups[group].summed
-    return sum(
-        kind.count * _call_s(plan, kind, precision, speeds, summed=summed)
+    of = plan.groups[group]
+    kinds = record_kinds(of, plan.records[group], plan.chunk_numel)
+    kept, products = format_of(plan.record_format, matrices=of.matrices), 0.0
+    if of.matrices and not there:
+        products = _products_s(plan, of, speeds)
+    summed = of.summed
+    return products + sum(
+        kind.count * _call_s(plan, kind, kept, precision, speeds, summed=summed)
         for kind in kinds
         if there == (plan.gpu and kind.tier is Tier.DEVICE)
     )
 
 
-def _call_s(plan: Plan, kind: RecordKind, precision: str, speeds: Speeds, *, summed: bool) -> float:
+def _products_s(plan: Plan, group: GroupBytes, speeds: Speeds) -> float:
+    """Seconds of Muon's products for a group, of which each rank of several has its share."""
+    shapes = [spec.shape for spec in group.layout.params if spec.trainable]
+    flops = sum(4 * math.prod(each) * min(each) + 2 * min(each) ** 3 for each in shapes)
+    precision, iterations = plan.products
+    return iterations * flops / group.layout.ranks / _matmul_rate(precision, speeds)
+
+
+def _call_s(
+    plan: Plan, kind: RecordKind, kept: RecordFormat, precision: str, speeds: Speeds, *,
+    summed: bool,
+) -> float:  # fmt: skip
     """Seconds of one call, which updates a chunk."""
-    kept, itemsize = plan.record_format, ITEMSIZE[precision]
+    itemsize = ITEMSIZE[precision]
     nbytes = kind.numel * update_traffic(kept, itemsize, 4 if summed else itemsize)
     if plan.gpu and kind.tier is Tier.DEVICE:
         return nbytes / speeds.compute_bytes_per_s
