@@ -163,7 +163,9 @@ class Engine(TieredModel):
         grouping = self._group_parameters(config)
         if parameters is not None and not isinstance(parameters, torch.Tensor):
             parameters = cast(Any, list(parameters))  # read once: they may come from a generator
-        self._matrices = Matrices.of(model, grouping, parameters, config.optimizer)
+        self._matrices = Matrices.of(
+            model, grouping, parameters, config.optimizer, config.groups.blocks
+        )
         grouping = grouping.with_matrices(self._matrices.names).stored(config.stored)
         if self._matrices.names:
             say(str(self._matrices))

@@ -167,12 +167,13 @@ class TieredModel(abc.ABC):
             say(divided_gpu(self.plan, within_gpu_budget(config, hardware).device_nbytes))
         slow = machine.slow_matmul_precisions() if self.device.type == "cpu" else ()
         muon = config.optimizer.ns_dtype if self.plan.products_nbytes else "fp32"
+        text = (
+            "precision: %s is computed on this CPU without a fast kernel: matrix products can "
+            "take 100 times as long as in fp32; use precision: fp32 here"
+        )
         for key, precision in (("precision", config.precision), ("optimizer.ns_dtype", muon)):
             if precision in slow:
-                _log.warning(
-                    "%s: %s is computed on this CPU without a fast kernel: matrix products can "
-                    "take 100 times as long as in fp32; use %s: fp32 here", key, precision, key,
-                )  # fmt: skip
+                _log.warning(text.replace("precision", key), precision)
 
     def _initialisation(
         self, grouping: ParameterGrouping, dtype: torch.dtype, lazy: LazyWeights,

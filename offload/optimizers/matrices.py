@@ -8,6 +8,7 @@ parameter.use_muon = True                one parameter, in a group that does not
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,9 @@ class Matrices:
 
     @classmethod
     def of(
-        cls, model: nn.Module, grouping: ParameterGrouping, given: Any, config: OptimizerConfig
-    ) -> Matrices:
+        cls, model: nn.Module, grouping: ParameterGrouping, given: Any, config: OptimizerConfig,
+        block_classes: Sequence[str] = (),
+    ) -> Matrices:  # fmt: skip
         """Return those of a model whose param groups are `given`. Raises ConfigError for parameters
         that are no matrices, and if there is none."""
         if config.type != "muon":
@@ -48,13 +50,18 @@ class Matrices:
             for param in module.parameters(recurse=False)
         }  # fmt: skip
         names = {id(param): name for name, param in model.named_parameters()}
-        usual = set(grouping.shape().matrices)
+        shape, in_blocks = grouping.shape(), _in_blocks(model, block_classes)
+        # an expert moves as a whole, and rows of packed experts are no parameters
+        experts = {param.name for group in shape.groups if group.table for param in group.params}
+        apart = {name for each in grouping.packed for name in each.names}
+        apart |= experts - set(shape.matrices)
         chosen: set[int] = set()
         for group in _groups(model, given):
             for param in group["params"]:
                 name = names.get(id(param), "")
                 said = group.get(USE_MUON, getattr(param, USE_MUON, None))
-                uses = said if said is not None else name in usual and id(param) not in embeddings
+                usual = id(param) in in_blocks and param.ndim == 2 and name not in apart
+                uses = said if said is not None else usual and id(param) not in embeddings
                 if uses and param.ndim != 2:
                     raise ConfigError(
                         "Muon only supports 2D parameters whereas we found a parameter with size: "
@@ -63,7 +70,7 @@ class Matrices:
                     )
                 if uses and param.requires_grad:
                     chosen.add(id(param))
-        if not chosen and given is None:
+        if not chosen and any(param.requires_grad for param in model.parameters()):
             raise ConfigError(
                 "optimizer.type: muon trains matrices of blocks that repeat, and the model has "
                 "none; name its matrices, parameters=[{'params': [...], 'use_muon': True}, ...], "
@@ -94,6 +101,20 @@ class Matrices:
         """Return one line; empty if there is none."""
         said = f"Muon trains {len(self.names)} matrices, AdamW all other parameters"
         return said if self.names else ""
+
+
+def _in_blocks(model: nn.Module, classes: Sequence[str]) -> set[int]:
+    """Return the ids of parameters in blocks: modules with parts, more than one of a class in a
+    list, or of one of the `classes`. (A unit may be larger: small models are one.)"""
+    blocks = [module for module in model.modules() if type(module).__name__ in classes]
+    for parent in model.modules():
+        if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            children = [
+                each for each in parent.children() if next(each.children(), None) is not None
+            ]
+            counts = Counter(map(type, children))
+            blocks += [each for each in children if counts[type(each)] > 1]
+    return {id(param) for block in blocks for param in block.parameters()}
 
 
 def _groups(model: nn.Module | None, given: Any) -> Iterator[dict[str, Any]]:

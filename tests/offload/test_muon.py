@@ -190,6 +190,13 @@ def test_a_state_takes_four_bytes_and_groups_say_who_trains_them(tmp_path: Path)
         losses_of(engine, batches(1))
 
 
+def test_blocks_of_a_model_that_is_one_unit_are_found(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"body": seeded(TinyLM), "head": nn.Linear(4, 4)})
+    keys = config(tmp_path, HOST, precision="fp32", optimizer=MUON)
+    with offload.initialize(model, keys) as engine:
+        assert "Muon trains 8 matrices" in str(engine.report())
+
+
 def test_what_says_use_muon_is_followed(tmp_path: Path) -> None:
     model = seeded(TinyLM)
     model.position.use_muon = True
