@@ -42,6 +42,7 @@ from offload.zero.hooks.unit_hooks import UnitHooks
 
 _log = logging.getLogger("offload")
 M = TypeVar("M", bound=nn.Module)
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList)
 
 
 def dispatch(
@@ -155,10 +156,17 @@ class Dispatched(TieredModel):
         self.values = WeightValues(self._store)
         self._give_out_values()
         self._attach_experts()
-        self._store.start(self.module, self.values, self, self._begin_forward)  # the model keeps it
-        store = self._store  # the first pass fetches ahead, too, as if it came in the model's order
-        uses = [store.groups[index] for unit in store.units for index in unit.groups]
-        store.trace.assume([group.index for group in uses if store.table_of(group) is None])
+        # models in a list or a dictionary are called one by one
+        parts = list(self.module.children()) if isinstance(self.module, _CONTAINERS) else []
+        store = self._store  # the model keeps it
+        store.start(self.module, self.values, self, self._begin_forward, parts)
+        # the first passes fetch ahead, too, as if they came in the model's order
+        for number, part in enumerate(parts or [self.module]):
+            within = {id(module) for module in part.modules()}
+            units = [unit for unit in store.units if id(unit.module) in within]
+            uses = [store.groups[index] for unit in units for index in unit.groups]
+            expected = [group.index for group in uses if store.table_of(group) is None]
+            store.trace.assume(expected, number)
         self._refuse_gradients()
         refuse_foreign_wrappers(self._store)
         self._keep_caches()
@@ -184,10 +192,10 @@ class Dispatched(TieredModel):
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
         self.store.load(group, values)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, part: int) -> None:
         if torch.is_grad_enabled():
             self._refuse_gradients()
-        self.store.begin_forward()
+        self.store.begin_forward(part)
 
     def _refuse_gradients(self) -> None:
         """Let a gradient raise for each parameter that requires one now."""

@@ -11,6 +11,10 @@ expected until the next backward pass, and does not change the cycle of the step
 
     used       f b ┊ f b ┊ f    f    f    f b ┊ f b
     expected   - - ┊ f b ┊ f b  f    f    f b ┊ f b
+
+Where several models share a trace (the parts of a pipeline), each expects its own last pass:
+
+    used       t v ┊ d d d d ┊ v ┊ t v ┊ d
 """
 
 from __future__ import annotations
@@ -110,6 +114,8 @@ class Trace:
         self.cursor = Cursor(self._steps)
         self._cycle = _Cycle()
         self._pass = _Pass()
+        self._part = 0  # of the pass under way
+        self._passes: dict[int, Schedule] = {}  # the last one of each part, without a backward
         self._tables: dict[str, Table] = {}
         self._table_of: dict[int, Table] = {}
         self._recomputes = False  # backward uses what was chosen in the order of its forward
@@ -118,10 +124,12 @@ class Trace:
         """Put `item` in a table: a pass uses it only if it chooses it among the table's items."""
         self._table_of[item] = self._tables.setdefault(table, Table())
 
-    def assume(self, uses: Sequence[int]) -> None:
-        """Expect the first pass to use these groups in this order. A different order is handled
-        like any later change of order."""
-        self.cursor = Cursor(Schedule(group for group, _ in itertools.groupby(uses)))
+    def assume(self, uses: Sequence[int], part: int = 0) -> None:
+        """Expect the first pass of a part to use these groups in this order. A different order is
+        handled like any later change of order."""
+        self._passes[part] = Schedule(group for group, _ in itertools.groupby(uses))
+        if part == self._part:
+            self.cursor = Cursor(self._passes[part])
 
     def announce(self, chosen: Iterable[int]) -> None:
         """Record that the model chose these items, and no others of their tables, for use now."""
@@ -170,11 +178,15 @@ class Trace:
             del table.chosen[item]
         return True
 
-    def begin_forward(self) -> None:
-        """Begin a forward pass of the whole model. If no backward pass followed the last one, none
-        is expected now."""
+    def begin_forward(self, part: int = 0) -> None:
+        """Begin a forward pass of the whole model, or of this part of it. If no backward pass
+        followed the last one, none is expected now."""
         if len(self._cycle.uses) > self._pass.start and not self._pass.in_backward:
-            self.cursor = Cursor(self._cycle.take_out(self._pass))
+            self._passes[self._part] = self._cycle.take_out(self._pass)
+            self.cursor = Cursor(self._passes[self._part])
+        if part != self._part:
+            self._part = part
+            self.cursor = Cursor(self._passes.get(part, Schedule()))
         self._cycle.forwards.append(len(self._cycle.uses))
         self._begin_pass()
 

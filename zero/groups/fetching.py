@@ -94,10 +94,10 @@ class Fetcher:
         announced = self._announced.get(index)
         return self.trace.next_use(index) if announced is None else announced
 
-    def begin_forward(self) -> None:
-        """Note that the whole model is called."""
+    def begin_forward(self, part: int = 0) -> None:
+        """Note that the whole model is called, or this part of it."""
         self._announced = {}  # of a forward that failed
-        self.trace.begin_forward()
+        self.trace.begin_forward(part)
 
     def need(self, item: Fetchable, *, backward: bool = False) -> None:
         """Note that `item` is used now; move its update to the front, or start to fetch it."""

@@ -176,14 +176,15 @@ class WeightStore:
 
     def start(
         self, model: nn.Module, values: Values, owner: object,
-        begin_forward: Callable[[], None] | None = None,
+        begin_forward: Callable[[int], None] | None = None, parts: Sequence[nn.Module] = (),
     ) -> UnitHooks:  # fmt: skip
         """Install the hooks: from here on `model` computes with this store's weights, and keeps
-        their `owner`. `begin_forward` is called in place of the store's own."""
+        their `owner`. `begin_forward` is called in place of the store's own. `parts` are models
+        that are called one by one in place of `model`, which holds them."""
         self._values = values
         self._hooks = UnitHooks(
             model, self.units, self.groups, self.handles, self.use, values.adopt_written,
-            begin_forward or self.begin_forward, owner, self.one_thread,
+            begin_forward or self.begin_forward, owner, self.one_thread, parts,
         )  # fmt: skip
         self._released.connect(self.handles, self._hooks.join_call, values)
         return self._hooks
@@ -194,12 +195,12 @@ class WeightStore:
         return self._hooks
 
     # ---------------------------------------------------------------- fetching
-    def begin_forward(self) -> None:
-        """Note that the whole model is called."""
+    def begin_forward(self, part: int = 0) -> None:
+        """Note that the whole model is called, or this part of it."""
         self.check_usable()
         self.adopt_changes()
         self.ranks.begin_pass()
-        self.fetcher.begin_forward()
+        self.fetcher.begin_forward(part)
 
     def adopt_changes(self) -> None:
         """Keep what was written to parameters since the last call."""

@@ -51,18 +51,21 @@ class UnitHooks:
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], groups: Sequence[ParamGroup],
         handles: HandleTable, use: Callable[[ParamGroup], None],
-        written: Callable[[ParamGroup, list[int]], None], begin_forward: Callable[[], None],
-        owner: object, one_thread: OneThread,
+        written: Callable[[ParamGroup, list[int]], None], begin_forward: Callable[[int], None],
+        owner: object, one_thread: OneThread, parts: Sequence[nn.Module] = (),
     ) -> None:  # fmt: skip
         """`written` is told which parameters a forward wrote to (`nn.Embedding(max_norm=...)`),
-        `begin_forward` that the whole model is called, outside of any backward pass. The
-        hooks, and so the model, keep their `owner`."""
-        self._model = model
+        `begin_forward` that the whole model is called, outside of any backward pass, or one of
+        `parts`, which are called in its place: the number of that part. The hooks, and so the
+        model, keep their `owner`."""
         self._groups = groups
         self._written = written
         self._handles = handles
         self._use = use
         self._begin_forward = begin_forward
+        self._whole = {id(model), *map(id, parts)}
+        self._parts = {id(module): n for n, part in enumerate(parts) for module in part.modules()}
+        self._part = 0  # called last
         self._owner = owner
         self._one_thread = one_thread
         self._calls: list[_Call] = []  # under way, the outermost first
@@ -71,8 +74,10 @@ class UnitHooks:
         self._where = {id(param): group for group in groups for param in group.params}
         _leave_the_fast_path(model)
         hooked = {id(unit.module) for unit in units}
-        if id(model) not in hooked:
-            self._install(model, [])  # the whole model's forward is one session
+        for whole in (model, *parts):
+            if id(whole) not in hooked:
+                self._install(whole, [])  # the whole model's forward is one session
+                hooked.add(id(whole))
         for unit in units:
             of_unit = [groups[index] for index in unit.groups]
             self._install(unit.module, of_unit, is_expert=bool(unit.table))
@@ -125,14 +130,22 @@ class UnitHooks:
         outermost = not self._calls
         self._calls.append(call)
         if outermost:
-            if module is self._model and not in_backward():
-                self._begin_forward()
+            if not in_backward():
+                self._begin_pass(module)
             call.session = Session(self._handles)
             call.session.open()
         if is_expert:
             call.expert = self._handles.of_expert()
             call.expert.__enter__()
         self._enter(groups, call, calls=True)
+
+    def _begin_pass(self, module: nn.Module) -> None:
+        """Begin a pass if the whole model is called, or a part. A part's methods (`vae.decode`)
+        call modules in it: that is a pass if another part was called before."""
+        part = self._parts.get(id(module), self._part)
+        if id(module) in self._whole or part != self._part:
+            self._part = part
+            self._begin_forward(part)
 
     def _return(self, module: nn.Module) -> None:
         # a user's hook in front of `before` may have raised, or another thread be inside: then this

@@ -236,7 +236,7 @@ class Runtime:
         params = self.gradients.params.values()
         self._gradient_hooks = GradientHooks(self.store, params, self._take)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, part: int) -> None:
         self.store.check_usable()
         self.on_forward()
         if not self._called:
@@ -244,7 +244,7 @@ class Runtime:
             _check_schedule(self.options.step_rules)
         self.gradients.drop_cleared()
         self.gradients.note_set()
-        self.store.begin_forward()
+        self.store.begin_forward(part)
 
     def _take(self, group: int, index: int, param: torch.Tensor) -> None:
         """Take a gradient that autograd has given, or has added to the handle that was there."""
