@@ -288,7 +288,6 @@ def test_flux(placement: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda pipe: pipe.to(torch.bfloat16), "set precision"),
         (lambda pipe: pipe.to("meta"), "set precision .* and device"),
         (lambda pipe: pipe.enable_model_cpu_offload(), "leave out this call"),
         (lambda pipe: pipe.load_lora_weights("lora"), "before dispatch"),
