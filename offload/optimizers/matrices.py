@@ -72,9 +72,9 @@ class Matrices:
                     chosen.add(id(param))
         if not chosen and any(param.requires_grad for param in model.parameters()):
             raise ConfigError(
-                "optimizer.type: muon trains matrices of blocks that repeat, and the model has "
-                "none; name its matrices, parameters=[{'params': [...], 'use_muon': True}, ...], "
-                "set groups.blocks, or use optimizer.type: adamw"
+                "optimizer.type: muon trains matrices of blocks that repeat, and no such parameter "
+                "is trained; name its matrices, parameters=[{'params': [...], 'use_muon': True}, "
+                "...], set groups.blocks, or use optimizer.type: adamw"
             )
         by_id = {id(param): its[0] for its, param in grouping.params.items()}
         return cls(frozenset(by_id[key] for key in chosen if key in by_id), frozenset(chosen))

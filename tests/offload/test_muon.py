@@ -241,7 +241,7 @@ def test_a_model_without_blocks_is_refused_and_so_is_another_optimizers_checkpoi
     tmp_path: Path,
 ) -> None:
     keys = config(tmp_path, HOST, precision="fp32", optimizer=MUON)
-    with pytest.raises(ConfigError, match="matrices of blocks that repeat, and the model has none"):
+    with pytest.raises(ConfigError, match="blocks that repeat, and no such parameter is trained"):
         offload.initialize(nn.Linear(4, 4), keys)
     with engine_of(tmp_path) as engine:
         losses_of(engine, batches(1))

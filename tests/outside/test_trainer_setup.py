@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError, UnsupportedError
+from offload.integrations.transformers import OffloadTrainer
+from tests.offload.engine_cases import HOST, config
 from tests.outside.test_offload_trainer import SHORT, make, settings, trainers
 from tests.outside.trainer_cases import (
     Rows,
@@ -290,3 +292,16 @@ def test_what_cannot_train_through_the_engine_is_refused_by_name(
 ) -> None:
     with pytest.raises((UnsupportedError, ConfigError), match=what):
         make(kind, tmp_path / "run", offload=settings(tmp_path), **{**SHORT, **keys}).train()
+
+
+def test_muon_has_the_arguments_numbers_and_adamw_those_of_its_keys(tmp_path: Path) -> None:
+    optimizer = {"type": "muon", "adamw_lr": 1e-3, "ns_dtype": "fp32"}
+    offload = config(tmp_path, HOST, optimizer=optimizer, precision="fp32")
+    trainer = make(OffloadTrainer, tmp_path, offload=offload, **SHORT)
+    trainer.train()
+    rate, decay = trainer.args.learning_rate, trainer.args.weight_decay
+    groups = trainer.optimizer.param_groups
+    said = [(g["use_muon"], len(g["params"]), g["initial_lr"]) for g in groups]
+    assert said == [(True, 21, rate), (False, 1, 1e-3), (False, 7, 1e-3)]
+    assert [group["weight_decay"] for group in groups] == [decay, decay, 0.0]
+    trainer.engine.close()
