@@ -1,9 +1,13 @@
 """diffusers: its example scripts' loops train through an engine, and its pipelines compute from the
 tiers, as without them.
+
+`make test-libraries` installs diffusers and runs this file.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,17 +18,20 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.errors import UnsupportedError
+from offload.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from tests.libraries.rows import PLACEMENTS, row
 from tests.offload.engine_cases import assert_same_bits, config, seeded
-from tests.outside.trainer_cases import assert_close, quiet, transformers, values_of
+from tests.outside.test_pretrained_save import assert_same_files
+from tests.outside.trainer_cases import assert_close, forget, quiet, transformers, values_of
 
 diffusers = pytest.importorskip("diffusers")
+peft = pytest.importorskip("peft")
 tokenizers = pytest.importorskip("tokenizers")
 
 # a bias of keys has a gradient of rounding errors alone, which are below this eps
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-5}
 STEPS, BATCH, WORDS = 4, 2, 32
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_k", "to_out.0"]}
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +48,13 @@ def unet() -> Any:
         attention_head_dim=4, norm_num_groups=8,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+
+
+def dit() -> Any:
+    return diffusers.DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=8, in_channels=4, num_layers=3, sample_size=8,
+        patch_size=2, num_embeds_ada_norm=10, norm_type="ada_norm_zero", dropout=0.0,
     )  # fmt: skip
 
 
@@ -91,14 +105,19 @@ FLOW = partial(diffusers.FlowMatchEulerDiscreteScheduler, num_train_timesteps=10
 
 def loss_of(model: Any, number: int, text: Tensor | None = None) -> Tensor:
     """One batch's loss: MSE to the noise, or with flow matching to the noise less the image."""
+    torch.manual_seed(number)  # of dropped class labels
     random = torch.Generator().manual_seed(number)
     normal = partial(torch.randn, generator=random)
     latents, noise = normal(BATCH, 4, 8, 8), normal(BATCH, 4, 8, 8)
     steps = torch.randint(0, 100, (BATCH,), generator=random)
     pooled, states = normal(BATCH, 64), normal(BATCH, 5, 64)
     kind = type(model).__name__
-    if kind == "UNet2DConditionModel":
+    if kind in ("UNet2DConditionModel", "DiTTransformer2DModel"):
         noisy = DDPM().add_noise(latents, noise, steps)
+        if kind == "DiTTransformer2DModel":  # predicts a variance, too
+            labels = torch.randint(0, 10, (BATCH,), generator=random)
+            found = model(noisy, steps, labels).sample
+            return nn.functional.mse_loss(found[:, :4].float(), noise)
         hidden = states[..., :32] if text is None else text
         return nn.functional.mse_loss(model(noisy, steps, hidden).sample.float(), noise)
     scheduler = FLOW()
@@ -139,6 +158,13 @@ def train(model: Any, optimizer: Any, ema: Any = None) -> list[float]:
                     logged.append(loss_of(model.eval(), 99).item())
                 ema.restore(model.parameters())
     return logged
+
+
+def adapted(build: Any) -> Any:
+    model = seeded(build).requires_grad_(False)
+    torch.manual_seed(5)
+    model.add_adapter(peft.LoraConfig(init_lora_weights="gaussian", **LORA))
+    return model
 
 
 def keys_of(folder: Path, placement: str, **more: Any) -> dict[str, Any]:
@@ -185,9 +211,32 @@ def trains_as_plain(build: Any, placement: str, folder: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(averaged, ema.shadow_params, strict=True))
 
 
+def adapters_train_as_plain(build: Any, pipeline: Any, placement: str, folder: Path) -> None:
+    expected_model, model = adapted(build), adapted(build)
+    for each in (expected_model, model):
+        each.enable_gradient_checkpointing()
+    expected = train(expected_model, plain_optimizer([expected_model]))
+    name = "unet" if build is unet else "transformer"
+    with offload.initialize(model, keys_of(folder, placement)) as engine:
+        assert_close(train(model, engine.optimizer), expected)
+        assert_trained((build, "lora"), [model], [expected_model])
+        expected_model.load_state_dict(model.state_dict())
+        for own, kind in ("found", model), ("expected", expected_model):
+            state = diffusers.utils.convert_state_dict_to_diffusers(
+                peft.get_peft_model_state_dict(kind)
+            )
+            pipeline.save_lora_weights(folder / own, **{f"{name}_lora_layers": state})
+    assert_same_files(folder / "found", folder / "expected")
+
+
 @row("diffusers", "text_to_image's loop, EMA", "UNet2DConditionModel, checkpointed")
 def test_a_unet(placement: str, tmp_path: Path) -> None:
     trains_as_plain(unet, placement, tmp_path)
+
+
+@row("diffusers", "text_to_image's loop, EMA", "DiTTransformer2DModel, checkpointed")
+def test_a_dit(placement: str, tmp_path: Path) -> None:
+    trains_as_plain(dit, placement, tmp_path)
 
 
 @row("diffusers", "text_to_image's loop, EMA", "SD3Transformer2DModel, flow matching")
@@ -198,6 +247,89 @@ def test_an_sd3_transformer(placement: str, tmp_path: Path) -> None:
 @row("diffusers", "text_to_image's loop, EMA", "FluxTransformer2DModel, flow matching")
 def test_a_flux_transformer(placement: str, tmp_path: Path) -> None:
     trains_as_plain(flux, placement, tmp_path)
+
+
+@row("diffusers", "text_to_image_lora's loop", "UNet2DConditionModel, LoRA")
+def test_adapters_of_a_unet(placement: str, tmp_path: Path) -> None:
+    adapters_train_as_plain(unet, diffusers.StableDiffusionPipeline, placement, tmp_path)
+
+
+@row("diffusers", "text_to_image_lora's loop", "SD3Transformer2DModel, LoRA")
+def test_adapters_of_an_sd3_transformer(placement: str, tmp_path: Path) -> None:
+    adapters_train_as_plain(sd3, diffusers.StableDiffusion3Pipeline, placement, tmp_path)
+
+
+@row("diffusers", "text_to_image_lora's loop", "FluxTransformer2DModel, LoRA")
+def test_adapters_of_a_flux_transformer(placement: str, tmp_path: Path) -> None:
+    adapters_train_as_plain(flux, diffusers.FluxPipeline, placement, tmp_path)
+
+
+def train_both(model: Any, encoder: Any, optimizers: Sequence[Any]) -> list[float]:
+    """The loop of examples/dreambooth with --train_text_encoder."""
+    tokens = torch.randint(3, WORDS, (BATCH, 5), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for number in range(STEPS):
+        loss = loss_of(model, number, encoder(tokens).last_hidden_state)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@row("diffusers", "dreambooth's loop, one engine of an nn.ModuleList", "UNet and text encoder")
+def test_a_text_encoder_beside_the_unet(placement: str, tmp_path: Path) -> None:
+    expected, models = ([seeded(unet), seeded(clip)] for _ in range(2))
+    losses = train_both(*expected, [plain_optimizer(expected)])
+    with offload.initialize(nn.ModuleList(models), keys_of(tmp_path, placement)) as engine:
+        assert_close(train_both(*models, [engine.optimizer]), losses)
+        assert_trained("both", models, expected)
+
+
+@row("diffusers", "dreambooth's loop, an engine each", "UNet and text encoder")
+def test_a_text_encoder_with_an_engine_of_its_own(placement: str, tmp_path: Path) -> None:
+    expected, models = ([seeded(unet), seeded(clip)] for _ in range(2))
+    losses = train_both(*expected, [plain_optimizer(expected)])
+    keys = keys_of(tmp_path, placement)
+    with offload.initialize(models[0], keys) as one, offload.initialize(models[1], keys) as other:
+        assert_close(train_both(*models, [one.optimizer, other.optimizer]), losses)
+        assert_trained("both", models, expected)  # with the bits of one engine
+
+
+@row("diffusers", "text_to_image's loop, OffloadAccelerator", "UNet2DConditionModel, EMA")
+def test_accelerates_loop(placement: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from offload.integrations.accelerate import OffloadAccelerator
+
+    def run(kind: Any, model: Any, optimizer: Any) -> list[float]:
+        forget()
+        accelerator = kind(gradient_accumulation_steps=2, cpu=True)
+        loader = torch.utils.data.DataLoader(range(2 * STEPS))  # type: ignore[arg-type]
+        schedule = diffusers.optimization.get_scheduler("linear", optimizer, None, 1, 2 * STEPS)
+        ema, losses = ema_of(model), []
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        for (number,) in loader:
+            with accelerator.accumulate(model):
+                loss = loss_of(accelerator.unwrap_model(model), int(number))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                ema.step(model.parameters())
+            losses.append(loss.item())
+        return [*losses, *(p.double().sum().item() / 100 for p in ema.shadow_params)]
+
+    expected_model, model = seeded(unet), seeded(unet)
+    optimizer = plain_optimizer([expected_model])
+    expected = run(accelerate.Accelerator, expected_model, optimizer)
+    with offload.initialize(model, keys_of(tmp_path, placement)) as engine:
+        assert_close(run(OffloadAccelerator, model, engine.optimizer), expected)
+        assert_trained("accelerate", [model], [expected_model])
+    forget()
 
 
 # ------------------------------------------------------------------------------------ pipelines
@@ -240,6 +372,8 @@ def models_of(pipe: Any) -> nn.ModuleDict:
 def images(pipe: Any, prompt: Any = "w5 w9", **how: Any) -> Tensor:
     pipe.set_progress_bar_config(disable=True)
     keys = {"num_inference_steps": 3, "output_type": "pt", "height": 16, "width": 16, **how}
+    if "prompt_embeds" in keys:
+        prompt = None
     random = torch.Generator().manual_seed(3)
     made: Tensor = pipe(prompt, generator=random, **keys).images
     return made
@@ -285,11 +419,79 @@ def test_flux(placement: str, tmp_path: Path) -> None:
     computes_as_plain("flux", placement, tmp_path)
 
 
+def adapter_files(folder: Path) -> Path:
+    model = adapted(unet)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.3)
+    state = diffusers.utils.convert_state_dict_to_diffusers(peft.get_peft_model_state_dict(model))
+    diffusers.StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=state)
+    return folder
+
+
+def _in_tiles(pipe: Any, folder: Path) -> Tensor:
+    pipe.vae.enable_tiling()
+    pipe.vae.enable_slicing()
+    return images(pipe, ["w4", "w5 w6"], negative_prompt=["w7", "w8"], height=32, width=32)
+
+
+def _with_a_callback(pipe: Any, folder: Path) -> Tensor:
+    def darken(pipe: Any, number: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        tensors["latents"] = tensors["latents"] * 0.9
+        return tensors
+
+    return images(pipe, callback_on_step_end=darken)
+
+
+def _in_another_pipeline(pipe: Any, folder: Path) -> Tensor:
+    other = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
+    first = images(pipe)
+    return images(other, "w5", image=first, strength=0.7, height=None, width=None)
+
+
+def _from_embeddings(pipe: Any, folder: Path) -> Tensor:
+    given, _ = pipe.encode_prompt("w5", pipe.device, 1, do_classifier_free_guidance=False)
+    return images(pipe.to("cpu"), prompt_embeds=given, guidance_scale=1.0)
+
+
+def _saved(pipe: Any, folder: Path) -> Tensor:
+    pipe.save_pretrained(folder / "again")
+    return images(diffusers.DiffusionPipeline.from_pretrained(folder / "again"))
+
+
+@pytest.mark.parametrize(
+    "use", [_in_tiles, _with_a_callback, _in_another_pipeline, _from_embeddings, _saved]
+)
+def test_uses_of_a_dispatched_pipeline(use: Any, tmp_path: Path) -> None:
+    pipe = spread(pipeline("sd"), tmp_path)
+    assert torch.equal(use(pipe, tmp_path), use(pipeline("sd"), tmp_path))
+    offload.dispatched(pipe.vae).close(keep="host")
+    assert torch.equal(images(pipe), images(pipeline("sd")))
+
+
+def test_adapters_loaded_before_are_in_the_tiers(tmp_path: Path) -> None:
+    plain, pipe = pipeline("sd"), pipeline("sd")
+    for each in (plain, pipe):
+        each.load_lora_weights(adapter_files(tmp_path / "lora"))
+    spread(pipe, tmp_path)
+    before = images(plain)
+    assert torch.equal(images(pipe), before)
+    for each in (plain, pipe):
+        each.set_adapters(["default_0"], [0.5])
+    assert torch.equal(images(pipe), images(plain))
+    assert not torch.equal(images(pipe), before)
+    for each in (plain, pipe):
+        each.fuse_lora()
+    assert torch.equal(images(pipe), images(plain))
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
+        (lambda pipe: pipe.to(torch.bfloat16), "set precision"),
         (lambda pipe: pipe.to("meta"), "set precision .* and device"),
         (lambda pipe: pipe.enable_model_cpu_offload(), "leave out this call"),
+        (lambda pipe: pipe.enable_sequential_cpu_offload("cpu"), "leave out this call"),
         (lambda pipe: pipe.load_lora_weights("lora"), "before dispatch"),
     ],
 )
@@ -298,3 +500,82 @@ def test_what_moves_or_changes_the_weights_is_refused(call: Any, text: str, tmp_
     with pytest.raises(UnsupportedError, match=text):
         call(pipe)
     assert torch.equal(images(pipe), images(pipeline("sd")))
+
+
+def test_pipelines_that_cannot_be_dispatched(tmp_path: Path) -> None:
+    from offload.integrations.diffusers import dispatch
+
+    with pytest.raises(ConfigError, match="not a pipeline of diffusers"):
+        dispatch(unet())
+    moved = pipeline("sd")
+    moved.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+    with pytest.raises(UnsupportedError, match="hooks of enable_group_offload"):
+        spread(moved, tmp_path)
+    pipe, other = spread(pipeline("sd"), tmp_path), pipeline("sd")
+    other.text_encoder = pipe.text_encoder
+    with pytest.raises(StateError, match="is dispatched"):
+        spread(other, tmp_path)
+
+
+def test_formats_of_models_and_what_stays_in_memory(tmp_path: Path) -> None:
+    from offload.integrations.diffusers import open_pipeline
+
+    pipeline("flux").save_pretrained(tmp_path / "pipe")
+    dtype = {"default": torch.bfloat16, "vae": torch.float32}
+    plain = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "pipe", dtype=dtype)
+    pipe = open_pipeline(tmp_path / "pipe", dtype=dtype)
+    spread(pipe, tmp_path, budget={"host": "1MiB", "nvme": "64MiB"})
+    for name, model in models_of(pipe).items():
+        assert {p.dtype for p in model.parameters()} == {dtype.get(name, torch.bfloat16)}
+    made = [images(each, output_type="latent") for each in (pipe, plain)]
+    assert torch.equal(*made)
+    assert torch.equal(*(each.vae.decode(torch.ones(1, 4, 8, 8)).sample for each in (pipe, plain)))
+
+
+def test_folders_that_are_not_opened(tmp_path: Path) -> None:
+    from offload.integrations.diffusers import open_pipeline
+
+    with pytest.raises(ConfigError, match="hf download"):
+        open_pipeline("stabilityai/stable-diffusion-3.5-large")
+    pipeline("sd").save_pretrained(tmp_path)
+    weights = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    os.replace(tmp_path / "vae" / weights.name, weights)
+    with pytest.raises(CheckpointError, match="needs; get the whole"):
+        open_pipeline(tmp_path)
+    weights.unlink()
+    with pytest.raises(ConfigError, match="reads no pickles"):
+        open_pipeline(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no model_index\.json"):
+        open_pipeline(tmp_path / "unet")
+
+
+def test_each_model_expects_its_own_last_pass(tmp_path: Path) -> None:
+    pipe = spread(pipeline("sd"), tmp_path)
+    owner = offload.dispatched(pipe.unet)
+    images(pipe)
+    expected, wrong = owner.store.trace, []
+    use = expected.use
+
+    def checked(index: int, **how: Any) -> bool:
+        wrong.extend({index} - {next(expected.cursor.upcoming()), expected._cycle.last})
+        return use(index, **how)
+
+    expected.use = checked  # type: ignore[method-assign]
+    images(pipe)
+    assert not wrong, [owner.store.groups[index].name for index in wrong]
+
+
+def test_a_dropped_pipeline_gives_its_files_back(tmp_path: Path) -> None:
+    def swap_files() -> int:
+        links = Path("/proc/self/fd").iterdir()
+        return sum(str(tmp_path) in os.readlink(each) for each in links if each.is_symlink())
+
+    pipe = spread(pipeline("sd"), tmp_path)
+    images(pipe)
+    assert swap_files()
+    owner = offload.dispatched(pipe.vae)
+    closed = owner._tier_manager
+    del pipe, owner
+    gc.collect()
+    closed.close()  # waits for the thread that closes it
+    assert not swap_files()
