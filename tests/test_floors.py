@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 MEMEST = "offload.tools.memest"
 # From the ground up: a floor may use those before it. Names of folders, and of modules beside them.
 FLOORS: list[set[str]] = [
-    {"display", "errors", "losses", "pages", "process"},
+    {"display", "errors", "losses", "process"},
     {"config"},
     {"gpt", "loggers", "moe"},
     {"checkpoint"},

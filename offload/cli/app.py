@@ -105,16 +105,6 @@ def doctor(
 
 
 @app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")],
-) -> None:
-    """Write run.html of a run again, even if the run was killed or is in progress."""
-    from offload.runs.page import write_page
-
-    echo(str(write_page(folder)))
-
-
-@app.command()
 def migrate(
     file: Annotated[
         Path, typer.Argument(metavar="DS_CONFIG", help="A configuration of DeepSpeed, JSON.")

@@ -4,13 +4,11 @@ config.resolved.yaml     the configuration, with every default filled in
 metrics.jsonl            one line per step
 prediction.json          the expected memory and step time
 measured.json            the measured memory and step time, once the run has ended
-run.html                 everything on one page
 checkpoints/step-000100          checkpoints of the engine, with the loop's state
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from array import array
 from dataclasses import dataclass
@@ -33,13 +31,10 @@ from offload.runs.metrics import (
     Prediction,
     usual_step_s,
 )
-from offload.runs.page import PAGE, at, write_page
-from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, PathError
+from offload.tiers.errors import CheckpointError, ConfigError, PathError
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
-
-_log = logging.getLogger("offload")
 
 # what a resumed run may not change: its data or its arithmetic would be another's
 _FIXED_KEYS = (
@@ -66,7 +61,6 @@ class RunFolder:
         self._writes = writes
         self.checkpoints = path / "checkpoints"
         self.metrics = MetricsFile(path / "metrics.jsonl")
-        self.page = path / PAGE
         self._lock: OpenFile | None = None
 
     @classmethod
@@ -109,20 +103,12 @@ class RunFolder:
             raise PathError(f"--run-dir: cannot create {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Write pending output, the page last, and release the lock."""
+        """Write pending output, and release the lock."""
         try:
             self.metrics.close()
-            if self._lock is not None:
-                self._write_page()
         finally:
             unlock(self._lock)
             self._lock = None
-
-    def _write_page(self) -> None:
-        try:
-            write_page(self.path)
-        except OffloadError as error:  # the run has ended well all the same
-            _log.warning("no %s: %s", PAGE, error)
 
     def write_config(self, config: OffloadConfig) -> None:
         """Write config.resolved.yaml."""
@@ -196,15 +182,22 @@ def check_same_run(before: dict[str, Any], now: OffloadConfig) -> None:
     """Raise ConfigError naming each key that differs although a resumed run may not change it."""
     current = now.to_dict()
     changed = [
-        f"{key}: {at(current, key)} was {at(before, key)}"
+        f"{key}: {_at(current, key)} was {_at(before, key)}"
         for key in _FIXED_KEYS
-        if at(current, key) != at(before, key)
+        if _at(current, key) != _at(before, key)
     ]
     if changed:
         raise ConfigError(
             "--resume: the checkpoint is of another run; restore these keys, or start anew:\n"
             + "\n".join(changed)
         )
+
+
+def _at(values: Any, key: str) -> Any:
+    """Return the value of `section.key`; None if there is none."""
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
 
 
 def default_path(name: str) -> Path:

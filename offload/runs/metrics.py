@@ -82,17 +82,8 @@ class MetricsFile(JSONLinesLogger):
         for line in text.splitlines():
             with suppress(ValueError):
                 row = json.loads(line)
-                if _is_step(row):
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
                     yield line, row
-
-
-def _is_step(row: Any) -> bool:
-    groups = ("tiers", "moved", "waited")
-    return (
-        isinstance(row, dict)
-        and isinstance(row.get("step"), int)
-        and all(isinstance(row.get(group, {}), dict) for group in groups)
-    )
 
 
 @dataclass(frozen=True)

@@ -404,4 +404,3 @@ class Trainer:
             console.print(f"{report.skipped_steps} steps skipped: gradients not finite")
         console.print(loss_line(rows))
         console.print(f"run folder: {self.folder.path}", soft_wrap=True)
-        console.print(f"page: {self.folder.page}", soft_wrap=True)

@@ -8,8 +8,6 @@ import pytest
 from torch import nn
 
 import offload
-from offload.pages.pictures import Picture
-from offload.runs import page
 from tests.offload.engine_cases import NVME, config
 from tests.offload.plain_training import DECAY, LR, MakeEngine
 
@@ -30,9 +28,3 @@ def make(tmp_path: Path) -> Iterator[MakeEngine]:
     yield make_engine
     for engine in engines:
         engine.close()
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages of runs are written, but nothing is drawn on them: half of a short run's time."""
-    monkeypatch.setattr(page, "line_picture", lambda *_, **keys: Picture("<svg></svg>", "a line"))

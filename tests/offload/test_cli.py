@@ -39,7 +39,7 @@ def test_help_and_version(capsys: Any) -> None:
     output = capsys.readouterr().out
     commands = re.findall(r"^\W*(\w+)  ", output.partition("Commands")[2], re.MULTILINE)
     assert commands[:4] == ["train", "plan", "generate", "doctor"]
-    assert {"config", "checkpoint", "bench", "report"} < set(commands)
+    assert {"config", "checkpoint", "bench"} < set(commands)
     assert run("--version") == 0
     assert capsys.readouterr().out == f"offload {__version__}\n"
 
@@ -85,7 +85,7 @@ TAKES_A_FILE = (
     "memest compare NAMED", "memest --params 1e6 --config NAMED", "bench step --config NAMED",
 )  # fmt: skip
 TAKES_A_FOLDER = (
-    "report NAMED", "doctor NAMED", "memest check NAMED",
+    "doctor NAMED", "memest check NAMED",
     "checkpoint inspect NAMED", "checkpoint verify NAMED", "checkpoint export NAMED out",
     "checkpoint import-deepspeed NAMED out --trust",
 )  # fmt: skip

@@ -21,11 +21,9 @@ from offload.config.training import ScheduleConfig
 from offload.errors import CheckpointError, ConfigError, PathError
 from offload.process.interrupts import Terminated
 from offload.runs.folder import RunFolder, check_same_run
+from offload.runs.metrics import Measured
 from offload.train.loop import resuming_command, run
 from tests.offload.engine_cases import ON, on_a_gpu_too
-
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 TRAIN = {
     "model": {"layers": 1, "hidden": 16, "heads": 2, "mlp": 32, "max_sequence": 64},
@@ -111,7 +109,8 @@ def test_a_run_leaves_its_folder_complete(make_config: Any, tmp_path: Path) -> N
     assert (written.train, written.precision, written.seed) == (given.train, "fp32", given.seed)
     assert written.optimizer.in_backward == given.optimizer.in_backward
     assert None not in (written.placement.parameters, written.placement.optimizer)
-    assert "ended after 6 of 6 steps" in (tmp_path / "run/run.html").read_text()
+    measured = Measured.from_json((tmp_path / "run/measured.json").read_text())
+    assert (measured.steps, measured.stopped, measured.cut_short) == (6, False, False)
     for fragment in ("text before", "text after", "peak RSS", "plain PyTorch", "nvme", "tokens/s"):
         assert fragment in output
 

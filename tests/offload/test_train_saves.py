@@ -19,12 +19,11 @@ from offload.checkpoint.format import folder as checkpoint_folder
 from offload.config import OffloadConfig
 from offload.errors import NoSpaceError
 from offload.process.interrupts import Terminated
+from offload.runs.metrics import Measured
 from tests.offload.checkpoint_crash import bits_of
 from tests.offload.engine_cases import HOST, NVME, ON
 from tests.offload.test_background_saves import Held, slow
 from tests.offload.test_train_loop import TRAIN, checkpoints_in, ended_by, losses, run_quietly, told
-
-pytestmark = pytest.mark.usefixtures("no_pictures")
 
 MIXED: dict[str, Any] = {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
 
@@ -120,8 +119,8 @@ def test_a_signal_amid_a_save_completes_it_and_saves_the_step(
     said = ended_by(error, config, tmp_path / "cut", press)
     assert "interrupted after step 3 of 6; the checkpoint of step 3 is in" in said
     assert checkpoints_in(tmp_path / "cut") == ["step-000002", "step-000003"]
-    page = (tmp_path / "cut/run.html").read_text()
-    assert "stopped by Ctrl-C or SIGTERM after 3 of 6 steps, all saved" in page
+    measured = Measured.from_json((tmp_path / "cut/measured.json").read_text())
+    assert (measured.steps, measured.stopped, measured.cut_short) == (3, True, False)
     check_goes_on_as(tmp_path / "whole", config, tmp_path / "cut", 3)
 
 

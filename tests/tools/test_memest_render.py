@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from offload.display.words import counted, duration
-from offload.pages.page import to_html
 from offload.planning.plan.estimate import LinkTime, MemoryClass, Shortfall, StepEstimate
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.result import Estimate
 from offload.tools.memest.show import view
 from offload.tools.memest.show.estimate_page import estimate_page
+from offload.tools.memest.show.page import to_html
 from offload.tools.memest.show.render_json import SCHEMA, to_dict
 from offload.tools.memest.show.render_terminal import page_table
 from tests.tools.estimates import estimate
@@ -40,7 +40,7 @@ def text_of(case: Estimate, width: int) -> str:
 
 
 def page_of(case: Estimate) -> str:
-    return to_html(estimate_page(case), by="memest")
+    return to_html(estimate_page(case))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from offload.tiers.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from offload.pages.page import Page
+    from offload.tools.memest.show.page import Page
 
 _FILE_COLUMNS = 100  # of a table in a file
 
@@ -33,11 +33,11 @@ def show_answer(
     elif kind == "json":
         _deliver(json.dumps(values(), indent=2, allow_nan=False) + "\n", out)
     else:
-        from offload.pages.page import to_html
+        from offload.tools.memest.show.page import to_html
 
         if page is None:
             raise ConfigError("this command has no page; use --format table or --format json")
-        _deliver(to_html(page(), by="memest"), out)
+        _deliver(to_html(page()), out)
 
 
 def _print(table: RenderableType) -> None:

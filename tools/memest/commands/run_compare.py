@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from offload.pages.page import Cell, Table
 from offload.tiers.errors import ConfigError
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
@@ -21,6 +20,7 @@ from offload.tools.memest.estimate.estimator import Estimator
 from offload.tools.memest.estimate.other_systems import Row, capacities_of, compare
 from offload.tools.memest.estimate.result import Estimate
 from offload.tools.memest.show import view
+from offload.tools.memest.show.page import Cell, Table
 from offload.tools.memest.show.render_terminal import bullets, cell_table
 
 _TITLES = {Tier.HOST: "RAM of a node", Tier.NVME: "Disk of a node"}

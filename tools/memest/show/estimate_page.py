@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from offload.display.words import counted, duration, share
 from offload.memory.preflight import gpu_line
-from offload.pages.page import Cell, Figure, Page, Section, Table
 from offload.planning.plan.estimate import MemoryClass, StepEstimate
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from offload.tiers.units import format_bytes
 from offload.tools.memest.estimate.result import Change, Estimate, InferenceEstimate
 from offload.tools.memest.show import view
+from offload.tools.memest.show.page import Cell, Figure, Page, Section, Table
 from offload.tools.memest.show.view import per_second
 
 NO_CHANGE = "none of the changes that are tried makes it fit by itself"

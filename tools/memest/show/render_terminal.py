@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from offload.display.console import Prose, table
-from offload.pages import page as pages
+from offload.tools.memest.show import page as pages
 
 _STYLES = {"good": "green", "bad": "red", "": ""}
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.display.plain_text import without_controls
-from offload.pages.pictures import Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,8 @@ class Section:
     """A part of a page; what is empty is not shown, nor is a section with nothing in it."""
 
     title: str
-    pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
     lines: Sequence[str] = ()
-    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +59,15 @@ class Page:
     sections: Sequence[Section]
 
 
-def to_html(page: Page, *, by: str) -> str:
-    """Return the file of a page that the program `by` writes. Texts are escaped by the template;
-    control characters are shown as Python escapes."""
+def to_html(page: Page) -> str:
+    """Return the file of a page. Texts are escaped by the template; control characters are shown as
+    Python escapes."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("offload", "pages"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        loader=PackageLoader("offload.tools.memest", "show"), autoescape=True,
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters["cell"] = lambda cell: Cell(cell) if isinstance(cell, str) else cell
     template = environment.get_template("page.html")
-    return without_controls(template.render(page=page, by=by))
+    return without_controls(template.render(page=page))

@@ -1,1 +1,0 @@
-"""HTML pages of one file each, of one template, and curves drawn by matplotlib."""
