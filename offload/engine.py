@@ -166,7 +166,7 @@ class Engine(TieredModel):
         self._matrices = Matrices.of(
             model, grouping, parameters, config.optimizer, config.groups.blocks
         )
-        grouping = grouping.with_matrices(self._matrices.names).stored(config.stored)
+        grouping = grouping.stored(config.stored, self._matrices.names)
         if self._matrices.names:
             say(str(self._matrices))
         try:
@@ -243,7 +243,6 @@ class Engine(TieredModel):
                 speculates_on_host=self.plan.gpu,  # a CPU that computes has no time to spare
                 free_nbytes=self._tier_manager.free_nvme_nbytes,
             ),
-            products_dtype=DTYPES[config.optimizer.ns_dtype],
             reduce_dtype=None if rounded == "fp32" else DTYPES[rounded],
         )
         runtime = Runtime(

@@ -166,7 +166,7 @@ class TieredModel(abc.ABC):
         if self.plan.gpu_budget_nbytes is not None:
             say(divided_gpu(self.plan, within_gpu_budget(config, hardware).device_nbytes))
         slow = machine.slow_matmul_precisions() if self.device.type == "cpu" else ()
-        muon = config.optimizer.ns_dtype if self.plan.products_nbytes else "fp32"
+        muon = config.optimizer.ns_dtype if self.plan.products_nbytes[0] else "fp32"
         text = (
             "precision: %s is computed on this CPU without a fast kernel: matrix products can "
             "take 100 times as long as in fp32; use precision: fp32 here"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offload.kernels.bits import FLOAT_OF
 from offload.kernels.gpu import triton_launch
 from offload.memory.asleep import AwayTier
 from offload.memory.device_homes import DeviceHomes
@@ -49,7 +50,6 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
-from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.layout import Layout
 from offload.zero.groups.quantized_layout import lay_out_quantized
 from offload.zero.groups.store import NextUse
@@ -57,6 +57,7 @@ from offload.zero.groups.weight_quantizer import WeightQuantizer
 from offload.zero.ranks.collectives import SharedMemory, Workspace
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.device_update import DeviceWork
+from offload.zero.step.matrices import MatrixWork
 from offload.zero.step.records import RecordFormat
 
 if TYPE_CHECKING:
@@ -319,16 +320,16 @@ class TierManager:
         workspace = Workspace(**{what: lease.tensor for what, lease in leases.items()})
         return SharedMemory(pool, planned.gather_nbytes, workspace, self._device.links.fences)
 
-    def matrix_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Allocate memory for the products of Muon: where the model computes, and on the host."""
-        memory = [torch.empty(0, dtype=torch.uint8)] * 2
-        pools = self._device.pool if self.plan.gpu else self.pool, self.pool
-        for place, nbytes in enumerate((self.plan.products_nbytes, self.plan.products_host_nbytes)):
+    def matrix_work(self) -> MatrixWork:
+        """Allocate memory for the products of Muon, where the model computes and on the host."""
+        planned, memory = self.plan, []
+        pools = self._device.pool if planned.gpu else self.pool, self.pool
+        for pool, nbytes in zip(pools, planned.products_nbytes, strict=True):
             if nbytes:
-                owner = "the products of Muon"
-                self._staging.append(pools[place].demand(nbytes, owner, StateClass.STAGING))
-                memory[place] = self._staging[-1].tensor
-        return memory[0], memory[1]
+                self._staging.append(pool.demand(nbytes, "products of Muon", StateClass.STAGING))
+            memory.append(self._staging[-1].tensor if nbytes else torch.empty(0, dtype=torch.uint8))
+        dtype = torch.float32 if planned.products[0] == "fp32" else torch.bfloat16
+        return MatrixWork(memory[0], memory[planned.gpu], dtype)
 
     def staging(self) -> list[torch.Tensor]:
         """Return the update's buffers (1D uint8, host memory)."""

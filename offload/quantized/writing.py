@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload.kernels.bits import FLOAT_OF, array_of
 from offload.kernels.cpu.quantization import quantize_weights
 from offload.kernels.floats import Array
 from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.quantized import bitsandbytes, compressed_tensors
 from offload.quantized.matrix import Grouped, packed, piece_rows, unpacked
 from offload.tiers.errors import CheckpointError, ConfigError
-from offload.zero.groups.bits import FLOAT_OF, array_of
 from offload.zero.groups.quantized_layout import refusal
 
 # whose files hold which format

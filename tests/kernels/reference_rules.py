@@ -14,6 +14,8 @@ from offload.kernels.rules import (
     AdagradScalars,
     AdamScalars,
     LionScalars,
+    MuonScalars,
+    MuonWeightScalars,
     Scalars,
     SgdScalars,
     StateFormat,
@@ -21,6 +23,8 @@ from offload.kernels.rules import (
 )
 from tests.kernels import reference
 from tests.kernels.reference import F32, AdamState, fma
+
+_ONE = np.float32(1)
 
 
 def optimizer_step(
@@ -68,6 +72,11 @@ def step(
             return _lion(scalars, grad, weight, states[0])
         if isinstance(scalars, AdagradScalars):
             return _adagrad(scalars, grad, weight, states[0])
+        if isinstance(scalars, MuonScalars):
+            return _muon(scalars, grad, weight, states[0])
+        if isinstance(scalars, MuonWeightScalars):
+            g = grad * _scale(scalars)
+            return fma(np.float32(scalars.step_size), g, weight * np.float32(scalars.decay)), []
         return _sgd(scalars, grad, weight, states)
 
 
@@ -98,6 +107,18 @@ def _sgd(s: SgdScalars, grad: F32, p: F32, states: Sequence[F32]) -> tuple[F32, 
     buffer = fma(momentum, states[0], kept * g)
     g = fma(momentum, buffer, g) if s.nesterov else buffer
     return fma(minus_lr, g, p), [buffer]
+
+
+def _muon(s: MuonScalars, grad: F32, p: F32, m: F32) -> tuple[F32, Sequence[F32]]:
+    g = grad * _scale(s)
+    m = _lerp(m, g, np.float32(1 - s.momentum))
+    return fma(_ONE, _lerp(g, m, np.float32(s.momentum)) if s.nesterov else m, p * 0), [m]
+
+
+def _lerp(a: F32, b: F32, weight: np.float32) -> F32:
+    """torch.lerp, which counts from the nearer end."""
+    k, e = (weight, np.float32(0)) if weight < 0.5 else (weight - _ONE, _ONE)
+    return fma(k, b - a, fma(e, b, fma(-e, a, a)))
 
 
 def _states_of(state: AdamState) -> list[Array]:

@@ -17,6 +17,8 @@ from offload.kernels.rules import (
     AdagradScalars,
     AdamScalars,
     LionScalars,
+    MuonScalars,
+    MuonWeightScalars,
     Scalars,
     SgdScalars,
     StateFormat,
@@ -35,7 +37,11 @@ RULES: dict[str, Scalars] = {
     "sgd": SgdScalars(1e-2, 0.0, 0.1, step=3, grad_scale=0.37),
     "momentum": SgdScalars(1e-2, 0.9, 0.1, step=3, dampening=0.1, maximize=True),
     "nesterov": SgdScalars(1e-2, 0.9, 0.1, step=3, nesterov=True),
+    "muon": MuonScalars(
+        1e-2, 0.1, 0.95, True, 3.4445, -4.775, 2.0315, 1e-7, 5, False, grad_scale=0.37
+    ),
 }
+MUON_WEIGHTS = MuonWeightScalars(0.999, -0.02)
 UNUSUAL = [
     AdamScalars(1e-3, 0.0, 0.0, 1e-8, 0.0, step=1),
     AdamScalars(0.0, 0.9, 0.95, 0.0, 0.1, step=1),

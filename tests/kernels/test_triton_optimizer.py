@@ -8,10 +8,10 @@ import torch
 
 from offload.kernels.floats import Float
 from offload.kernels.gpu.triton_optimizer import optimizer_step
-from offload.kernels.rules import AdamScalars, SgdScalars, StateFormat
+from offload.kernels.rules import AdamScalars, MuonScalars, Scalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
 from tests.kernels import triton_device
-from tests.kernels.step_cases import NOISE, RULES, UNUSUAL, WEIGHTS
+from tests.kernels.step_cases import MUON_WEIGHTS, NOISE, RULES, UNUSUAL, WEIGHTS
 from tests.kernels.triton_cases import case
 from tests.kernels.triton_device import DEVICE, launches, zeros
 
@@ -20,6 +20,10 @@ pytestmark = [pytest.mark.sample(3), *triton_device.MARKS]
 
 ADAMW = RULES["adamw"]
 FORMATS = [(grad, *weight) for grad in Float for weight in WEIGHTS]
+MORE = [
+    SgdScalars(1e-2, 0.9, 0.0, step=1, dampening=0.5), MUON_WEIGHTS,
+    MuonScalars(1e-2, 0.1, 0.3, False, 2.0, -1.5, 0.5, 1e-7, 1, True),
+]  # fmt: skip
 ODD = 1337  # one whole program and a ragged one; one short block of the 8-bit code
 
 
@@ -67,8 +71,8 @@ def test_every_size_matches_the_cpu(numel: int, states: StateFormat) -> None:
     case(ADAMW, numel, states=states).check()
 
 
-@pytest.mark.parametrize("scalars", [*UNUSUAL, SgdScalars(1e-2, 0.9, 0.0, step=1, dampening=0.5)])
-def test_unusual_scalars_match_the_cpu(scalars: AdamScalars | SgdScalars) -> None:
+@pytest.mark.parametrize("scalars", [*UNUSUAL, *MORE])
+def test_unusual_scalars_match_the_cpu(scalars: Scalars) -> None:
     case(scalars, 1025).check()
 
 

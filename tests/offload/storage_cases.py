@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import offload
 from offload.config import OffloadConfig
+from offload.kernels.bits import FLOAT_OF
 from offload.kernels.cpu.quantization import dequantize_weights, quantize_weights
 from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.tiered_model import DTYPES
-from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.parameter_grouping import ParameterGrouping, group_parameters
 from tests.offload.engine_cases import VOCABULARY, seeded
 from tests.offload.engine_states import bits

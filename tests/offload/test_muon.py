@@ -264,3 +264,7 @@ def test_deepspeeds_configuration_is_translated() -> None:
     made = migrate(given, 1).config.optimizer
     assert (made.type, made.lr, made.adamw_lr, made.momentum) == ("muon", 0.01, 1e-4, 0.95)
     assert (made.weight_decay, made.adamw_weight_decay, made.adamw_betas) == (0.1, 0.1, (0.9, 0.9))
+    for name in ("muon_lr", "adam_lr"):
+        given = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {name: 0.1}}}
+        with pytest.raises(ConfigError, match=f"params.{name}: only Muon has it"):
+            migrate(given, 1)

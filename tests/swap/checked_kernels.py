@@ -18,11 +18,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from offload.kernels.bits import FLOAT_OF, flat_array
 from offload.kernels.cpu import gradients, optimizer
 from offload.kernels.gpu import triton_gradients, triton_optimizer
 from offload.kernels.rules import StateFormat
 from offload.tiers.tier import Tier
-from offload.zero.groups.bits import FLOAT_OF, flat_array
 from offload.zero.step import undo_codes, update
 from offload.zero.tensors.paged import PagedTensor
 

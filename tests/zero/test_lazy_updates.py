@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offload.kernels.bits import DTYPE_OF
 from offload.kernels.floats import Float, serial
 from offload.kernels.rules import AdagradScalars, AdamScalars, LionScalars, SgdScalars, StateFormat
 from offload.kernels.variants import Master
@@ -27,7 +28,6 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.gradients.gradients import GradientAccumulator
-from offload.zero.groups.bits import DTYPE_OF
 from offload.zero.groups.fetching import Fetcher
 from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.layout import ParamShape, lay_out

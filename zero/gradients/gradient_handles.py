@@ -27,9 +27,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from offload.kernels.bits import DTYPE_OF
 from offload.tiers.errors import StateError, UnsupportedError
 from offload.zero.gradients.norms import Place
-from offload.zero.groups.bits import DTYPE_OF
 from offload.zero.hooks.handles import in_backward
 from offload.zero.ranks.rank_work import RankWork
 from offload.zero.ranks.reduction import ReducedGradients

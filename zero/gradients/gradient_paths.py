@@ -19,13 +19,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from offload.kernels.bits import FLOAT_OF, flat_array
 from offload.kernels.cpu import gradients as host_kernels
 from offload.kernels.floats import NORM_BLOCK, Array, Runner, norm_blocks
 from offload.kernels.gpu import triton_gradients as device_kernels
 from offload.swap.device.staging_ring import Bucket, Part, StagingRing, parts_of
 from offload.swap.device.streams import StreamEvent
 from offload.swap.threads.transfer import Failure, Transfer
-from offload.zero.groups.bits import FLOAT_OF, flat_array
 from offload.zero.groups.layout import ParamSpec
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from offload.kernels.bits import DTYPE_OF, FLOAT_OF
 from offload.kernels.floats import Float, Runner
 from offload.swap.device.staging_ring import StagingRing
 from offload.swap.states.state import State
@@ -28,7 +29,6 @@ from offload.zero.gradients.gradient_paths import (
     HostPath,
     LeavingPath,
 )
-from offload.zero.groups.bits import DTYPE_OF, FLOAT_OF
 from offload.zero.groups.layout import ParamSpec
 
 # makes the accumulator of a given format: bytes per element -> State

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.kernels.weight_formats import WeightFormat
@@ -112,7 +112,7 @@ def lay_out(
     params: Sequence[ParamShape], ranks: int = 1, replicas: int = 1, *, matrices: bool = False
 ) -> Layout:
     """Return the layout of parameters, which may have any order and sizes (also 0), for `ranks`
-    shards, each of which can be cut evenly for `replicas`. `matrices`: no trainable one is cut."""
+    shards, each of which can be cut evenly for `replicas`. `matrices`: none is cut."""
     world = ranks * replicas
     if matrices and ranks > 1:
         return _lay_out_whole(params, ranks, replicas)
@@ -136,15 +136,16 @@ def lay_out(
 
 
 def _lay_out_whole(params: Sequence[ParamShape], ranks: int, replicas: int) -> Layout:
-    """Return the layout in which each trainable parameter is in one rank's shard."""
-    specs: list[list[ParamSpec]] = [[] for _ in range(ranks)]
-    used = [0] * ranks
-    for param in sorted((each for each in params if each.trainable), key=lambda each: -each.numel):
-        rank = used.index(min(used))
-        specs[rank].append(ParamSpec(param.names, param.shape, True, offset=used[rank]))
-        used[rank] += round_up(max(param.numel, 1), ALIGN_NUMEL)
-    shard = round_up(max(used), replicas * SHARD_ALIGN_NUMEL)
-    rest = lay_out([param for param in params if not param.trainable], ranks, replicas)
-    placed = [replace(e, offset=e.offset + n * shard) for n, its in enumerate(specs) for e in its]
-    placed += [replace(spec, offset=spec.offset + ranks * shard) for spec in rest.params]
-    return Layout(tuple(placed), ranks * shard, ranks * shard + rest.numel, ranks)
+    """Return the layout of trainable parameters in which each is in one rank's shard."""
+    shards: list[list[tuple[ParamShape, int]]] = [[] for _ in range(ranks)]  # and offsets
+    ends = [0] * ranks
+    for param in sorted(params, key=lambda each: -each.numel):
+        rank = ends.index(min(ends))
+        shards[rank].append((param, ends[rank]))
+        ends[rank] += round_up(max(param.numel, 1), ALIGN_NUMEL)
+    shard = round_up(max(ends), replicas * SHARD_ALIGN_NUMEL)
+    specs = tuple(
+        ParamSpec(param.names, param.shape, offset=rank * shard + offset)
+        for rank, its in enumerate(shards) for param, offset in its
+    )  # fmt: skip
+    return Layout(specs, ranks * shard, ranks * shard, ranks)

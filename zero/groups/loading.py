@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from offload.kernels.bits import array_of, flat_array
 from offload.kernels.cpu.convert import encode, split_master
 from offload.kernels.floats import Array, Float
 from offload.swap.states.state import State
-from offload.zero.groups.bits import array_of, flat_array
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.ranks.sharding import Part
 

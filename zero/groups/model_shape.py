@@ -106,28 +106,29 @@ class ModelShape:
         return self._recut(lambda group: _cut(group, storage))
 
     def with_matrices(self, names: Collection[str]) -> ModelShape:
-        """Return the same model, the named parameters in groups of their own: those are updated
-        whole, and have one state. It must come before `stored`."""
-        cut = self._recut(lambda group: _cut_matrices(group, names)) if names else self
-        for table, indices in cut.tables.items():
-            if len({cut.groups[index].matrices for index in indices}) > 1:
+        """Return the same model, the named parameters, which are trained, in groups of their own:
+        those are updated whole, and have one state. It must come before `stored`. Raises
+        UnsupportedError for a part of the parameters of experts."""
+        for table, indices in self.tables.items():
+            own = {param.name in names for index in indices for param in self.groups[index].params}
+            if len(own) > 1:
                 raise UnsupportedError(
-                    f"use_muon: Muon trains some experts of {table} and AdamW others; their states "
-                    "are kept together, so let one of the two train all of them"
+                    f"use_muon: Muon trains some parameters of {table} and AdamW others; an expert "
+                    "moves as a whole, so let one of the two train all of them"
                 )
-        return cut
+        return self._recut(lambda group: _cut_matrices(group, names)) if names else self
 
     @property
     def matrices(self) -> list[str]:
         """The parameters that Muon trains unless something else is said: the trained matrices of
-        blocks, and those of experts that are no parts of a packed parameter."""
-        units = (unit for unit in self.units if unit.repeated or unit.table)
-        inner = sorted({index for unit in units for index in unit.groups})
+        blocks, and experts of these alone that are no parts of a packed parameter."""
+        inner = {index for unit in self.units if unit.repeated or unit.table
+                 for index in unit.groups}  # fmt: skip
+        groups = [self.groups[index] for index in sorted(inner)]
         return [
-            param.name for group in (self.groups[index] for index in inner)
-            # an expert moves as a whole
-            if not group.table or (not group.packed and all(map(_is_matrix, group.params)))
-            for param in group.params if _is_matrix(param)
+            param.name for group in groups for param in group.params
+            if _is_matrix(param)
+            and (not group.table or (not group.packed and all(map(_is_matrix, group.params))))
         ]  # fmt: skip
 
     def _recut(self, cut: Callable[[GroupShape], list[GroupShape]]) -> ModelShape:
@@ -198,15 +199,7 @@ def _cut_matrices(group: GroupShape, names: Collection[str]) -> list[GroupShape]
     """Return a group without the named matrices, and a group of these."""
     own = tuple(param for param in group.params if param.name in names)
     rest = tuple(param for param in group.params if param.name not in names)
-    if not own:
-        return [group]
-    if not any(param.trainable for param in rest) and (group.table or not rest):
-        return [replace(group, matrices=True)]
-    if group.table:
-        raise UnsupportedError(
-            f"use_muon: {group.name} moves as a whole, and trains {rest[0].name} beside the "
-            f"matrices that Muon would update; leave the parameters of {group.table} to AdamW "
-            "(use_muon=False)"
-        )
+    if not own or not rest:
+        return [replace(group, matrices=bool(own))]
     label = ", ".join(part for part in (group.name, "matrices") if part)
     return [replace(group, params=rest), replace(group, name=label, params=own, matrices=True)]

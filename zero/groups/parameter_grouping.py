@@ -69,36 +69,20 @@ class ParameterGrouping:
         groups, chosen = tuple(self.groups), self.experts_per_token
         return ModelShape(groups, tuple(units), chosen, self.cached)
 
-    def stored(self, storage: Storage | None) -> ParameterGrouping:
+    def stored(self, storage: Storage | None, matrices: Collection[str] = ()) -> ParameterGrouping:
         """Return the same with frozen weights as `storage` has them, apart from those that are
-        trained; with None, unchanged.
+        trained, and the `matrices` that Muon trains in groups of their own.
 
-        Raises ConfigError and UnsupportedError as `ModelShape.stored`; UnsupportedError for
-        DTensors.
+        Raises ConfigError and UnsupportedError as `ModelShape.stored` and `with_matrices`;
+        UnsupportedError for DTensors.
         """
-        if storage is None:
-            return self
-        for names, param in self.params.items():
-            if is_dtensor(param):
+        for names, param in self.params.items() if storage or matrices else ():
+            if is_dtensor(param) and (storage or names[0] in matrices):
                 raise UnsupportedError(
-                    f"storage.weights: {names[0]} is a DTensor, of which each rank has a part; "
-                    "remove storage, or do not parallelise the model"
+                    f"{'storage.weights' if storage else 'use_muon'}: {names[0]} is a DTensor, of "
+                    "which each rank has a part; remove that, or do not parallelise the model"
                 )
-        return self._as(self.shape().stored(storage))
-
-    def with_matrices(self, names: Collection[str]) -> ParameterGrouping:
-        """Return the same with the parameters that Muon trains in groups of their own (see
-        `ModelShape.with_matrices`). Raises UnsupportedError for DTensors."""
-        for its_names, param in self.params.items():
-            if its_names[0] in names and is_dtensor(param):
-                raise UnsupportedError(
-                    f"use_muon: {its_names[0]} is a DTensor, and Muon needs the whole matrix, of "
-                    "which each rank has a part; train it with AdamW (use_muon=False), or do not "
-                    "parallelise the model"
-                )
-        return self._as(self.shape().with_matrices(names))
-
-    def _as(self, shape: ModelShape) -> ParameterGrouping:
+        shape = self.shape().with_matrices(matrices).stored(storage)
         units = [
             replace(unit, groups=list(its.groups))
             for unit, its in zip(self.units, shape.units, strict=True)

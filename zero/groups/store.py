@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from offload.kernels.bits import FLOAT_OF
 from offload.swap.states.state import State
 from offload.swap.threads.shield import check_whole
 from offload.tiers.errors import StateError
 from offload.zero.experts.packed import ExpertTable, PackedParam
-from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.groups.fetching import REPEATS, Fetcher
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out

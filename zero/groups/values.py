@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from offload.kernels.bits import array_of, flat_array
 from offload.kernels.cpu.convert import decode, join_master
 from offload.kernels.floats import Array, Float
 from offload.kernels.variants import Master
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.tiers.errors import StateError
-from offload.zero.groups.bits import array_of, flat_array
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.loading import store_full
 from offload.zero.groups.weight_values import WeightValues

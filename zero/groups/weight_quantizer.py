@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from offload.kernels.bits import DTYPE_OF, array_of
 from offload.kernels.cpu.quantization import dequantize_weights, quantize_weights
 from offload.kernels.floats import Float, Runner, serial
 from offload.kernels.gpu import triton_dequantize as device_kernels
 from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.accelerator import is_accelerator
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.bits import DTYPE_OF, array_of
 from offload.zero.groups.quantized_layout import QuantizedLayout, QuantizedPart
 
 _SHARED_NUMEL = 1 << 20

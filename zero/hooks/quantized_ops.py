@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from offload.kernels.bits import flat_array
 from offload.kernels.cpu.quantization import dequantize_weights
 from offload.kernels.cpu.weight_products import MAX_ROWS, in_lane_order, multiply
-from offload.zero.groups.bits import flat_array
 from offload.zero.groups.quantized_layout import QuantizedPart
 from offload.zero.groups.weight_quantizer import WeightQuantizer, split_codes
 

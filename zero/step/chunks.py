@@ -125,13 +125,14 @@ def segments_of(state: OptimizerState, terms: Terms, missed: ZeroUpdates) -> lis
             segments.append(
                 Segment(spec.offset, spec.stop, numbers, step, before, has_gradient=False)
             )
-    return _merged(segments)
+    segments.sort(key=lambda segment: segment.start)
+    return segments if state.group.matrices else _merged(segments)
 
 
 def _merged(pieces: Sequence[Segment]) -> list[Segment]:
     """Return neighbouring segments with equal numbers as one (fewer, longer kernel calls)."""
     merged: list[Segment] = []
-    for piece in sorted(pieces, key=lambda segment: segment.start):
+    for piece in pieces:
         last = merged[-1] if merged else None
         if (
             last is not None

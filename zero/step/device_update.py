@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from offload.kernels.bits import DTYPE_OF
 from offload.kernels.floats import Float
 from offload.kernels.gpu import triton_optimizer
 from offload.swap.device.device_slot import Links
@@ -25,12 +26,11 @@ from offload.swap.device.streams import StreamEvent, WorkStream, mark_here
 from offload.swap.threads.lanes import profiled
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.units import round_up
-from offload.zero.groups.bits import DTYPE_OF
 from offload.zero.step.chunks import Chunk, ChunkBytes
 from offload.zero.step.records import ALIGN_NBYTES
 
 # What a kernel on the device takes for the arrays of a record: 16-bit floats have a type there.
-RECORD_DTYPES = {
+_DTYPES = {
     np.dtype(np.float32): torch.float32,
     np.dtype(np.uint16): torch.bfloat16,
     np.dtype(np.int16): torch.int16,
@@ -71,10 +71,7 @@ class DeviceUpdate:
         fetched.before_compute()
         with profiled(f"update of {chunk.update.group.name}"):
             self._run(chunk)
-        stepped = mark_here(self._work.stream.device)
-        for part in chunk.parts:
-            if part.on_device is not None:
-                part.home.used_device_piece(part.piece, stepped)
+        stepped = mark_used(chunk)
         what = f"the step of {chunk.weight.home.name} on the device"
         if not chunk.weight.home.at_home_on_device:
             target = chunk.weight.wait()[: chunk.weight.nbytes]
@@ -109,10 +106,7 @@ class DeviceUpdate:
             grad_float = chunk.update.state.gradients.format
             grads = chunk.gradient.device_bytes()[: numel * grad_float.nbytes]
             grads = grads.view(DTYPE_OF[grad_float])
-        record = chunk.record.device_bytes()
-        arrays = {
-            f.name: record[span].view(RECORD_DTYPES[f.dtype]) for f, span in kept.spans(numel)
-        }
+        arrays = device_arrays(chunk)
         for segment, span in chunk.segments():
             own = kept.operands(arrays, span, segment.scalars)
             given = grads[span] if grads is not None and segment.has_gradient else None
@@ -126,3 +120,18 @@ class DeviceUpdate:
                     scales=own.scales, low=own.low, master=own.master,
                     noise=chunk.noise(self._seed, step, span),
                 )  # fmt: skip
+
+
+def device_arrays(chunk: Chunk) -> dict[str, torch.Tensor]:
+    """Return views of a record on the device, as `RecordFormat.arrays` does in host memory."""
+    record, spans = chunk.record.device_bytes(), chunk.record_format.spans(len(chunk.elements))
+    return {f.name: record[span].view(_DTYPES[f.dtype]) for f, span in spans}
+
+
+def mark_used(chunk: Chunk) -> StreamEvent:
+    """Mark the end of what is queued on the device for a chunk."""
+    stepped = mark_here(chunk.record.device_bytes().device)
+    for part in chunk.parts:
+        if part.on_device is not None:
+            part.home.used_device_piece(part.piece, stepped)
+    return stepped

@@ -53,11 +53,6 @@ class OptimizerState:
         self.parts = {part.index: part for part in self.part.trained()}
 
     @property
-    def is_of_matrices(self) -> bool:
-        """Whether its parameters are matrices that are updated whole."""
-        return self.group.matrices
-
-    @property
     def nbytes(self) -> int:
         """The bytes of the group's parameters and the optimizer's records, without gradients."""
         return self.group.state.nbytes + sum(record.nbytes for record in self.records)

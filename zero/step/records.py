@@ -94,9 +94,9 @@ class RecordFormat:
             fields += [Field(_scale(n), np.dtype(np.float32), BLOCK) for n in self.states]
         return tuple(fields)
 
-    def of_matrices(self) -> RecordFormat:
-        """Return the format of matrices that Muon trains, beside others in this format."""
-        return replace(self, states=MuonScalars.states)
+    def of(self, *, matrices: bool) -> RecordFormat:
+        """Return the format of a group's records, of `matrices` that Muon trains or of others."""
+        return replace(self, states=MuonScalars.states) if matrices else self
 
     def offsets(self, numel: int) -> list[int]:
         offsets, end = [], 0

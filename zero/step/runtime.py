@@ -75,9 +75,8 @@ class Homes(WeightHomes, Protocol):
     @property
     def record_format(self) -> RecordFormat: ...
 
-    def matrix_memory(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the memory of `MatrixWork`: where the model computes, and in host memory."""
-        ...
+    def matrix_work(self) -> MatrixWork:
+        """Return the memory for Muon's products."""
 
     def device_work(self) -> DeviceWork:
         """Return the device's streams and memory for updates and gradients beside the model."""
@@ -95,7 +94,6 @@ class RuntimeOptions:
     prefetch: int = 4  # groups fetched ahead
     keep_records: bool = False  # memory is left for optimizer records until their next update
     step_rules: StepRules = field(default_factory=StepRules)
-    products_dtype: torch.dtype = torch.bfloat16  # of Muon
     reduce_dtype: torch.dtype | None = None  # gradients are rounded to it on their way to ranks
 
 
@@ -146,8 +144,7 @@ class Runtime:
             # the update thread must not keep the model alive
             fetcher = weakref.proxy(self.store.fetcher)
             self.updates = UpdateQueue(
-                self.own, run, options.seed, staging, fetcher, work,
-                MatrixWork(*homes.matrix_memory(), options.products_dtype),
+                self.own, run, options.seed, staging, fetcher, work, homes.matrix_work(),
                 keep_records=options.keep_records,
             )  # fmt: skip
             begun.callback(self.updates.close)
@@ -172,8 +169,7 @@ class Runtime:
         next_use = partial(next_update, self.trace, index)
         gradients = self._gradients(index, group.name, part, next_read, group.ep_size)
         chunks = layout.chunks(self.options.chunk_numel)
-        kept_as = self._homes.record_format
-        kept_as = kept_as.of_matrices() if group.matrices else kept_as
+        kept_as = self._homes.record_format.of(matrices=group.matrices)
         records = [
             self._homes.record(index, group.name, chunk, kept_as.nbytes(len(elements)), next_use)
             for chunk, elements in enumerate(chunks)

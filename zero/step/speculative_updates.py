@@ -27,6 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+from offload.kernels.bits import FLOAT_OF
 from offload.kernels.cpu.undo_code import codes_nbytes
 from offload.kernels.floats import Array
 from offload.swap.states.memory_state import MemoryState
@@ -36,7 +37,6 @@ from offload.swap.threads.transfer import Transfer
 from offload.tiers.ledger import OldBytes
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
-from offload.zero.groups.bits import FLOAT_OF
 from offload.zero.step.chunks import GroupUpdate, Terms
 from offload.zero.step.deferred_updates import DeferredUpdates
 from offload.zero.step.optimizer_state import HyperOf, OptimizerState

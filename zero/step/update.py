@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from offload.kernels.bits import array_of
 from offload.kernels.cpu.optimizer import Missed, optimizer_step
 from offload.kernels.floats import Array, Float
 from offload.kernels.rules import StateFormat
@@ -31,7 +32,6 @@ from offload.swap.threads.transfer import Transfer, all_of
 from offload.swap.threads.worker import ParallelRunner, Worker
 from offload.tiers.tier import Residency
 from offload.tiers.units import round_up
-from offload.zero.groups.bits import array_of
 from offload.zero.groups.fetching import Fetcher, PendingUpdates
 from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.step.device_update import DeviceUpdate, DeviceWork
@@ -69,7 +69,7 @@ class UpdateQueue(PendingUpdates):
         self._lock = threading.Lock()
         self._device = device
         self._device_update = DeviceUpdate(device, own, seed)
-        self._matrix_update = MatrixUpdate(matrices, own, seed, run)
+        self._matrix_update = MatrixUpdate(matrices, own, seed, (run, self._run_blocks))
         self._chunks: Iterator[Chunk] | None = None
         self._active: deque[Chunk] = deque()
         self._on_device: list[tuple[Chunk, Transfer[None]]] = []  # queued there, not done yet
@@ -276,16 +276,12 @@ class UpdateQueue(PendingUpdates):
         return buffer
 
     def _compute(self, chunk: Chunk) -> None:
-        if chunk.update.state.is_of_matrices:
+        whole = chunk.update.group.matrices
+        if whole or not chunk.by_device:
             with profiled(f"{self.lane.kind} of {chunk.update.group.name}"):
-                done = self._matrix_update.step(chunk)
+                done = self._matrix_update.step(chunk) if whole else self._step_here(chunk)
             for each in done:
                 self._send_home(each)
-            return
-        if not chunk.by_device:
-            with profiled(f"{self.lane.kind} of {chunk.update.group.name}"):
-                self._step_here(chunk)
-            self._send_home(chunk)
             return
         ended = self._device_update.step(chunk)
         if ended.done():
@@ -295,14 +291,14 @@ class UpdateQueue(PendingUpdates):
         self._on_device.append((chunk, ended))
         ended.then(lambda _: self._worker.wake())
 
-    def _step_here(self, chunk: Chunk) -> None:
+    def _step_here(self, chunk: Chunk) -> list[Chunk]:
         update, number, run = chunk.update, chunk.number, self._run_sections
         before = update.undoes
         if before is not None and before.codes is not None and number in before.codes.made:
             before.codes.undo(number, [c for c, *_ in self._calls(chunk, before.segments)], run)
         calls = list(self._calls(chunk, update.segments))
         if update.codes is not None and update.codes.step(number, [c for c, *_ in calls], run):
-            return
+            return [chunk]
         kept = chunk.record_format
         blocks = kept.state_format is StateFormat.INT8
         for (given, named), scales, segment, span in calls:
@@ -315,6 +311,7 @@ class UpdateQueue(PendingUpdates):
                 ],
                 run=self._run_blocks if blocks else self._run,
             )  # fmt: skip
+        return [chunk]
 
     def _calls(
         self, chunk: Chunk, segments: Sequence[Segment]

@@ -188,7 +188,7 @@ class _Loader:
         kept, start = state.record_format, state.part.trainable.start
         for elements, record in zip(state.chunks, state.records, strict=True):
             with self._access.overwriting(record, 0) as raw:
-                saved = model.format_of(self._saved_format, state.group)
+                saved = self._saved_format.of(matrices=state.group.matrices)
                 self._read_record(raw, shifted(elements, start), specs, kept, saved)
                 del raw
 
@@ -276,7 +276,7 @@ def _check_states(
         for spec in state.group.layout.params:
             if spec.trainable:
                 saved = manifest.fields_of(parameters[entries.whole(spec).name])
-                if saved != fields_of(model.format_of(kept, state.group)):
+                if saved != fields_of(kept.of(matrices=state.group.matrices)):
                     _refuse(path, f"{spec.name} has the optimizer states {', '.join(saved)}")
 
 

@@ -192,11 +192,6 @@ def saved_format(engine: Trained) -> RecordFormat:
     return replace(kept, state_format=StateFormat.FP32) if uneven else kept
 
 
-def format_of(saved: RecordFormat, group: ParamGroup) -> RecordFormat:
-    """The format of one group's records, if `saved` is that of most."""
-    return saved.of_matrices() if group.matrices else saved
-
-
 _EMPTY = RecordFormat(Master.NONE)  # of a frozen model
 _MASTERS: dict[Master, MasterName] = {
     Master.NONE: "none", Master.SPLIT: "split", Master.FP32: "fp32"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +42,7 @@ from offload.zero.groups.group import ParamGroup
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
+    from offload.zero.step.records import RecordFormat
 
 
 def save_engine(engine: Trained, path: Path, state: Mapping[str, Any] | None) -> None:
@@ -96,7 +96,7 @@ class Saver:
         of them, which keep their bytes and can be read in any order."""
         self._states = engine.optimizer_states
         self._run = run
-        self._format_of = partial(model.format_of, model.saved_format(engine))
+        self._saved_format = model.saved_format(engine)
         self.saved = model.saved_groups(engine)  # by their numbers
         self._entries = model.Entries(engine)
         self._name_on = engine.spread.name_on  # maps an expert's name to its name on another rank
@@ -177,6 +177,9 @@ class Saver:
         saved = self.saved[number]
         kept = self._format_of(saved.groups[0]) if saved.groups[0].matrices else None
         return group_record(number, saved.name, is_trained=saved.is_trained, kept=kept)
+
+    def _format_of(self, group: ParamGroup) -> RecordFormat:
+        return self._saved_format.of(matrices=group.matrices)
 
     def _states_of(self, number: int) -> list[list[TensorInfo]]:
         records = self._of(number)

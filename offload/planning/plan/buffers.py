@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.kernels.floats import NORM_BLOCK, norm_blocks
+from offload.kernels.newton_schulz import products_nbytes
 from offload.planning.plan.sizes import (
     ITEMSIZE,
     GroupBytes,
@@ -30,7 +31,6 @@ from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.ranks.sharding import BUCKETS, Sharding
-from offload.zero.step.matrices import products_nbytes
 from offload.zero.step.records import ALIGN_NBYTES
 
 if TYPE_CHECKING:
@@ -85,22 +85,21 @@ def staging_nbytes_of(
 
 def held_chunks(groups: Iterable[GroupBytes], chunk_numel: int) -> int:
     """The chunks that the largest matrix lies in, which wait for its products."""
-    return max((-(-(numel - 1) // chunk_numel) + 1 for numel in _matrix_numels(groups)), default=0)
+    largest = max((math.prod(shape) for shape in _matrices(groups)), default=0)
+    return -(-(largest - 1) // chunk_numel) + 1 if largest else 0
 
 
-def products_of(groups: Iterable[GroupBytes], itemsize: int) -> tuple[int, int]:
-    """The bytes for the products of any of Muon's matrices, and for the input of the largest."""
-    shapes = {
-        spec.shape for group in groups if group.matrices
-        for spec in group.layout.params if spec.trainable
-    }  # fmt: skip
-    largest = max((math.prod(shape) for shape in shapes), default=0)
+def products_of(groups: Iterable[GroupBytes], itemsize: int, *, gpu: bool) -> tuple[int, int]:
+    """The bytes for the products of any of Muon's matrices where the model computes, and beside a
+    GPU for the input of the largest."""
+    shapes = _matrices(groups)
     needed = max((products_nbytes(shape, itemsize) for shape in shapes), default=0)
+    largest = max((math.prod(shape) for shape in shapes), default=0) if gpu else 0
     return pages_or_none(needed), pages_or_none(4 * largest)
 
 
-def _matrix_numels(groups: Iterable[GroupBytes]) -> Iterator[int]:
-    return (max(1, n) for group in groups if group.matrices for n in group.trained_numels)
+def _matrices(groups: Iterable[GroupBytes]) -> set[tuple[int, ...]]:
+    return {spec.shape for group in groups if group.matrices for spec in group.layout.params}
 
 
 # ---------------------------------------------------------------- kernels

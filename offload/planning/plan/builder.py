@@ -92,7 +92,8 @@ class PlanBuilder:
         }
         self.kv = plan_kv(self.config, model, itemsize=self.sizes.itemsize, gpu=self.gpu)
         self._staging_buffers = STAGING_BUFFERS + held_chunks(self._kinds, self.sizes.chunk_numel)
-        self._products = products_of(self._kinds, ITEMSIZE[self.config.optimizer.ns_dtype])
+        format_ = self.config.optimizer.ns_dtype
+        self._products = products_of(self._kinds, ITEMSIZE[format_], gpu=self.gpu)
         self._assigned: dict[tuple[StateClass, Placement, bool], _Assigned] = {}
 
     def share_with(self, other: PlanBuilder) -> None:
@@ -116,8 +117,7 @@ class PlanBuilder:
             record_format=self.sizes.record_format, chunk_numel=self.sizes.chunk_numel,
             prefetch=self.sizes.prefetch, staging_buffers=self._staging_buffers if staging else 0,
             products=(self.config.optimizer.ns_dtype, self.config.optimizer.ns_steps or 0),
-            products_nbytes=self._products[0],
-            products_host_nbytes=self._products[1] if self.gpu else 0,
+            products_nbytes=self._products,
             staging_nbytes=staging, gpu=self.gpu, unit_nbytes=self.unit_nbytes,
             window_nbytes=self.window_nbytes,
             dequantized_nbytes=self.dequantized_nbytes, expected={},
@@ -182,8 +182,8 @@ def _expected(plan: Plan) -> dict[Tier, dict[StateClass, int]]:
     computing = expected[Tier.DEVICE if plan.gpu else Tier.HOST]
     staged = expected[Tier.HOST]
     staged[StateClass.STAGING] += plan.staging_nbytes * plan.staging_buffers
-    staged[StateClass.STAGING] += plan.products_host_nbytes
-    computing[StateClass.STAGING] += plan.products_nbytes
+    for place, nbytes in zip((computing, staged), plan.products_nbytes, strict=True):
+        place[StateClass.STAGING] += nbytes
     if plan.device is not None:
         expected[Tier.DEVICE][StateClass.STAGING] += plan.device.total_nbytes
         staged[StateClass.STAGING] += plan.device.landing_buffers * plan.device.ring_nbytes

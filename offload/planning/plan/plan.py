@@ -110,8 +110,7 @@ class Plan:
     shared: SharedPlan | None = None  # None: this rank is alone
     kv: KVPlan | None = None  # None: KV caches are in no tier
     products: tuple[str, int] = ("bf16", 0)  # of Muon: their format, and iterations
-    products_nbytes: int = 0  # where the model computes
-    products_host_nbytes: int = 0  # in host memory beside a GPU
+    products_nbytes: tuple[int, int] = (0, 0)  # where the model computes, and on the host beside it
     gpu_budget_nbytes: int | None = None  # for the tier and all beside it; None: it is open
     device_room_nbytes: int | None = None  # where budget.device is open: with what it cannot use
 
@@ -254,11 +253,7 @@ def speculative_groups(plan: Plan, config: OffloadConfig) -> Mapping[int, OldByt
     speculative, left = {}, spare_nbytes(plan)
     for index in range(len(plan.groups) - 1, -1, -1):  # as backward comes to them
         group, home, tiers = plan.groups[index], plan.parameters[index], plan.records[index]
-        coded = {
-            tier
-            for tier in tiers
-            if has_codes and tier.medium is Medium.HOST and not group.matrices
-        }
+        coded = {t for t in tiers if has_codes and t.medium is Medium.HOST and not group.matrices}
         moves = bool(tiers) or home is Tier.NVME
         on_host = home.medium is Medium.HOST and not on_all_ranks
         can_be_undone = {*tiers} <= {Tier.NVME, *coded} and (home is Tier.NVME or on_host)

@@ -83,7 +83,7 @@ class Sizes:
 
     def record_nbytes(self, numel: int, *, matrices: bool = False) -> int:
         """The bytes of a record of `numel` elements; of `matrices` that Muon trains."""
-        return pages(format_of(self.record_format, matrices=matrices).nbytes(numel))
+        return pages(self.record_format.of(matrices=matrices).nbytes(numel))
 
 
 def measure(
@@ -109,10 +109,6 @@ def planned_shape(config: OffloadConfig, model: ModelShape) -> ModelShape:
     return model.with_matrices(names).stored(config.stored)
 
 
-def format_of(kept: RecordFormat, *, matrices: bool) -> RecordFormat:
-    return kept.of_matrices() if matrices else kept
-
-
 def sizes_of(config: OffloadConfig) -> Sizes:
     itemsize = ITEMSIZE[config.precision]
     several = config.gradient_accumulation_steps > 1
@@ -130,16 +126,13 @@ def _group_bytes(group: GroupShape, sizes: Sizes, sharding: Sharding) -> GroupBy
     before = pages_or_none(layout.numel_trainable * itemsize) if is_kept else 0
     here = layout.shard_numel if sharding.parameters else layout.numel
     values = pages(here * sizes.itemsize)
+    record_nbytes = partial(sizes.record_nbytes, matrices=group.matrices)
     return GroupBytes(
         name=group.name or "(root)",
         layout=layout,
         parameters=pages(stored_nbytes(group, sizes.itemsize)) if layout.is_quantized else values,
         gradients=pages_or_none(layout.shard_trainable * itemsize) + before,
-        records=_by_chunk(
-            layout.shard_trainable,
-            sizes.chunk_numel,
-            partial(sizes.record_nbytes, matrices=group.matrices),
-        ),
+        records=_by_chunk(layout.shard_trainable, sizes.chunk_numel, record_nbytes),
         summed=itemsize > sizes.itemsize,
         home_numel=here,
         table=group.table,

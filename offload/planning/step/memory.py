@@ -35,7 +35,7 @@ from offload.planning.plan.plan import (
     spare_nbytes,
     speculative_groups,
 )
-from offload.planning.plan.sizes import CLASSES, ITEMSIZE, format_of
+from offload.planning.plan.sizes import CLASSES, ITEMSIZE
 from offload.planning.step.planned_run import PlannedRun
 from offload.planning.step.representatives import representatives
 from offload.tiers.ledger import StateClass
@@ -172,7 +172,7 @@ class PlannedMemory:
         Classes of no bytes are left out, and the excess over the budget of a tier that is full."""
         master = whole = 0
         for group in self._plan.groups:
-            kept = format_of(self._plan.record_format, matrices=group.matrices)
+            kept = self._plan.record_format.of(matrices=group.matrices)
             for field in kept.fields:  # with scales and without gaps
                 nbytes = field.numel(group.layout.shard_trainable) * field.dtype.itemsize
                 whole += nbytes

@@ -18,22 +18,16 @@ lose to I/O beyond that is measured (`Speeds.io_lost_s_per_byte`).
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from offload.kernels.newton_schulz import products_flops
 from offload.kernels.variants import Master
 from offload.planning.plan.estimate import LinkTime, StepEstimate
 from offload.planning.plan.plan import Plan, speculative_groups
-from offload.planning.plan.sizes import (
-    ITEMSIZE,
-    GroupBytes,
-    RecordKind,
-    format_of,
-    record_kinds,
-)
+from offload.planning.plan.sizes import ITEMSIZE, GroupBytes, RecordKind, record_kinds
 from offload.planning.step.planned_run import MAX_PASSES, PlannedRun
 from offload.planning.step.program import Bytes, Move, Verb, total_of, working_groups
 from offload.planning.step.representatives import representatives
@@ -457,25 +451,20 @@ def update_s(
     plan: Plan, group: int, precision: str, speeds: Speeds, *, there: bool = False
 ) -> float:
     """Seconds of the optimizer's arithmetic on one group: the CPU's, or a GPU's with `there`."""
-    of = plan.groups[group]
-    kinds = record_kinds(of, plan.records[group], plan.chunk_numel)
-    kept, products = format_of(plan.record_format, matrices=of.matrices), 0.0
-    if of.matrices and not there:
-        products = _products_s(plan, of, speeds)
-    summed = of.summed
+    of, kept = plan.groups[group], plan.record_format.of(matrices=plan.groups[group].matrices)
+    products = _products_s(plan, of, speeds) if of.matrices and not there else 0.0
     return products + sum(
-        kind.count * _call_s(plan, kind, kept, precision, speeds, summed=summed)
-        for kind in kinds
+        kind.count * _call_s(plan, kind, kept, precision, speeds, summed=of.summed)
+        for kind in record_kinds(of, plan.records[group], plan.chunk_numel)
         if there == (plan.gpu and kind.tier is Tier.DEVICE)
     )
 
 
 def _products_s(plan: Plan, group: GroupBytes, speeds: Speeds) -> float:
     """Seconds of Muon's products for a group, of which each rank of several has its share."""
-    shapes = [spec.shape for spec in group.layout.params if spec.trainable]
-    flops = sum(4 * math.prod(each) * min(each) + 2 * min(each) ** 3 for each in shapes)
     precision, iterations = plan.products
-    return iterations * flops / group.layout.ranks / _matmul_rate(precision, speeds)
+    flops = iterations * sum(products_flops(spec.shape) for spec in group.layout.params)
+    return flops / group.layout.ranks / _matmul_rate(precision, speeds)
 
 
 def _call_s(

@@ -13,7 +13,7 @@ from offload.planning.machine.baseline import known_baseline
 from offload.planning.machine.speeds import NOMINAL
 from offload.planning.plan.estimate import Workload
 from offload.planning.plan.plan import Plan
-from offload.planning.plan.sizes import ITEMSIZE, format_of
+from offload.planning.plan.sizes import ITEMSIZE
 from offload.planning.step.step_time import estimate_step
 from offload.tools.memest.estimate.case import Case
 from offload.tools.memest.estimate.result import Estimate, InferenceEstimate, active_numel
@@ -123,7 +123,7 @@ def checkpoint_nbytes(plan: Plan, config: OffloadConfig, model: ModelShape) -> i
     `ModelShape`, are left out. Two checkpoints exist while one replaces another."""
     total = 0
     for group in model.groups:
-        kept = format_of(plan.record_format, matrices=group.matrices)
+        kept = plan.record_format.of(matrices=group.matrices)
         for spec in group.layout.params:
             fields = kept.fields if spec.trainable else ()
             states = sum(each.numel(spec.numel) * each.dtype.itemsize for each in fields)
