@@ -41,14 +41,23 @@ _MOVES = (
     "offload moves the weights of this pipeline, which are in tiers: leave out this call; budget "
     "and device in offload's configuration say how much memory they take, and where"
 )
-# Methods of a pipeline that is dispatched, and what to do instead.
+_LORA = (
+    "load adapters before dispatch(pipe), or close the tiers first, which gives the weights back: "
+    "offload.dispatched(pipe.vae).close(keep='host')"
+)
+# Methods of a pipeline that is dispatched, and of its models, and what to do instead.
 _REFUSED = {
     **dict.fromkeys(
         ("enable_group_offload", "enable_model_cpu_offload", "enable_sequential_cpu_offload"),
         _MOVES,
     ),
-    "load_lora_weights": "load adapters before dispatch(pipe), or close the tiers first, which "
-    "gives the weights back: offload.dispatched(pipe.vae).close(keep='host')",
+    **dict.fromkeys(("load_lora_weights", "load_lora_adapter"), _LORA),
+}
+# Arguments of from_pretrained, and why open_pipeline does not take them.
+_ARGUMENTS = {
+    "device_map": "budget and device in offload's configuration say where weights are",
+    "quantization_config": "storage.weights in offload's configuration quantizes weights",
+    "torch_dtype": "it is called dtype here",
 }
 
 
@@ -65,7 +74,12 @@ def dispatch(pipe: P, config: StrPath | Mapping[str, Any] | OffloadConfig | None
 
     Raises what `offload.dispatch` raises, and UnsupportedError for group offloading.
     """
-    models = {n: m for n, m in _components(pipe).items() if isinstance(m, nn.Module)}
+    if not isinstance(pipe, DiffusionPipeline):
+        raise ConfigError(
+            f"{type(pipe).__name__} is not a pipeline of diffusers; offload.dispatch(model, config)"
+            " takes a model, and an nn.ModuleDict of several models that share a budget"
+        )
+    models = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
     for name, model in models.items():
         hooks = (getattr(each, "_diffusers_hook", None) for each in model.modules())
         if any(hook is not None and hook.get_hook(_GROUP_OFFLOADING) for hook in hooks):
@@ -78,10 +92,11 @@ def dispatch(pipe: P, config: StrPath | Mapping[str, Any] | OffloadConfig | None
         groups = loaded.groups.model_copy(update={"blocks": _innermost_blocks(models.values())})
         loaded = loaded.model_copy(update={"groups": groups})
     whole = offload.dispatch(nn.ModuleDict(models), loaded)
-    refused = [name for name in _REFUSED if hasattr(pipe, name)]
-    for name in refused:
-        setattr(pipe, name, partial(_refuse, name))
-    offload.dispatched(whole).before_close(partial(_allow, pipe, refused))
+    owners: list[Any] = [pipe, *models.values()]  # another pipeline may call the models' methods
+    refused = [(vars(each), name) for each in owners for name in _REFUSED if hasattr(each, name)]
+    for methods, name in refused:
+        methods[name] = partial(_refuse, name)
+    offload.dispatched(whole).before_close(partial(_allow, refused))
     return pipe
 
 
@@ -89,19 +104,9 @@ def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
     raise UnsupportedError(f"{name}(): {_REFUSED[name]}")
 
 
-def _allow(pipe: Any, names: Iterable[str]) -> None:
-    for name in names:
-        vars(pipe).pop(name, None)
-
-
-def _components(pipe: Any) -> dict[str, Any]:
-    if not isinstance(pipe, DiffusionPipeline):
-        raise ConfigError(
-            f"{type(pipe).__name__} is not a pipeline of diffusers; offload.dispatch(model, config)"
-            " takes a model, and an nn.ModuleDict of several models that share a budget"
-        )
-    components: dict[str, Any] = pipe.components
-    return components
+def _allow(refused: Iterable[tuple[dict[str, Any], str]]) -> None:
+    for methods, name in refused:
+        methods.pop(name, None)
 
 
 def _innermost_blocks(models: Iterable[nn.Module]) -> tuple[str, ...]:
@@ -135,6 +140,12 @@ def open_pipeline(
     Raises ConfigError if `folder` is no such folder, CheckpointError if weights do not fit,
     UnsupportedError for quantized models of diffusers.
     """
+    for argument in _ARGUMENTS.keys() & components.keys():
+        raise ConfigError(f"{argument}=: {_ARGUMENTS[argument]}")
+    dtypes = dtype if isinstance(dtype, Mapping) else {"default": dtype}
+    for each in dtypes.values():
+        if not isinstance(each, torch.dtype):
+            raise ConfigError(f"dtype: {each!r} is not a torch.dtype, such as torch.bfloat16")
     folder = path_of(folder, "folder")
     if not folder.is_dir():
         raise ConfigError(not_local(str(folder)))
@@ -142,7 +153,6 @@ def open_pipeline(
         raise ConfigError(
             f"{folder} has no {_PIPELINE}; name a folder that pipe.save_pretrained wrote"
         )
-    dtypes = dtype if isinstance(dtype, Mapping) else {"default": dtype}
     opened = {}
     for name, entry in read_json(folder / _PIPELINE).items():
         if name in components or not isinstance(entry, list) or entry[0] is None:
@@ -178,12 +188,14 @@ def _open_model(kind: Any, folder: Path, dtype: torch.dtype, variant: str | None
             f"{folder / CONFIG} has a quantization_config, and offload does not read quantized "
             "models of diffusers; take the folder of the original, and set storage.weights"
         )
-    named = [".".join(_with_variant(name, variant)) for name in _FILES] if variant else []
+    parts = [name.rpartition(".") for name in _FILES if variant]
+    named = [f"{stem}.{variant}.{suffix}" for stem, _, suffix in parts]
     files = weight_files(folder, [*named, *_FILES])
     if not files:
         raise ConfigError(
-            f"{folder} has no {' and no '.join(_FILES)}: offload reads no pickles; write the folder"
-            " anew with pipe.save_pretrained, on a machine that you trust with it"
+            f"{folder} has no {' and no '.join(_FILES)}: offload reads no pickles; name the "
+            "variant= of files that are there, or write the folder anew with pipe.save_pretrained, "
+            "on a machine that you trust with it"
         )
     before = kind._set_default_torch_dtype(dtype)
     try:
@@ -201,11 +213,6 @@ def _open_model(kind: Any, folder: Path, dtype: torch.dtype, variant: str | None
     _fill(model, tensors, folder)
     model.register_to_config(_name_or_path=str(folder))
     return model.eval()  # type: ignore[no-any-return]
-
-
-def _with_variant(name: str, variant: str) -> tuple[str, str, str]:
-    stem, _, suffix = name.rpartition(".")
-    return stem, variant, suffix
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, LazyTensor], folder: Path) -> None:

@@ -492,7 +492,9 @@ def test_adapters_loaded_before_are_in_the_tiers(tmp_path: Path) -> None:
         (lambda pipe: pipe.to("meta"), "set precision .* and device"),
         (lambda pipe: pipe.enable_model_cpu_offload(), "leave out this call"),
         (lambda pipe: pipe.enable_sequential_cpu_offload("cpu"), "leave out this call"),
+        (lambda pipe: pipe.unet.enable_group_offload(torch.device("cpu")), "leave out this call"),
         (lambda pipe: pipe.load_lora_weights("lora"), "before dispatch"),
+        (lambda pipe: pipe.unet.load_lora_adapter("lora"), "before dispatch"),
     ],
 )
 def test_what_moves_or_changes_the_weights_is_refused(call: Any, text: str, tmp_path: Path) -> None:
@@ -547,6 +549,36 @@ def test_folders_that_are_not_opened(tmp_path: Path) -> None:
         open_pipeline(tmp_path)
     with pytest.raises(ConfigError, match=r"has no model_index\.json"):
         open_pipeline(tmp_path / "unet")
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ({"device_map": "balanced"}, "budget and device"),
+        ({"quantization_config": {}}, "storage.weights"),
+        ({"torch_dtype": torch.bfloat16}, "is called dtype"),
+        ({"dtype": "auto"}, "not a torch.dtype"),
+    ],
+)
+def test_arguments_that_are_not_taken(argument: Any, text: str, tmp_path: Path) -> None:
+    from offload.integrations.diffusers import open_pipeline
+
+    with pytest.raises(ConfigError, match=text):
+        open_pipeline(tmp_path, **argument)
+
+
+def test_a_folder_in_the_hubs_cache_is_opened(tmp_path: Path) -> None:
+    from offload.integrations.diffusers import open_pipeline
+
+    blobs, snapshot = tmp_path / "hub/blobs", tmp_path / "hub/snapshots/1f2e"
+    plain = pipeline("sd")
+    plain.save_pretrained(snapshot)
+    blobs.mkdir()
+    for file in [path for path in snapshot.rglob("*") if path.is_file()]:
+        blob = file.rename(blobs / str(len(list(blobs.iterdir()))))
+        file.symlink_to(os.path.relpath(blob, file.parent))
+    pipe = spread(open_pipeline(snapshot), tmp_path)
+    assert torch.equal(images(pipe), images(plain))
 
 
 def test_each_model_expects_its_own_last_pass(tmp_path: Path) -> None:

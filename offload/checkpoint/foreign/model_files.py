@@ -50,10 +50,12 @@ def weight_files(folder: Path, names: Sequence[str] = (SINGLE, INDEX)) -> list[P
 
 def own_file(folder: Path, name: str) -> Path:
     """The path of an existing file. CheckpointError if it is a link that leads out of the folder,
-    except in a hub's cache: files of a folder in `snapshots` are links to the `blobs` beside it."""
+    except in a hub's cache: files of a folder in `snapshots`, and of a pipeline's models in that,
+    are links to the `blobs` beside it."""
     home, path = Path(os.path.realpath(folder)), folder / name
     real = Path(os.path.realpath(path))
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    snapshots = [each for each in home.parents[:2] if each.name == "snapshots"]
+    blobs = snapshots[0].parent / "blobs" if snapshots else home
     if real.is_relative_to(home) or real.parent == blobs:
         return path
     raise CheckpointError(
