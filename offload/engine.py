@@ -29,6 +29,7 @@ from offload.memory.tier_manager import TierManager, ranks_here
 from offload.models.activations import handle_activations
 from offload.models.closing import Keep
 from offload.models.foreign_wrappers import refuse_foreign_wrappers
+from offload.models.frozen_base import FrozenBase
 from offload.optimizers.matrices import Matrices
 from offload.optimizers.optimizer import (
     OffloadOptimizer,
@@ -153,6 +154,7 @@ class Engine(TieredModel):
         self._run: ParallelRunner | None = None
         self._runtime: Runtime | None = None
         self._saves = BackgroundSaves()
+        self.frozen_base = FrozenBase()
         self._told_of_scheduler = False
         super().__init__(model, config)
         _check_trainable(model)
@@ -433,8 +435,9 @@ class Engine(TieredModel):
                 interrupts.check()
 
     def save_checkpoint(
-        self, path: StrPath, *, state: Mapping[str, Any] | None = None, wait: bool = True
-    ) -> None:
+        self, path: StrPath, *, state: Mapping[str, Any] | None = None, wait: bool = True,
+        frozen: bool = True,
+    ) -> None:  # fmt: skip
         """Write parameters, masters, optimizer states and param groups into the folder `path`, one
         group after the other, with all that training needs to go on with the same bits: steps, loss
         scale, random numbers of every kind, what was registered, and `state`, a dict of numbers,
@@ -450,12 +453,17 @@ class Engine(TieredModel):
         there is room, updates of others wait until the thread has passed them. The folder appears
         when it is complete. One is under way at a time: the next save, a load, `close` and
         `checkpoint_saved` wait for it, and raise its error (the next save when it is
-        complete itself). On several ranks, with
-        states at home on a GPU or quantized weights it waits all the same, and says so once.
+        complete itself). On several ranks, or where a state to be saved is at home on a GPU or
+        quantized, it waits all the same, and says so once.
 
-        Raises StateError while gradients wait for a step, or inside `gathered`; PathError for a
-        folder that holds anything else or cannot be written; UnsupportedError if parameters are
-        DTensors, whose `state_dict()` is complete.
+        With `frozen=False` the frozen parameters are left out, and named by a hash of each: the
+        checkpoint of adapters has adapters, their masters and optimizer states, and all else, in
+        the bytes of these. It loads onto an engine with the same frozen parameters. The first such
+        save reads them all to hash them, the next ones those that were written since.
+
+        Raises StateError while gradients wait for a step, inside `gathered`, or with `frozen=False`
+        if all parameters are frozen; PathError for a folder that holds anything else or cannot be
+        written; UnsupportedError if parameters are DTensors, whose `state_dict()` is complete.
         """
         path = local_path_of(path, "path")
         _refuse_parts("save_checkpoint", self._open())
@@ -473,8 +481,8 @@ class Engine(TieredModel):
             if (live_engine := engine()) is not None:
                 live_engine.last_checkpoint = saved
 
-        if wait or not self._saves.begin(self, path, state, note):
-            save_engine(self, path, state)
+        if wait or not self._saves.begin(self, path, state, note, frozen=frozen):
+            save_engine(self, path, state, frozen=frozen)
             note()
         if earlier is not None:  # of the one before; this one is saved all the same
             raise earlier
@@ -511,7 +519,8 @@ class Engine(TieredModel):
         return its `state` (empty if it had none). All of it is compared with its hashes as it is
         read. Random numbers go on as they were, and registered objects get their states last.
 
-        Raises CheckpointError, and changes nothing, if it is of another model or not all there.
+        Raises CheckpointError, and changes nothing, if it is of another model, not all there, or
+        saved with `frozen=False` by an engine whose frozen parameters had other values.
         After one that names damage, or a StorageError, the engine does nothing (StateError) until
         another checkpoint is loaded.
         """

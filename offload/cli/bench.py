@@ -158,7 +158,7 @@ def _run(context: typer.Context, options: object, json: Path | None) -> None:
     from rich.console import Console
 
     from offload.bench.table import print_record
-    from offload.checkpoint.format.disk import check_target
+    from offload.cli.errors import check_target
     from offload.process.child import named
 
     if json is not None:

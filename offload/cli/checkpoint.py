@@ -50,11 +50,13 @@ def verify(path: Folder) -> None:
     with CheckpointReader(path) as reader:
         problems = list(reader.problems(contents=True))
         files, nbytes = len(reader.manifest.files), reader.manifest.nbytes
+        base = reader.manifest.base
     for problem in problems:
         print_error(problem)
     if problems:
         raise typer.Exit(EXIT_FAILED)
-    echo(f"{path} is whole: {files} files, {format_bytes(nbytes)}")
+    beside = "" if base is None else f", for the frozen base {base.name}, which is not in it"
+    echo(f"{path} is whole: {files} files, {format_bytes(nbytes)}{beside}")
 
 
 @checkpoint_app.command()
@@ -75,7 +77,8 @@ def export(
     ] = None,
 ) -> None:
     """Write the model of PATH to OUT, in safetensors files that any program reads. A folder OUT of
-    a transformers model is one that from_pretrained opens."""
+    a transformers model is one that from_pretrained opens. A checkpoint saved with frozen=False
+    gives OUT.safetensors alone, with the trained parameters."""
     from offload.checkpoint.foreign.exporting import export as run
     from offload.tiers.units import format_bytes
 
@@ -141,6 +144,9 @@ def _summary(manifest: Manifest) -> list[str]:
     for number, group in enumerate(optimizer.param_groups):
         numbers = ", ".join(f"{key:.80} {value!s:.80}" for key, value in group.numbers.items())
         lines.append(f"param group {number}: {len(group.params)} parameters, {numbers}")
+    if manifest.base is not None:
+        base = manifest.base
+        lines.append(f"without its frozen base: {len(base.xxh3)} parameters, XXH3 {base.name}")
     if manifest.loss_scale is not None:
         lines.append(f"loss scale {manifest.loss_scale.scale:g}")
     if manifest.run is not None:

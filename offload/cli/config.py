@@ -91,7 +91,8 @@ def migrate_file(file: Path, out: Path | None, ranks: int | None, *, replace: bo
     """Write the migrated configuration to `out`, or to standard output; warnings go to stderr, a
     scheduler's code to standard output. Raise ConfigError naming every key that is unknown or
     refused; nothing is written then."""
-    from offload.checkpoint.format.disk import check_target, write_named
+    from offload.checkpoint.format.disk import write_named
+    from offload.cli.errors import check_target
     from offload.deepspeed.migration import migrate, read_ds_config
     from offload.display.plain_text import echo, plain
     from offload.tiers.errors import ConfigError

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ import typer.core
 from offload import __version__
 from offload.display.plain_text import plain_lines
 from offload.process.interrupts import Terminated
-from offload.tiers.errors import BudgetError, ConfigError, OffloadError
+from offload.tiers.errors import BudgetError, ConfigError, OffloadError, PathError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -28,6 +29,21 @@ def _print_version(context: typer.Context, wanted: bool) -> None:
     if wanted:
         typer.echo(f"{context.info_name} {__version__}")
         raise typer.Exit
+
+
+def check_target(path: Path, option: str, *, replace: bool) -> None:
+    """Raise PathError, before any work is done, if `path` cannot be written.
+
+    `replace`: whether a file that is there may be.
+    """
+    if path.is_dir():
+        raise PathError(f"{option} {path}: it is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise PathError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not replace and path.is_file():
+        raise PathError(f"{option} {path}: there is such a file; add --force to replace it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PathError(f"{option} {path}: not allowed to write there")
 
 
 def command_line(name: str, group: type[typer.core.TyperGroup], help_: str) -> typer.Typer:

@@ -248,8 +248,9 @@ class EngineModule(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Write the folder SAVE_DIR/TAG (a checkpoint of offload, with the loop's state), and the
-        file `latest`, frozen parameters included. All ranks call it together. Raise
-        UnsupportedError for a client state that needs pickling, ValueError without a folder."""
+        file `latest`; with `exclude_frozen_parameters` for the same frozen parameters alone. All
+        ranks call it together. Raise UnsupportedError for a client state that needs pickling,
+        ValueError without a folder."""
         if not save_dir:
             raise ValueError(f"save_checkpoint: save_dir is {save_dir!r}; name a folder")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -260,7 +261,8 @@ class EngineModule(nn.Module):
         if self.lr_scheduler is None and not client_state:
             self.offload.tell_of_scheduler()
         folder = path_of(save_dir, "save_dir")
-        save_all(self.offload, folder, name, state, save_latest=save_latest)
+        frozen = not exclude_frozen_parameters
+        save_all(self.offload, folder, name, state, save_latest=save_latest, frozen=frozen)
         return True
 
     def load_checkpoint(

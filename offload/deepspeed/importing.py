@@ -166,7 +166,7 @@ class _Importer:
         for param in self._saved.frozen:
             value = self._saved.frozen_value(param).to(self._saved.dtype)
             record = self._params[param]
-            name = self._manifest.groups[record.group].parameters
+            name = str(self._manifest.groups[record.group].parameters)
             files.write_tensors(name, [record], [value])
         files.write_tensors(BUFFERS, self._manifest.buffers, self._saved.buffers.values())
         if self._run_tensors:
@@ -191,7 +191,7 @@ class _Importer:
         elif "master" in arrays:
             arrays["master"][:] = _flat(master)
         group, fields = self._manifest.groups[record.group], fields_of(kept)
-        files.write_tensors(group.parameters, [record], [weight])
+        files.write_tensors(str(group.parameters), [record], [weight])
         name = str(group.optimizer)
         file = files.open(name, optimizer_sections([record], fields), {"group": group.name})
         for field in fields:

@@ -59,13 +59,13 @@ class LoopState:
 
 
 def save_all(
-    engine: Engine, folder: Path, tag: str, state: LoopState, *, save_latest: bool
+    engine: Engine, folder: Path, tag: str, state: LoopState, *, save_latest: bool, frozen: bool
 ) -> None:
     """Write a checkpoint with the loop's state; see `EngineModule.save_checkpoint`. Raise
     UnsupportedError for values that a checkpoint cannot keep."""
     path, ranks = folder / tag, engine.ranks
     is_first = ranks is None or ranks.rank == 0
-    engine.save_checkpoint(path, state=state.entry if is_first else {})
+    engine.save_checkpoint(path, state=state.entry if is_first else {}, frozen=frozen)
     with on_all(ranks, f"{folder / LATEST} was not written"):
         if is_first and save_latest:
             write_named(folder / LATEST, tag)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from offload.config import OffloadConfig
+    from offload.models.frozen_base import FrozenBase
     from offload.models.state import StateDictHooks
     from offload.optimizers.optimizer import OffloadOptimizer
     from offload.report import Report
@@ -46,6 +47,7 @@ class Trained(Protocol):
     ranks: Ranks | None  # None for one rank
     steps: Steps
     loss_scale: LossScale | None
+    frozen_base: FrozenBase
     optimizer_states: Sequence[OptimizerState]  # of each group of `store`
     carried: dict[str, Any]
     made_at: float  # on time.perf_counter

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint import latest, prune, step_path
-from offload.checkpoint.engine.run_state import saved_run
 from offload.checkpoint.format.disk import OpenFile, lock_folder, make_folder, unlock, write_named
+from offload.checkpoint.format.reader import CheckpointReader
+from offload.checkpoint.format.user_state import state_in
 from offload.config import OffloadConfig
 from offload.config.file import dump_yaml
 from offload.loggers import Logger, Values
@@ -50,6 +51,16 @@ class SavedRun:
     path: Path
     step: int
     config: dict[str, Any]
+
+
+def _saved_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration and the `state=` of a checkpoint. CheckpointError if it has no run of its
+    own."""
+    with CheckpointReader(path) as reader:
+        record = reader.manifest.run
+        if record is None or record.config is None:
+            raise CheckpointError(f"{path} has no state of a run: no engine has saved it")
+        return record.config, state_in(reader)
 
 
 class RunFolder:
@@ -154,7 +165,7 @@ class RunFolder:
                 f"{self.checkpoints} holds no complete checkpoint; set train.checkpoint_every, "
                 "or start again without --resume in another folder"
             )
-        config, state = saved_run(path)
+        config, state = _saved_run(path)
         if not isinstance(state.get("step"), int):
             raise CheckpointError(f"{path} is none of `offload train`; name its run folder")
         return SavedRun(path, state["step"], config)

@@ -1,5 +1,5 @@
 """What any number of ranks has saved at any stage, any number takes over at any stage, to the bit,
-saves again as it was, and trains on from there."""
+saves again as it was, and trains on from there; also what was saved without its frozen base."""
 
 import zlib
 from collections.abc import Sequence
@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import offload
 from offload.checkpoint.format.manifest import MANIFEST, RUN, Manifest
+from offload.errors import CheckpointError
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -61,6 +63,7 @@ def save(folder: str, precision: str, stages: Sequence[int]) -> dict[Kind, Diges
     for stage in stages:
         with made(folder, precision, stage, 0) as engine:
             train(engine, 0, 1)
+            engine.save_checkpoint(Path(folder) / f"{size}-{stage}-alone", frozen=False)
             engine.save_checkpoint(Path(folder) / f"{size}-{stage}")
             saved = digest(engine)
             train(engine, 2, 3)
@@ -77,8 +80,15 @@ def load(
         with made(folder, precision, stage, 5) as engine:
             digests.append({})
             for ranks, saved_at in saved:
-                engine.load_checkpoint(Path(folder) / f"{ranks}-{saved_at}")
+                alone = Path(folder) / f"{ranks}-{saved_at}-alone"
+                engine.load_checkpoint(alone)
                 then = digest(engine)
+                with engine.gathered(base := engine.module.blocks[1].gain), torch.no_grad():
+                    base[-1] += 1  # in the shard of the last rank
+                with pytest.raises(CheckpointError, match=r"blocks.1.gain differ"):
+                    engine.load_checkpoint(alone)
+                engine.load_checkpoint(Path(folder) / f"{ranks}-{saved_at}")
+                assert then == digest(engine)
                 if (ranks, saved_at) == saved[-1]:
                     again = f"again-{dist.get_world_size()}-{stage}"
                     engine.save_checkpoint(Path(folder) / again)

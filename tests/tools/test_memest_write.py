@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offload.checkpoint.format.disk import check_target
+from offload.cli.errors import check_target
 from offload.config import OffloadConfig
 from tests.tools.test_memest_cli import TINY, run
 

@@ -45,6 +45,7 @@ class WriteTracker:
         self._written = [param._version for param in params]  # counters of known writes
         # refuses a tensor that `.data` of a gathered parameter was set to
         self.check_assigned: Callable[[torch.nn.Parameter, torch.Tensor], None] = lambda *_: None
+        self.kept = 0  # counts the users' writes that were kept, and no updates
         self.version = 0  # counts updates and users' writes
         self.updated_at = 0  # the version that the last update made
         self.written_at: dict[int, int] = {}  # the version that a user's write to a parameter made
@@ -55,6 +56,7 @@ class WriteTracker:
 
     def note_writes(self, indices: Iterable[int]) -> None:
         """Note that a user's writes to these parameters are kept."""
+        self.kept += 1
         self.version += 1
         self.written_at.update(dict.fromkeys(indices, self.version))
 

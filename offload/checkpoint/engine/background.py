@@ -62,11 +62,11 @@ class _Cancelled(OffloadError):
     """The save was given up."""
 
 
-def _why_not(engine: Trained) -> str:
+def _why_not(engine: Trained, frozen: bool) -> str:
     """The reason why a save of this engine cannot go on while it trains; empty if it can."""
     if engine.ranks is not None:
         return "several ranks write it together"
-    for state in saved_states(engine):
+    for state in saved_states(engine, frozen=frozen):
         if not state.can_snapshot:
             return f"{state.name} is at home in the device's memory, or quantized"
     return ""
@@ -77,7 +77,7 @@ class BackgroundSave:
 
     def __init__(
         self, engine: Trained, path: Path, state: Mapping[str, Any] | None, saves: BackgroundSaves,
-        done: Callable[[], None],
+        done: Callable[[], None], *, frozen: bool,
     ) -> None:  # fmt: skip
         """Raises the error of a state or folder that cannot be saved. From then on it is the save
         that `saves` waits for; `done()` is called on the thread, once it is complete."""
@@ -88,7 +88,7 @@ class BackgroundSave:
         self._began_s = time.perf_counter()
         with ExitStack() as unless_begun:
             held = unless_begun.enter_context(ExitStack())
-            saver, folder, gate = self._begin(engine, path, state, held)
+            saver, folder, gate = self._begin(engine, path, state, held, frozen)
             with defer_signals:
                 self._end = in_thread("offload-checkpoint", self._run, saver, folder, gate, held)
                 saves.under_way = self
@@ -97,17 +97,20 @@ class BackgroundSave:
 
     # ---------------------------------------------------------------- on the model's thread
     def _begin(
-        self, engine: Trained, path: Path, state: Mapping[str, Any] | None, held: ExitStack
-    ) -> tuple[Saver, PendingFolder, SaveGate]:
+        self, engine: Trained, path: Path, state: Mapping[str, Any] | None, held: ExitStack,
+        frozen: bool,
+    ) -> tuple[Saver, PendingFolder, SaveGate]:  # fmt: skip
         check_savable(engine)
         run = RunState.of(engine, state)
-        snapshots = _snapshots(engine, held)
-        saver = Saver(engine, run, snapshots)
+        base = None if frozen else engine.frozen_base.record(engine)
+        snapshots = _snapshots(saved_states(engine, frozen=base is None), held)
+        saver = Saver(engine, run, base, snapshots)
         folder = held.enter_context(PendingFolder(path))
         saver.begin(folder.path)
         fixed = [  # they might be changed in place
             number for number, saved in enumerate(saver.saved)
-            if not all(snapshots[g.state].is_versioned for g in saved.groups if g.state.nbytes)
+            if saver.has_weights(number)
+            and not all(snapshots[g.state].is_versioned for g in saved.groups if g.state.nbytes)
         ]  # fmt: skip
         for number in fixed:
             saver.write_parameters(number)
@@ -175,14 +178,15 @@ class BackgroundSaves:
         self._said = False
 
     def begin(
-        self, engine: Trained, path: Path, state: Mapping[str, Any] | None, done: Callable[[], None]
-    ) -> bool:
+        self, engine: Trained, path: Path, state: Mapping[str, Any] | None,
+        done: Callable[[], None], *, frozen: bool,
+    ) -> bool:  # fmt: skip
         """Like `save_engine`, but return once the state is fixed, and write it while the engine
         trains; `done()` is called on another thread when it is complete. Returns False, after
         logging the reason once, if that is impossible: nothing was begun then."""
-        reason = _why_not(engine)
+        reason = _why_not(engine, frozen)
         if not reason:
-            BackgroundSave(engine, path, state, self, done)
+            BackgroundSave(engine, path, state, self, done, frozen=frozen)
         elif not self._said:
             self._said = True
             _log.warning("save_checkpoint(wait=False) waits: %s", reason)
@@ -204,8 +208,8 @@ class BackgroundSaves:
             self.wait()
 
 
-def _snapshots(engine: Trained, held: ExitStack) -> Snapshots:
-    """The snapshots of all states, valid until `held` is closed."""
+def _snapshots(states: Sequence[State], held: ExitStack) -> Snapshots:
+    """The snapshots of states, valid until `held` is closed."""
     snapshots: dict[State, Snapshot] = {}
 
     @held.callback
@@ -214,7 +218,7 @@ def _snapshots(engine: Trained, held: ExitStack) -> Snapshots:
             for piece in range(state.pieces):
                 snapshot.let_go(piece)
 
-    for state in saved_states(engine):
+    for state in states:
         with defer_signals:
             snapshots[state] = state.snapshot()
     return snapshots
@@ -229,7 +233,7 @@ def _held(
     held: dict[int, int | None] = {}
     for each in engine.optimizer_states:
         weights = () if each.group.index in written else (each.group.state,)
-        left = [state for state in (*weights, *each.records) if state.nbytes]
+        left = [state for state in (*weights, *each.records) if state in snapshots]
         if left:
             versioned = all(snapshots[state].is_versioned for state in left)
             stored = sum(round_up(s.nbytes, PAGE_NBYTES) + PAGE_NBYTES * s.pieces for s in left)

@@ -66,6 +66,8 @@ def load_engine(engine: Trained, path: Path) -> dict[str, Any]:
         with on_all(ranks, failed):
             loader, beside = _open(engine, path, stack)
         loader.check_alike(engine.store.ranks)
+        with on_all(ranks, failed):
+            engine.frozen_base.check(engine, loader.manifest, loader.records, path)
         half_way = engine.store.unusable = (
             f"loading {path} failed half-way, so parameters and optimizer states are a mixture; "
             "load a checkpoint again, or make a new engine"
@@ -102,8 +104,8 @@ class _Loader:
     ) -> None:
         self._engine = engine
         self._reader = reader
-        self._manifest = reader.manifest
-        self._records = records  # by the engine's first name
+        self.manifest = reader.manifest
+        self.records = records  # by the engine's first name
         self._entries = model.Entries(engine)
         self._saved_format = model.saved_format(engine)
         self._states = engine.optimizer_states
@@ -112,7 +114,7 @@ class _Loader:
     def check_alike(self, ranks: RankWeights) -> None:
         """Raise CheckpointError, on every rank, unless all of them have opened the same checkpoint:
         if each looks for the newest one, or has a disk of its own, one may find another."""
-        steps, digest = self._manifest.steps_taken, self._reader.digest
+        steps, digest = self.manifest.steps_taken, self._reader.digest
         mine = [digest >> 33, digest & 0x7FFFFFFF, min(steps, 0x7FFFFFFF)]
         rows = ranks.exchange(mine, "which checkpoint is loaded").tolist()
         if all(row == rows[0] for row in rows):
@@ -134,12 +136,14 @@ class _Loader:
         """Load everything, group by group; returns when every byte is home. `on_bytes` is called
         with the number of bytes that have arrived."""
         self._engine.steps.forget()
+        if self.manifest.base is None:
+            self._engine.frozen_base.forget()
         for state in self._states:
             self._read_parameters(state)
             self._read_optimizer(state)
             for index, spec in enumerate(state.group.layout.params):
                 if spec.trainable:
-                    state.steps[index] = self._records[self._entries.whole(spec).name].steps
+                    state.steps[index] = self.records[self._entries.whole(spec).name].steps
             state.group.invalidate()  # handles of activations saved before are stale
             state.group.state.settle()
             for record in state.records:
@@ -149,23 +153,25 @@ class _Loader:
         self._tell_of_rounding()
 
     def _read_parameters(self, state: OptimizerState) -> None:
-        """Read the parameters that this rank keeps: all, or its shard."""
-        group, home = state.group, whole_state(state.group)
+        """Read the parameters that this rank keeps, of all of them or of its shard."""
+        group, home, itemsize = state.group, whole_state(state.group), state.group.dtype.itemsize
+        keeps = self.manifest.base is not None
         for piece in range(home.pieces):
-            kept = elements_of(home, piece, group.dtype.itemsize)
-            if not kept:
+            ranges = own_ranges(state, elements_of(home, piece, itemsize))
+            read = [r for r in ranges if not keeps or r[1].start < group.layout.numel_trainable]
+            if not read:
                 continue
-            with self._access.overwriting(home, piece) as raw:
-                raw.zero_()  # padding between parameters
-                for here, elements in own_ranges(state, kept):
+            with self._access.overwriting(home, piece, keeps=keeps) as raw:
+                for here, elements in read:
+                    raw[here.start * itemsize : here.stop * itemsize].zero_()  # padding, too
                     self._read_weights(group, elements, raw, here.start)
                 del raw
 
     def _tell_of_rounding(self) -> None:
         """Warn about a checkpoint whose weights were stored otherwise than they are here."""
-        here, run = self._engine.config.to_dict().get("storage"), self._manifest.run
+        here, run = self._engine.config.to_dict().get("storage"), self.manifest.run
         there = None if run is None or run.config is None else run.config.get("storage")
-        if here is not None and here != there:
+        if here is not None and here != there and self.manifest.base is None:
             _log.warning(
                 "%s was saved with storage: %s: its weights are rounded to this engine's %s",
                 self._reader.path, there, here["weights"],
@@ -177,7 +183,7 @@ class _Loader:
         """Read the group's `elements` into `raw`, from its element `start` on."""
         itemsize = group.dtype.itemsize
         for spec, here, there in self._entries.overlaps(group.layout.params, elements):
-            saved = self._reader.parameter(self._records[spec.name])
+            saved = self._reader.parameter(self.records[spec.name])
             mine = slice((here.start + start) * itemsize, (here.stop + start) * itemsize)
             view = raw[mine].numpy().data
             self._reader.read_into(saved, there.start * itemsize, view)
@@ -187,7 +193,7 @@ class _Loader:
         specs = [spec for spec in state.group.layout.params if spec.trainable]
         kept, start = state.record_format, state.part.trainable.start
         for elements, record in zip(state.chunks, state.records, strict=True):
-            with self._access.overwriting(record, 0) as raw:
+            with self._access.overwriting(record, 0, keeps=False) as raw:
                 saved = self._saved_format.of(matrices=state.group.matrices)
                 self._read_record(raw, shifted(elements, start), specs, kept, saved)
                 del raw
@@ -214,11 +220,11 @@ class _Loader:
             for field, array in arrays.items():
                 view = array[mine[field]].view(np.uint8).data
                 start = theirs[field].start * array.itemsize
-                stored = self._reader.field(self._records[spec.name], field)
+                stored = self._reader.field(self.records[spec.name], field)
                 self._reader.read_into(stored, start, view)
 
     def _read_numbers(self) -> None:
-        manifest, engine = self._manifest, self._engine
+        manifest, engine = self.manifest, self._engine
         engine.steps.taken, engine.steps.skipped = manifest.steps_taken, manifest.steps_skipped
         if engine.loss_scale is not None and manifest.loss_scale is not None:
             engine.loss_scale.scale = manifest.loss_scale.scale

@@ -69,10 +69,12 @@ class SavedGroup:
         return any(group.layout.numel_trainable for group in self.groups)
 
 
-def saved_states(engine: Trained) -> list[State]:
-    """The states with a checkpoint's tensors: of each group the parameters, then the records."""
-    states = [(each.group.state, *each.records) for each in engine.optimizer_states]
-    return [state for state in chain(*states) if state.nbytes]
+def saved_states(engine: Trained, *, frozen: bool = True) -> list[State]:
+    """The states with a checkpoint's tensors: of each group the parameters, then the records.
+    Without `frozen` those of groups with trained parameters."""
+    trained = [s for s in engine.optimizer_states if frozen or s.group.layout.numel_trainable]
+    states = chain(*((each.group.state, *each.records) for each in trained))
+    return [state for state in states if state.nbytes]
 
 
 def saved_groups(engine: Trained) -> list[SavedGroup]:

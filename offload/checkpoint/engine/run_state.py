@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from zlib import crc32
 
@@ -317,13 +316,3 @@ def _try_state(generator: Generator, state: Any) -> None:
         set_state(generator, state)
     finally:
         set_state(generator, own)
-
-
-def saved_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration and the `state=` of a checkpoint. CheckpointError if it has no run of its
-    own."""
-    with CheckpointReader(path) as reader:
-        record = reader.manifest.run
-        if record is None or record.config is None:
-            raise CheckpointError(f"{path} has no state of a run: no engine has saved it")
-        return record.config, state_in(reader)

@@ -21,6 +21,7 @@ from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
     BUFFERS,
     RUN,
+    BaseRecord,
     GroupRecord,
     LossScaleRecord,
     Manifest,
@@ -45,9 +46,12 @@ if TYPE_CHECKING:
     from offload.zero.step.records import RecordFormat
 
 
-def save_engine(engine: Trained, path: Path, state: Mapping[str, Any] | None) -> None:
+def save_engine(
+    engine: Trained, path: Path, state: Mapping[str, Any] | None, *, frozen: bool
+) -> None:  # fmt: skip
     """Write the engine's state to the folder `path`, replacing an existing checkpoint, with
     random numbers, the configuration, registered objects, and `state`, which has plain values.
+    Without `frozen` the frozen parameters are left out, and hashes of them written.
 
     Waits for pending updates first and changes nothing in the engine. Streams: beyond the engine's
     budgets it holds one chunk. Whenever the process dies, `path` holds the old checkpoint or the
@@ -63,9 +67,12 @@ def save_engine(engine: Trained, path: Path, state: Mapping[str, Any] | None) ->
     parts were sent, so that none hangs.
     """
     check_savable(engine)
-    saver = Saver(engine, RunState.of(engine, state))
+    run, failed = RunState.of(engine, state), f"{path} was not saved"
     refresh(engine.store)
-    with on_all(engine.ranks, f"{path} was not saved"):
+    with on_all(engine.ranks, failed):
+        base = None if frozen else engine.frozen_base.record(engine)
+    saver = Saver(engine, run, base)
+    with on_all(engine.ranks, failed):
         saver.save(path)
 
 
@@ -90,10 +97,12 @@ class Saver:
     """Writes one checkpoint. `__init__` raises every error that is known before writing."""
 
     def __init__(
-        self, engine: Trained, run: RunState, snapshots: Mapping[State, Snapshot] | None = None
+        self, engine: Trained, run: RunState, base: BaseRecord | None,
+        snapshots: Mapping[State, Snapshot] | None = None,
     ) -> None:  # fmt: skip
         """Prepare to save the engine's states as they are when they are read, or `snapshots` of all
-        of them, which keep their bytes and can be read in any order."""
+        of them, which keep their bytes and can be read in any order. With a `base` the frozen
+        parameters, which it names, are left out."""
         self._states = engine.optimizer_states
         self._run = run
         self._saved_format = model.saved_format(engine)
@@ -109,15 +118,16 @@ class Saver:
             steps_skipped=engine.steps.skipped,
             loss_scale=scale,
             optimizer=model.optimizer_record(engine),
-            groups=[self._group_record(number) for number in range(len(self.saved))],
+            groups=[self._group_record(number, base is None) for number in range(len(self.saved))],
             parameters=model.parameter_records(engine, model.steps_everywhere(engine)),
             buffers=tensor_records(run.others),
             buffers_file=BUFFERS,
             files={},
             model=model.model_record(engine.module),
             run=run.record,
+            base=base,
         )
-        access = PieceAccess(model.saved_states(engine), snapshots)
+        access = PieceAccess(model.saved_states(engine, frozen=base is None), snapshots)
         self._reader = ShardReader(access, engine.ranks, engine.store.own.nbytes)
         self._has_parameters: set[int] = set()  # groups whose parameters were written
         self.on_bytes: Callable[[int], None] = lambda nbytes: None  # called after each write
@@ -155,7 +165,7 @@ class Saver:
     def write_groups(self, numbers: Sequence[int]) -> None:
         """Write the files of groups, except parameters already written by `write_parameters`."""
         for number in numbers:
-            if number not in self._has_parameters:
+            if number not in self._has_parameters and self.has_weights(number):
                 self.write_parameters(number)
             if self.saved[number].is_trained:
                 self._write_records(number)
@@ -167,16 +177,17 @@ class Saver:
     # ---------------------------------------------------------------- what each file holds
     def nbytes(self) -> int:
         """The number of bytes of all tensors."""
-        infos = [info_of(record) for record in self._manifest.parameters]
+        infos = [info_of(record) for record in self._manifest.stored]
         infos += map(info_of, (*self._manifest.buffers, *self._run.record.tensors))
         for number in range(len(self.saved)):
             infos += chain(*self._states_of(number))
         return sum(info.nbytes for info in infos)
 
-    def _group_record(self, number: int) -> GroupRecord:
+    def _group_record(self, number: int, frozen: bool) -> GroupRecord:
         saved = self.saved[number]
         kept = self._format_of(saved.groups[0]) if saved.groups[0].matrices else None
-        return group_record(number, saved.name, is_trained=saved.is_trained, kept=kept)
+        is_trained = saved.is_trained
+        return group_record(number, saved.name, is_trained=is_trained, frozen=frozen, kept=kept)
 
     def _format_of(self, group: ParamGroup) -> RecordFormat:
         return self._saved_format.of(matrices=group.matrices)
@@ -186,7 +197,11 @@ class Saver:
         return optimizer_sections(records, self._manifest.fields_of(records[0])) if records else []
 
     def _of(self, number: int) -> list[ParameterRecord]:
-        return [record for record in self._manifest.parameters if record.group == number]
+        return [record for record in self._manifest.stored if record.group == number]
+
+    def has_weights(self, number: int) -> bool:
+        """Whether the checkpoint has parameters of a group."""
+        return self._manifest.groups[number].parameters is not None
 
     def _sections(self, number: int, sections: Sections) -> Sections:
         """Return the sections of a group's file. Each packed parameter gets its own section, which
@@ -199,12 +214,12 @@ class Saver:
     def write_parameters(self, number: int) -> None:
         """Write one group's file of parameters, one expert after another."""
         saved, name = self.saved[number], self._manifest.groups[number].parameters
-        reader = self._reader
+        reader, frozen = self._reader, None if self._manifest.base is None else False
         sections = self._sections(number, [[info_of(record) for record in self._of(number)]])
         reader.attempt(self._open, name, sections, {"format": "pt", "group": saved.name})
         for group, rank in saved.of_all_ranks():
             state = self._states[group.index]
-            for elements, raw in reader.weights(state, rank):
+            for elements, raw in reader.weights(state, rank, frozen=frozen):
                 reader.attempt(self._append_weights, group, elements, raw, rank)
                 del raw
             reader.meet()

@@ -77,13 +77,12 @@ def whole_state(group: ParamGroup) -> State:
 
 
 def own_ranges(state: OptimizerState, elements: range) -> Iterator[tuple[range, range]]:
-    """The parts of a range of what this rank keeps of a group's parameters: each as elements
-    counted from the range's first, and as the group's elements."""
-    if not state.part.is_shard:
-        yield range(len(elements)), elements
-        return
+    """The parts of a range of what this rank keeps of a group's parameters, trained ones and then
+    frozen ones: each as elements counted from the range's first, and as the group's elements."""
+    layout, part = state.group.layout, state.part
+    regions = (range(layout.numel_trainable), range(layout.numel_trainable, layout.numel))
     first = 0
-    for region in (state.part.trainable, state.part.frozen):
+    for region in (part.trainable, part.frozen) if part.is_shard else regions:
         lo, hi = max(elements.start, first), min(elements.stop, first + len(region))
         if lo < hi:
             here = range(lo, hi)
@@ -131,9 +130,9 @@ class PieceAccess:
             snapshot.let_go(piece)
 
     @contextmanager
-    def overwriting(self, state: State, piece: int) -> Iterator[torch.Tensor]:
-        """Yield memory for all of the piece's bytes, its content undefined; they are written to the
-        home after the block, unless it raises."""
+    def overwriting(self, state: State, piece: int, *, keeps: bool) -> Iterator[torch.Tensor]:
+        """Yield memory for all of the piece's bytes, with them if it `keeps` some, else undefined;
+        they are written to the home after the block, unless it raises."""
         span = state.span(piece)
         if isinstance(state, QuantizedState):
             values = state.host_tensor()
@@ -145,6 +144,8 @@ class PieceAccess:
             yield in_memory.wait()
             state.mark_piece_dirty(piece)
             return
+        if keeps:
+            state.read_piece(piece, _pages(self._buffer, span)).wait()
         yield self._buffer[: span.stop - span.start]
         state.write_piece(piece, _pages(self._buffer, span)).wait()
 
@@ -196,26 +197,29 @@ class ShardReader:
         if self._failure is not None:
             raise self._failure
 
-    def weights(self, state: OptimizerState, owner: int = 0) -> Weights:
+    def weights(self, state: OptimizerState, owner: int, frozen: bool | None = None) -> Weights:
         """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones.
-        `owner`: the rank whose expert is read, of a group that only one rank has."""
+        `owner`: the rank whose expert is read, of a group that only one rank has. `frozen`: the
+        frozen or the trained ones alone."""
         if not state.part.is_shard:
-            yield from self._in_turn(partial(self._own_weights, state), (owner,))
+            yield from self._in_turn(partial(self._own_weights, state, frozen), (owner,))
             return
-        for frozen in (False, True):
-            own = partial(self._own_weights, state, frozen)
+        for each in (False, True) if frozen is None else (frozen,):
+            own = partial(self._own_weights, state, each)
             yield from self._in_turn(own, range(state.part.layout.ranks))
 
-    def _own_weights(self, state: OptimizerState, frozen: bool | None = None) -> Weights:
+    def _own_weights(self, state: OptimizerState, frozen: bool | None) -> Weights:
         """Return this rank's elements of a group: all, or the frozen or trained ones."""
         home, itemsize = whole_state(state.group), self._itemsize
         for piece in range(home.pieces):
-            for here, elements in own_ranges(state, elements_of(home, piece, itemsize)):
-                is_frozen = elements.start >= state.group.layout.numel_trainable
-                if elements and frozen in (None, is_frozen):
-                    with self._access.reading(home, piece) as raw:
+            ranges = own_ranges(state, elements_of(home, piece, itemsize))
+            numel = state.group.layout.numel_trainable
+            read = [r for r in ranges if frozen in (None, r[1].start >= numel)]
+            if read:
+                with self._access.reading(home, piece) as raw:
+                    for here, elements in read:
                         yield elements, raw[here.start * itemsize : here.stop * itemsize]
-                        del raw
+                    del raw
 
     def records(self, state: OptimizerState, saved: RecordFormat, owner: int = 0) -> Records:
         """A group's optimizer records in the format `saved`: elements, and arrays of them."""

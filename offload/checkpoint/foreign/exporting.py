@@ -44,7 +44,7 @@ from offload.checkpoint.format.user_state import DTYPE_NAMES
 from offload.checkpoint.format.user_state import DTYPES as TORCH_DTYPES
 from offload.kernels.cpu.convert import decode, encode, join_master
 from offload.kernels.floats import Array, Float
-from offload.tiers.errors import PathError
+from offload.tiers.errors import CheckpointError, PathError
 from offload.tiers.units import parse_bytes
 
 SHARD = "5GB"
@@ -67,13 +67,20 @@ def export(
     `source` is a folder with the files of the tokenizer and, if the checkpoint does not know it, of
     the configuration; by default the one that the model came from, where that is there still. What
     is read is compared with its hashes. `out` is complete or absent, and must not exist
-    (PathError).
+    (PathError). Of a checkpoint without its frozen base the trained parameters are written, and the
+    buffers, to one file: CheckpointError for a folder, which programs would take for the model.
     """
     check_new(out)
     if source is not None and not source.is_dir():
         raise PathError(f"{source} is no folder; name the model's, with config.json in it")
     with CheckpointReader(path) as reader:
         reader.check(contents=False)
+        if reader.manifest.base is not None and out.suffix != ".safetensors":
+            raise CheckpointError(
+                f"{path} was saved with frozen=False: {out} would be a model without its "
+                "frozen parameters; name a file OUT.safetensors for the trained ones, or load it "
+                "with engine.load_checkpoint and save the model"
+            )
         with pending_output(out) as pending:
             names = _write(reader, dtype, out, pending, source)
     return [out / name for name in names] or [out]
@@ -137,7 +144,7 @@ class _Weights:
         self.dtype_name = _SPELT[dtype or DTYPES[reader.manifest.precision]]  # for transformers
         self.tensors: dict[str, torch.Tensor] = {}
         self._pieces: dict[str, Callable[[], Iterator[memoryview]]] = {}
-        for record in sorted(self._manifest.parameters, key=lambda each: each.group):
+        for record in sorted(self._manifest.stored, key=lambda each: each.group):
             stored, target = reader.parameter(record), dtype or record.dtype
             pieces = partial(self._raw, stored)
             if target != record.dtype:

@@ -258,21 +258,6 @@ def write_named(path: Path, text: str, option: str = "") -> None:
         raise PathError(f"{option} {path}: cannot be written: {reason}".lstrip()) from None
 
 
-def check_target(path: Path, option: str, *, replace: bool) -> None:
-    """Raise PathError, before any work is done, if `path` cannot be written.
-
-    `replace`: whether a file that is there may be.
-    """
-    if path.is_dir():
-        raise PathError(f"{option} {path}: it is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise PathError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not replace and path.is_file():
-        raise PathError(f"{option} {path}: there is such a file; add --force to replace it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PathError(f"{option} {path}: not allowed to write there")
-
-
 def check_new(out: Path) -> None:
     """Raise PathError unless `out` can be made."""
     with storage_errors("looking at", out):
@@ -388,13 +373,6 @@ def sync_tree(path: Path) -> None:
         if not entry.is_symlink():
             sync_tree(path / entry.name)
     sync_folder(path)
-
-
-def sync_files(folder: Path) -> None:
-    """Make the contents of the files in a folder durable, but not of those in folders below."""
-    for entry in entries(folder):
-        if entry.is_file(follow_symlinks=False):
-            sync_file(folder / entry.name)
 
 
 def sync_file(path: Path) -> None:

@@ -72,10 +72,11 @@ class ParameterRecord(_Record):
 
 
 class GroupRecord(_Record):
-    """A group's files, relative to the folder; no `optimizer` where everything is frozen."""
+    """A group's files, relative to the folder; no `optimizer` where everything is frozen, and no
+    `parameters` either in a checkpoint without its base."""
 
     name: str
-    parameters: str
+    parameters: str | None
     optimizer: str | None
     fields: dict[str, Dtype] | None = None  # None: those of `OptimizerRecord`
 
@@ -107,6 +108,17 @@ class OptimizerRecord(_Record):
 class LossScaleRecord(_Record):
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     good_steps: Count
+
+
+class BaseRecord(_Record):
+    """The frozen parameters, which the files lack: XXH3-64 of the bytes of each, by first name."""
+
+    xxh3: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{16}$")]]
+
+    @property
+    def name(self) -> str:
+        """The hash of all the hashes."""
+        return _digest(self.xxh3)
 
 
 class ModelRecord(_Record):
@@ -154,6 +166,12 @@ class Manifest(_Record):
     model: ModelRecord | None = None
     generation: str = Field(default_factory=lambda: secrets.token_hex(8), max_length=64)
     run: RunRecord | None = None
+    base: BaseRecord | None = None  # None: the frozen parameters are in the files, if there are any
+
+    @property
+    def stored(self) -> list[ParameterRecord]:
+        """The parameters that are in the files."""
+        return [each for each in self.parameters if self.base is None or each.trainable]
 
     def bound_to(self, file: str) -> str:
         """The text that the hashes of a file's blocks are bound to."""
@@ -171,7 +189,7 @@ class Manifest(_Record):
 
     def to_json(self) -> str:
         """The text that `from_json` reads back, ending in its own hash."""
-        content = self.model_dump()
+        content = self.model_dump(exclude={"base"} if self.base is None else None)
         return json.dumps({**content, "xxh3": _digest(content)}, indent=1)
 
     @classmethod
@@ -231,6 +249,9 @@ def _check_references(manifest: Manifest) -> None:
     for record in manifest.parameters:
         if not record.names or not record.group < len(manifest.groups):
             raise ValueError(f"{record.names} in group {record.group}")
+    frozen = {each.names[0] for each in manifest.parameters if not each.trainable}
+    if manifest.base is not None and manifest.base.xxh3.keys() != frozen:
+        raise ValueError("base.xxh3 does not have the names of the frozen parameters")
     for group in manifest.optimizer.param_groups:
         if "params" in group.numbers:
             raise ValueError("numbers of a param group hold params")

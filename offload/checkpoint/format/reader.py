@@ -119,7 +119,14 @@ class CheckpointReader:
     def parameter(self, record: ParameterRecord) -> StoredTensor:
         """The location of a parameter. CheckpointError, also in the next methods, unless its file
         has it with that dtype and shape."""
-        return self._tensor(self.manifest.groups[record.group].parameters, info_of(record))
+        base = self.manifest.base
+        if base is not None and not record.trainable:
+            raise CheckpointError(
+                f"{self.path} does not have {plain(record.names[0], 99)}: it was saved with "
+                f"frozen=False, and is complete with its base (XXH3 {base.name}) alone; load it "
+                "with engine.load_checkpoint into an engine whose frozen parameters are that base"
+            )
+        return self._tensor(self.manifest.groups[record.group].parameters or "", info_of(record))
 
     def field(self, record: ParameterRecord, field: str) -> StoredTensor:
         """The location of an optimizer's array of a parameter."""
@@ -138,7 +145,8 @@ class CheckpointReader:
         """Every parameter and buffer, with its names, the file's own first. CheckpointError unless
         its file exists in full length."""
         groups, buffers_file = self.manifest.groups, self.manifest.buffers_file
-        self.check(contents=False, files={*(group.parameters for group in groups), buffers_file})
+        files = [*(group.parameters or "" for group in groups), buffers_file]
+        self.check(contents=False, files=files)
         for record in self.manifest.parameters:
             yield record.names, self.parameter(record)
         for buffer in self.manifest.buffers:
@@ -150,7 +158,7 @@ class CheckpointReader:
         manifest = self.manifest
         for file in manifest.files:
             self._header(file)
-        for record in manifest.parameters:
+        for record in manifest.stored:
             self.parameter(record)
             if record.trainable and 0 not in record.shape:
                 for field in manifest.fields_of(record):

@@ -33,13 +33,14 @@ def fields_of(kept: RecordFormat) -> dict[str, str]:
 
 
 def group_record(
-    number: int, name: str, *, is_trained: bool, kept: RecordFormat | None = None
-) -> GroupRecord:
-    """The record of a group: a file of parameters, and one of optimizer states if it is trained,
-    in the format `kept` where that is not most groups'."""
+    number: int, name: str, *, is_trained: bool, frozen: bool = True,
+    kept: RecordFormat | None = None,
+) -> GroupRecord:  # fmt: skip
+    """The record of a group: a file of parameters, `frozen` ones, too, and one of optimizer states
+    if it is trained, in the format `kept` where that is not most groups'."""
     file = f"{number:03d}.safetensors"
     return GroupRecord(
-        name=name, parameters=f"{PARAMETERS}/{file}",
+        name=name, parameters=f"{PARAMETERS}/{file}" if frozen or is_trained else None,
         optimizer=f"{OPTIMIZER}/{file}" if is_trained else None,
         fields=None if kept is None else fields_of(kept),
     )  # fmt: skip

@@ -210,7 +210,7 @@ def stream_weights(engine: Engine, take: Take) -> None:
         refresh(engine.store)
         entries = engine_model.Entries(engine)
         for state in engine.optimizer_states:
-            for elements, raw in reader.weights(state):
+            for elements, raw in reader.weights(state, 0):
                 for spec, here, there in entries.overlaps(state.group.layout.params, elements):
                     part = raw[here.start * itemsize : here.stop * itemsize]
                     reader.attempt(take, spec, range(there.start, there.stop), part)

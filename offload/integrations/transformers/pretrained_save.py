@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from offload.checkpoint.foreign.exporting import write_shards
-from offload.checkpoint.format.disk import make_folder, storage_errors, sync_files
+from offload.checkpoint.format.disk import entries, make_folder, storage_errors, sync_file
 from offload.engine import Engine
 from offload.engine_lookup import tiers_of
 from offload.integrations.transformers.hub_format import ModelInHubFormat, stream_weights
@@ -90,7 +90,9 @@ class StreamedSave:
         with storage_errors("creating", folder):
             make_folder(folder, parents=True)
         PreTrainedModel.save_pretrained(model, **others)
-        sync_files(folder)
+        for entry in entries(folder):  # of save_pretrained: not those in folders below
+            if entry.is_file(follow_symlinks=False):
+                sync_file(folder / entry.name)
         saved = ModelInHubFormat(model, hub_format=given["save_original_format"])
         write_shards(
             saved.tensors, saved.write, folder, given["max_shard_size"], variant=given["variant"],

@@ -131,7 +131,7 @@ class EstimateOptions:
                 )
 
     def _check_output(self) -> None:
-        from offload.checkpoint.format.disk import check_target
+        from offload.cli.errors import check_target
 
         if self.force and self.write is None:
             raise ConfigError(
