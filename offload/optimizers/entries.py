@@ -4,8 +4,8 @@
         state["exp_avg"]                            a PagedTensor: read when used
 
 No values are read before an operation needs them, and those of one state at a time: an operation on
-a state sees the values of that moment. Both mappings have no methods that write, and a write to a
-tensor of them is an UnsupportedError.
+a state sees the values of that moment. `optimizer.state.clear()` lets every parameter start over;
+no other method writes, and a write to a tensor of them is an UnsupportedError.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class OptimizerEntries(Mapping[Any, Mapping[str, torch.Tensor]]):
 
     def __init__(
         self, values: ParameterValues, params: Callable[[], list[Any]],
-        kept_of: Callable[[Any], Kept | None],
+        kept_of: Callable[[Any], Kept | None], clear: Callable[[], None],
     ) -> None:  # fmt: skip
         self._values = values
+        self.clear = clear
         self._params = params
         self._kept_of = kept_of
 

@@ -56,7 +56,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._numbers_of = {kind: config.numbers_of(kind) for kind in config.kinds}
         kept = ((each, KINDS[each].scalars.kept_for(n)) for each, n in self._numbers_of.items())
         self._states = dict(kept)
-        self._entries = OptimizerEntries(values, self._managed, self._kept_or_none)
+        self._entries = OptimizerEntries(
+            values, self._managed, self._kept_or_none, self._start_over
+        )
         self.last_step: StepOutcome | None = None
         self.engine: Any = None  # kept alive with this optimizer
         super().__init__(params, {} if len(self._kinds) > 1 else config.numbers)
@@ -69,13 +71,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states of each parameter, read when asked for: see `OptimizerEntries`."""
+        """The states of each parameter, read when asked for: see `OptimizerEntries`. An empty
+        mapping in its place (BAdam sets one at each change of the block) drops all states."""
         return self._entries
 
     @state.setter
     def state(self, entries: Mapping[Any, Any]) -> None:
         if hasattr(self, "param_groups"):  # else torch.optim is making it
-            refuse_writing()
+            self._start_over() if not entries else refuse_writing()
+
+    def _start_over(self) -> None:
+        """Drop all states: the next update of each parameter is its first one."""
+        self._write_states([(param, {}) for param in self._entries])
 
     @property
     def step_was_skipped(self) -> bool:
@@ -227,6 +234,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for param, number in zip(group["params"], saved["params"], strict=True):
                 state = state_dict["state"].get(number, {})
                 states.append((param, check_state(self._kept(param), param, state)))
+        self._write_states(states)
+        for group, given in zip(self.param_groups, numbers, strict=True):
+            group.update(given)
+
+    def _write_states(self, states: Iterable[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         try:
             for param, state in states:
                 self._values.write_state(param, state)
@@ -236,8 +248,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "load a checkpoint, or make a new engine"
             )
             raise
-        for group, given in zip(self.param_groups, numbers, strict=True):
-            group.update(given)
 
     def check_numbers(self, group: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Raise ValueError or UnsupportedError unless saved numbers can take the place of a param

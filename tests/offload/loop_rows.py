@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -932,6 +933,31 @@ def frozen_later(t: Trial) -> Numbers:
     logged += t.train(2)
     t.model[1].requires_grad_(True)
     return [*logged, *t.train(2)]
+
+
+def each_in_turn(t: Trial, order: list[int], change: Callable[[], object]) -> Numbers:
+    """Two steps for each of these blocks, the others frozen; `change` before each."""
+    logged: Numbers = []
+    for block in order:
+        for number in range(4):
+            t.model[number].requires_grad_(number == block)
+        change()
+        logged += t.train(2)
+    return logged
+
+
+@row(OPTIMIZERS, "LISA: another block trains every few steps, the others are frozen meanwhile")
+def lisa(t: Trial) -> Numbers:
+    return each_in_turn(t, [2, 0, 2, 1], lambda: None)
+
+
+@row(OPTIMIZERS, "BAdam: as LISA, and `optimizer.state.clear()`, or `.state = defaultdict(dict)`")
+def badam(t: Trial) -> Numbers:
+    def change() -> None:
+        t.optimizer.state.clear()
+        t.optimizer.state = defaultdict(dict)
+
+    return each_in_turn(t, [2, 0, 2, 1], change)
 
 
 @row(OPTIMIZERS, "frozen before `initialize`, trained afterwards: `p.requires_grad_(True)`",

@@ -76,8 +76,11 @@ def test_it_has_little_more_bytes_than_the_states_of_adapters(tmp_path: Path) ->
     path, manifest = saved(tmp_path, lambda: of_rank(16, 1024))
     nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     trained = 3 * 2 * 16 * 1024
-    assert manifest.base is not None
     assert trained * 12 < nbytes <= 1.05 * trained * 12, "weights, low halves, two moments"
+    assert manifest.base is not None
+    assert saved(tmp_path, whole)[1].base is None
+    with pytest.raises(StateError, match="all are frozen; set requires_grad"):
+        saved(tmp_path, lambda: build().requires_grad_(False))
 
 
 def test_the_base_is_read_once_and_again_where_it_was_written(tmp_path: Path) -> None:
@@ -96,14 +99,12 @@ def test_the_base_is_read_once_and_again_where_it_was_written(tmp_path: Path) ->
         with pytest.raises(CheckpointError, match=r"1.base.weight differ \(1 of 5 .*not merged"):
             engine.load_checkpoint(tmp_path / "saved")
         train(engine, 1)  # a refused load changes nothing
-        engine.save_checkpoint(tmp_path / "whole")
-        engine.save_checkpoint(tmp_path / "saved", frozen=False)
-        engine.load_checkpoint(tmp_path / "saved")
+        engine.save_checkpoint(tmp_path / "later", frozen=False)
+        engine.load_checkpoint(tmp_path / "later")
         with engine.gathered(base), torch.no_grad():
             base.mul_(2)
-        engine.save_checkpoint(tmp_path / "later", frozen=False)
+        engine.save_checkpoint(tmp_path / "whole")
         engine.load_checkpoint(tmp_path / "whole")
-        engine.load_checkpoint(tmp_path / "saved")
         with pytest.raises(CheckpointError, match=r"1.base.weight differ"):
             engine.load_checkpoint(tmp_path / "later")
 
@@ -117,8 +118,7 @@ def test_the_base_is_read_once_and_again_where_it_was_written(tmp_path: Path) ->
         (lambda: seeded(build), {"precision": "fp32"}, "precision: bf16"),
         (lambda: seeded(build), {"storage": {"weights": "int8"}}, r"storage: None \(here: .*int8"),
     ],
-    ids=["another base", "a whole model", "another rank", "another precision", "another storage"],
-)  # fmt: skip
+)
 def test_onto_anything_else_it_is_not_loaded(
     make: Callable[[], nn.Module], more: dict[str, Any], error: str, tmp_path: Path
 ) -> None:
@@ -132,27 +132,20 @@ def test_onto_anything_else_it_is_not_loaded(
         offload.initialize(seeded(build), keys(tmp_path), weights=path)
 
 
-def test_a_whole_model_has_no_base_and_a_base_alone_is_refused(tmp_path: Path) -> None:
-    assert saved(tmp_path, whole)[1].base is None
-    with pytest.raises(StateError, match="all are frozen; set requires_grad"):
-        saved(tmp_path, lambda: build().requires_grad_(False))
-
-
 def test_the_command_line_says_what_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, manifest = saved(tmp_path)
     assert manifest.base is not None
-    name, file = manifest.base.name, tmp_path / "adapters.safetensors"
-    for arguments, code, expected in [
-        (("inspect", path), 0, f"without its frozen base: 5 parameters, XXH3 {name}"),
-        (("verify", path), 0, f"for the frozen base {name}, which is not in it"),
-        (("export", path, tmp_path / "folder"), 1, "OUT.safetensors for the trained ones"),
-        (("export", path, file), 0, f"wrote {file}"),
+    file = tmp_path / "adapters.safetensors"
+    for arguments, expected in [
+        (("inspect", path), f"without its frozen base: 5 parameters, XXH3 {manifest.base.name}"),
+        (("verify", path), f"for the frozen base {manifest.base.name}, which is not in it"),
+        (("export", path, tmp_path / "folder"), "OUT.safetensors for the trained ones"),
+        (("export", path, file), f"wrote {file}"),
     ]:
         with pytest.raises(SystemExit) as caught:
             main(["checkpoint", *map(str, arguments)])
-        assert (caught.value.code or 0) == code
-        said = capsys.readouterr()
-        assert expected in " ".join((said.out + said.err).split())
+        assert (caught.value.code or 0) == ("folder" in str(arguments[-1]))
+        assert expected in " ".join("".join(capsys.readouterr()).split())
     assert load_file(file).keys() == {f"{n}.{w}.weight" for n in range(3) for w in ("down", "up")}

@@ -14,7 +14,7 @@ import offload
 from offload.errors import UnsupportedError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
-from tests.offload.engine_cases import NVME, config, said_by, seeded
+from tests.offload.engine_cases import NVME, config, min_budget, said_by, seeded
 from tests.offload.engine_states import assert_same_bits
 from tests.offload.lora_memory import RANK, WIDTH, Adapted
 
@@ -75,6 +75,30 @@ def test_each_step_writes_what_belongs_to_adapters_alone(
         with engine.gathered():
             after = {n: p.detach().clone() for n, p in model.named_parameters() if n in frozen}
         assert_same_bits(after, {n: t.to(after[n].dtype) for n, t in frozen.items()})
+
+
+def test_states_of_what_is_frozen_for_some_steps_do_not_move(tmp_path: Path) -> None:
+    keys = config(tmp_path, NVME, groups={"blocks": ["Adapted"]}, clip_grad_norm=1e-6)
+    keys["budget"] |= min_budget(build, keys)
+    with offload.initialize(seeded(build), keys) as engine:
+        adapters = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+
+        def moved(blocks: str) -> tuple[int, int]:
+            """Bytes read and written by two steps that train these blocks alone."""
+            for name, param in adapters:
+                param.requires_grad_(name[0] in blocks)
+            before = dict(engine.report().bytes_moved)
+            train(engine, 2)
+            after = engine.report().bytes_moved
+            read, written = (after[key] - before[key] for key in ("nvme read", "nvme write"))
+            return read, written
+
+        for block in "20":
+            _, whole, _, one = [moved(each) for each in ("012", "012", block, block)]
+            others = 2 * 2 * sum(engine.plan.groups[0].records)  # bytes of two steps
+            assert others > 0
+            assert whole[0] - one[0] >= others
+            assert whole[1] - one[1] >= others
 
 
 @pytest.mark.slow

@@ -318,7 +318,8 @@ class Runtime:
                     if param.requires_grad and not spec.trainable:
                         raise UnsupportedError(
                             f"{spec.name} was frozen when the engine was made and requires a "
-                            "gradient now; set requires_grad before offload.initialize"
+                            "gradient now; set requires_grad before offload.initialize (and to "
+                            "False again after it, for what is to train later)"
                         )
 
     def lanes(self) -> list[Lane]:
