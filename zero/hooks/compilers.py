@@ -17,9 +17,9 @@ _NEEDED = {"disable"}
 
 # What PyTorch says of a graph that would have to include one of these functions.
 _NO_GRAPH = (
-    "parameters in tiers are fetched and released before and after modules, so modules around "
-    "others cannot be one graph; leave fullgraph=True out, which compiles what is between, or "
-    "compile so the layers that have no others in them (model.head.compile(fullgraph=True))"
+    "parameters in tiers are fetched and released before and after blocks, so a model of several "
+    "blocks cannot be one graph; leave fullgraph=True out, which compiles what is between, or "
+    "compile each block (for block in model.model.layers: block.compile(fullgraph=True))"
 )
 
 # With what this thread compiles frames, if it does. Where PyTorch does not say, it might.

@@ -70,7 +70,7 @@ class UnitHooks:
         self._one_thread = one_thread
         self._calls: list[_Call] = []  # under way, the outermost first
         self._guards: list[_Guard] = []
-        self._after = _Hook(lambda module, args, output: self._return(module), owner)
+        self._after = _Hook(lambda compiling, module, *_: self._return(module), owner)
         self._where = {id(param): group for group in groups for param in group.params}
         _leave_the_fast_path(model)
         hooked = {id(unit.module) for unit in units}
@@ -103,13 +103,19 @@ class UnitHooks:
         to be computed again; while the unit is called its hooks have nothing to do."""
         if is_inner and not groups:
             return  # the units in it have hooks of their own
+        within: list[_Guard] | None = None  # of modules in this one, when it is compiled
 
         def needs_nothing() -> bool:
             return is_inner and all(group.is_entered for group in groups)
 
-        def begin(module: nn.Module, args: Any) -> None:
-            if not needs_nothing():
-                self._begin(module, groups, is_expert=is_expert)
+        def begin(compiling: bool, module: nn.Module, args: Any) -> None:
+            nonlocal within
+            if compiling and within is None:
+                inside = {id(each) for each in module.modules()} - {id(module)}
+                within = [guard for guard in self._guards if id(guard.module) in inside]
+            compiled = within if compiling and within else ()
+            if compiled or not needs_nothing():
+                self._begin(module, groups, is_expert=is_expert, compiled=compiled)
 
         hooks = _Hook(begin, self._owner), self._after
         registered = [
@@ -122,8 +128,11 @@ class UnitHooks:
 
     @interrupted_in_waits
     def _begin(
-        self, module: nn.Module, groups: Sequence[ParamGroup], *, is_expert: bool = False
-    ) -> None:
+        self, module: nn.Module, groups: Sequence[ParamGroup], *, is_expert: bool = False,
+        compiled: Sequence[_Guard] = (),
+    ) -> None:  # fmt: skip
+        """Begin a call. The hooks of the modules that are `compiled` with this one would end its
+        graph: those that have nothing to do are away until the call ends."""
         refuse_transforms()
         self._one_thread.__enter__()
         call = _Call(module=module)
@@ -138,6 +147,9 @@ class UnitHooks:
             call.expert = self._handles.of_expert()
             call.expert.__enter__()
         self._enter(groups, call, calls=True)
+        for guard in compiled:
+            if guard.needs_no_hooks() and guard.take_hooks():
+                call.unhooked.append(guard)
 
     def _begin_pass(self, module: nn.Module) -> None:
         """Begin a pass if the whole model is called, or a part. A part's methods (`vae.decode`)
@@ -169,6 +181,8 @@ class UnitHooks:
             call = self._calls[-1]
             if call.thread != get_ident():  # this call was refused
                 return
+            while call.unhooked:
+                call.unhooked.pop().put_hooks()
             while call.experts:
                 self._end_expert(call.experts[-1], [call])
             call.leave_expert()
@@ -257,6 +271,8 @@ class UnitHooks:
         for call in self._calls:
             if call.session is not None:
                 call.session.abandon()
+            for guard in call.unhooked:
+                guard.put_hooks()
         self._calls.clear()
         for guard in self._guards:
             guard.remove()
@@ -287,14 +303,18 @@ def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:
 class _Hook:
     """A hook of this library on a module: copying or pickling it with the module raises."""
 
-    __slots__ = ("_function", "owner")
+    __slots__ = ("_function", "owner")  # the function is told first whether code is compiled
 
     def __init__(self, function: Callable[..., None], owner: object) -> None:
         self._function = function
         self.owner = owner
 
-    @uncompiled
+    @break_graph
     def __call__(self, *args: Any) -> None:
+        self._run(compilers.is_active(), *args)
+
+    @uncompiled
+    def _run(self, *args: Any) -> None:
         self._function(*args)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -378,6 +398,27 @@ class _Guard:
             or compilers.is_active()
         )
 
+    def take_hooks(self) -> bool:
+        """Leave the module without hooks, which torch.compile sees through. False if it has hooks
+        of others, too: their order would be another one afterwards."""
+        module, (before, after) = self.module, self.registered
+        alone = [before.id], [after.id]
+        if (list(module._forward_pre_hooks), list(module._forward_hooks)) != alone:
+            return False
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+        return True
+
+    def put_hooks(self) -> None:
+        """Put back what `take_hooks` took, before the hooks that came meanwhile."""
+        hooks: Any  # ordered, whatever torch says
+        for hooks, handle, hook in (
+            (self.module._forward_pre_hooks, self.registered[0], self.before),
+            (self.module._forward_hooks, self.registered[1], self.after),
+        ):
+            hooks[handle.id] = hook
+            hooks.move_to_end(handle.id, last=False)
+
     def remove(self) -> None:
         for handle in self.registered:
             handle.remove()
@@ -409,3 +450,4 @@ class _Call(_User):
     thread: int = field(default_factory=get_ident)
     session: Session | None = None
     experts: list[_User] = field(default_factory=list)  # within it
+    unhooked: list[_Guard] = field(default_factory=list)  # inner modules, while it is compiled

@@ -1,0 +1,133 @@
+"""Compiled blocks of transformers' models are one graph, for all steps and sequence lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import offload
+from tests.libraries.rows import PLACEMENTS, row
+from tests.offload.engine_cases import NVME, config
+from tests.outside.trainer_cases import (
+    NUMBERS,
+    VOCABULARY,
+    assert_close,
+    plain_optimizer,
+    tiny_llama,
+    values_of,
+)
+
+BLOCKS = {"groups": {"blocks": ["LlamaDecoderLayer"]}}
+LENGTHS = [*[8] * 3, *range(9, 29), 8, 28]
+Losses = dict[str, list[float]]
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def tokens(length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(VOCABULARY, (2, length), generator=generator)
+
+
+def compiled(model: Any, **keys: Any) -> Any:
+    for block in model.model.layers:
+        block.compile(backend="eager", **{"fullgraph": True, **keys})
+    return model
+
+
+def losses(model: Any, optimizer: Any, lengths: list[int] = LENGTHS) -> Losses:
+    logged = []
+    for length in lengths:
+        loss = model(input_ids=tokens(length), labels=tokens(length)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        logged.append(loss.item())
+    return {"loss": logged}
+
+
+@row("transformers", "a loop, blocks compiled, 20 lengths", "Llama")
+def test_blocks_are_one_graph_for_all_lengths(placement: str, tmp_path: Path) -> None:
+    plain, model = tiny_llama(), tiny_llama()
+    expected = losses(plain, plain_optimizer(plain))
+    keys = config(tmp_path, PLACEMENTS[placement], optimizer=NUMBERS, **BLOCKS)
+    with offload.initialize(model, keys) as engine:
+        assert_close(losses(compiled(model), engine.optimizer), expected)
+        assert graphs() == 2  # of the first length, and of all
+        assert_close(values_of(model), values_of(plain))
+
+
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return compiled(model)
+
+
+def interrupted(model: Any) -> Any:
+    """The first pass ends with an error of a block's."""
+
+    def fail(*_: Any) -> None:
+        hook.remove()
+        raise ZeroDivisionError
+
+    hook = model.model.layers[1].register_forward_hook(fail)
+    compiled(model, fullgraph=False)
+    with pytest.raises(ZeroDivisionError):
+        model(input_ids=tokens(8))
+    return model
+
+
+def hooked(model: Any) -> Any:
+    """A hook of the user's on a module of a block ends graphs there, and is called."""
+    for block in model.model.layers:
+        block.mlp.register_forward_hook(lambda *_: None)
+        block.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "when"), [(checkpointed, "after"), (interrupted, "after"), (hooked, "before")]
+)
+def test_compiled_blocks_train_as_plain_ones(
+    change: Callable[[Any], Any], when: str, tmp_path: Path
+) -> None:
+    plain, model = tiny_llama(), tiny_llama()
+    expected = losses(plain, plain_optimizer(plain), [8] * 3)
+    if when == "before":
+        change(model)
+    with offload.initialize(model, config(tmp_path, NVME, optimizer=NUMBERS, **BLOCKS)) as engine:
+        if when == "after":
+            change(model)
+        first = losses(model, engine.optimizer, [8])
+        count = graphs()
+        then = losses(model, engine.optimizer, [8] * 2)
+        assert graphs() == count
+        assert_close({"loss": first["loss"] + then["loss"]}, expected)
+        inner = model.model.layers[0].mlp.up_proj
+        assert inner(torch.ones(1, 32)).shape == (1, 48)  # its hooks are back
+
+
+def test_dispatched_blocks_are_not_compiled_for_each_length(tmp_path: Path) -> None:
+    plain, model = tiny_llama().eval(), tiny_llama().eval()
+    offload.dispatch(model, config(tmp_path, {"parameters": "nvme"}, **BLOCKS))
+    compiled(model, dynamic=True)
+    with torch.no_grad():
+        for length in LENGTHS:
+            keys = {"input_ids": tokens(length), "use_cache": False}
+            torch.testing.assert_close(model(**keys).logits, plain(**keys).logits)
+    offload.dispatched(model).close("host")
+    assert graphs() <= 2
