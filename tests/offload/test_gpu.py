@@ -24,6 +24,7 @@ import offload.tiered_model
 import offload.zero.step.update
 from offload.errors import UnsupportedError
 from offload.kernels.gpu import triton_gradients, triton_optimizer
+from offload.memory.tier_manager import TierManager
 from offload.tiers.ledger import StateClass
 from offload.tiers.tier import Tier
 from tests.kernels import triton_device
@@ -170,6 +171,31 @@ def test_wherever_the_parts_of_a_chunk_live_the_bits_are_those_of_the_host(
 ):
     keys: dict[str, Any] = {"precision": "bf16", "optimizer": {"in_backward": True}}
     assert_same(run(tmp_path, placement, device, **keys), on_host(tmp_path, device, **keys))
+
+
+@pytest.mark.parametrize(("placement", "numbers"), [
+    ({"optimizer": SPLIT, "gradients": "nvme", "parameters": "nvme"}, "fp32"),
+    ({"optimizer": SPLIT, "gradients": SPLIT, "parameters": "device"}, "no master"),
+    ({"optimizer": "device", "gradients": "device", "parameters": "host"}, "int8 states"),
+], ids=str)  # fmt: skip
+def test_a_matrix_in_chunks_of_the_device_and_the_host_has_the_bits_of_the_host(
+    tmp_path, device, monkeypatch, placement, numbers
+):
+    """The memory of the products holds no numbers before they are written."""
+    muon = {"type": "muon", "ns_dtype": "fp32", "chunk": 1024, "lr": 0.02, "adamw_lr": 3e-3}
+    keys = {**NUMBERS[numbers], "clip_grad_norm": 0.5}
+    keys["optimizer"] = {**keys.get("optimizer", {}), **muon}
+    expected = on_host(tmp_path, device, **keys)
+    real = TierManager.matrix_work
+
+    def poisoned(tiers: TierManager) -> Any:
+        work = real(tiers)
+        for memory in (work.memory, work.host):
+            memory.fill_(255)
+        return work
+
+    monkeypatch.setattr(TierManager, "matrix_work", poisoned)
+    assert_same(run(tmp_path, placement, device, **keys), expected)
 
 
 def drawn(chance: random.Random) -> dict[str, Any]:
