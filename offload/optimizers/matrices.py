@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -33,8 +33,8 @@ def kind_of(group: Mapping[str, Any], kinds: Sequence[str]) -> str:
 class Matrices:
     """The parameters that Muon trains."""
 
-    names: frozenset[str] = frozenset()  # each one's first
-    _ids: Collection[int] = field(default_factory=frozenset)
+    names: Collection[str] = ()  # each one's first
+    _ids: Collection[int] = ()
 
     @classmethod
     def of(
@@ -45,10 +45,6 @@ class Matrices:
         that are no matrices, and if there is none."""
         if config.type != "muon":
             return cls()
-        embeddings = {
-            id(param) for module in model.modules() if isinstance(module, nn.Embedding)
-            for param in module.parameters(recurse=False)
-        }  # fmt: skip
         names = {id(param): name for name, param in model.named_parameters()}
         shape, in_blocks = grouping.shape(), _in_blocks(model, block_classes)
         # an expert moves as a whole, and rows of packed experts are no parameters
@@ -61,7 +57,7 @@ class Matrices:
                 name = names.get(id(param), "")
                 said = group.get(USE_MUON, getattr(param, USE_MUON, None))
                 usual = id(param) in in_blocks and param.ndim == 2 and name not in apart
-                uses = said if said is not None else usual and id(param) not in embeddings
+                uses = usual if said is None else said
                 if uses and param.ndim != 2:
                     raise ConfigError(
                         "Muon only supports 2D parameters whereas we found a parameter with size: "
@@ -76,8 +72,8 @@ class Matrices:
                 "is trained; name its matrices, parameters=[{'params': [...], 'use_muon': True}, "
                 "...], set groups.blocks, or use optimizer.type: adamw"
             )
-        by_id = {id(param): its[0] for its, param in grouping.params.items()}
-        return cls(frozenset(by_id[key] for key in chosen if key in by_id), frozenset(chosen))
+        managed = grouping.params.items()
+        return cls({its[0] for its, param in managed if id(param) in chosen}, chosen)
 
     def param_groups(self, given: Sequence[Any], config: OptimizerConfig) -> list[dict[str, Any]]:
         """Return param groups that each say `use_muon`, those that did not cut in two. Of a group's
@@ -104,8 +100,8 @@ class Matrices:
 
 
 def _in_blocks(model: nn.Module, classes: Sequence[str]) -> set[int]:
-    """Return the ids of parameters in blocks: modules with parts, more than one of a class in a
-    list, or of one of the `classes`. (A unit may be larger: small models are one.)"""
+    """Return the ids of parameters in blocks, but for embeddings. Blocks are modules with parts,
+    more than one of a class in a list, or of one of the `classes`. (Small models are one unit.)"""
     blocks = [module for module in model.modules() if type(module).__name__ in classes]
     for parent in model.modules():
         if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -114,7 +110,9 @@ def _in_blocks(model: nn.Module, classes: Sequence[str]) -> set[int]:
             ]
             counts = Counter(map(type, children))
             blocks += [each for each in children if counts[type(each)] > 1]
-    return {id(param) for block in blocks for param in block.parameters()}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    apart = {id(param) for each in embeddings for param in each.parameters(recurse=False)}
+    return {id(param) for block in blocks for param in block.parameters()} - apart
 
 
 def _groups(model: nn.Module | None, given: Any) -> Iterator[dict[str, Any]]:
