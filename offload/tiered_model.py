@@ -338,6 +338,7 @@ class TieredModel(abc.ABC):
                         store.check_usable()
                         self._settle()
                         self._empty()
+                with self._together("release the device"):  # no other rank asks for shards now
                     self._tier_manager.save(host=host)
             except BaseException:
                 self._tier_manager.forget_saved()

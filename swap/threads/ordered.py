@@ -83,6 +83,10 @@ class OrderedWork:
         self.submit("the end", lambda: None).then(lambda _: ended.set())
         ended.wait(timeout_s)
 
+    def end(self, timeout_s: float) -> None:
+        """Wait as `drain` does, before `close`."""
+        self.drain(timeout_s)
+
     def _work(self) -> bool:
         with self._lock:
             if not self._waiting:

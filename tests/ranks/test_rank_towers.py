@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, see
 from tests.ranks.processes import run_ranks
 from tests.ranks.programs import BUDGET
 
-WIDTH = 16
+WIDTH = 56  # each of two ranks has a part of every block
 OPTIMIZER: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "eps": 0.1}  # rounding stays small
 KINDS = ("one skips", "first skips", "one twice", "text only")  # and drawn ones
 SEEDS = range(int(os.environ.get("TOWER_SEEDS", "7")))
@@ -33,6 +34,8 @@ VARIANTS: list[dict[str, Any]] = [  # and whether updates begin ahead of the ste
     {"stage": 3}, {"stage": 3, "placement": NVME}, {"stage": 2}, {"stage": 1, "placement": NVME},
     {"stage": 3, "ahead": True}, {"stage": 3, "placement": NVME, "budget": TIGHT, "ahead": True},
 ]  # fmt: skip
+IN_BACKWARD: dict[str, Any] = {"stage": 3, "optimizer": {**OPTIMIZER, "in_backward": True}}
+SINGLE = 31  # of a program with one pass in each step
 
 
 class Block(nn.Module):
@@ -124,9 +127,10 @@ class Program:
         return dict(self.model.state_dict())
 
     def on_rank(
-        self, folder: str, stage: int, ahead: bool = False, **keys: Any
+        self, folder: str, stage: int, ahead: bool = False, loads: bool = False, **keys: Any
     ) -> dict[str, Tensor]:
-        """Run this rank's part; its states in the end."""
+        """Run this rank's part; its states in the end. `loads`: first from a checkpoint, and the
+        second rank is slow in backward."""
         keys = {"budget": BUDGET, "placement": HOST, "optimizer": OPTIMIZER, **keys}
         keys |= {
             "zero": {"stage": stage, "timeout_s": 30},
@@ -135,6 +139,11 @@ class Program:
         with offload.initialize(self.model, config(Path(folder), **keys)) as engine:
             assert engine._runtime is not None
             policy: Any = engine._runtime.stepper.policy
+            if loads:
+                engine.save_checkpoint(Path(folder) / "saved")
+                engine.load_checkpoint(Path(folder) / "saved")
+            if loads and dist.get_rank() == 1:
+                self.model.tower[0].register_full_backward_hook(lambda *_: time.sleep(0.5))
             for passes, local in zip(self.steps, self.local, strict=True):
                 for number, (batches, unsynchronised) in enumerate(zip(passes, local, strict=True)):
                     if ahead:
@@ -165,6 +174,8 @@ def on_ranks(calls: Sequence[tuple[int, str, dict[str, Any]]], folder: str) -> l
 def test_ranks_with_other_modules_train_what_one_process_does(ranks: int, tmp_path: Path) -> None:
     programs = [(7, kind) for kind in KINDS] + [(seed, "drawn") for seed in SEEDS]
     calls = [(*each, VARIANTS[n % len(VARIANTS)]) for n, each in enumerate(programs)]
+    calls += [(SINGLE, "one twice", {**IN_BACKWARD, "loads": True})]
+    calls += [(SINGLE, "one skips", IN_BACKWARD)]
     by_rank = run_ranks(ranks, tmp_path, on_ranks, calls, str(tmp_path), timeout_s=300)
     for number, (seed, kind, variant) in enumerate(calls):
         expected = Program(seed, ranks, kind).alone()
@@ -176,19 +187,31 @@ def test_ranks_with_other_modules_train_what_one_process_does(ranks: int, tmp_pa
                 torch.testing.assert_close(states[name], value, **close, msg=said)
 
 
-def late(folder: str) -> str:
-    """The order of gradients is that of the first rank, whose embedding comes before the tower."""
-    optimizer = {**OPTIMIZER, "in_backward": True}
+class Reads(Program):
+    """Reads a block of the tower where others evaluate."""
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, times: int) -> None:
+        self.model.tower[1](torch.ones(3, WIDTH))
+
+
+def refused(folder: str, program: type[Program], kind: str) -> str:
     try:
-        Program(21, 2, "first skips").on_rank(folder, 3, optimizer=optimizer)
+        program(SINGLE, 2, kind).on_rank(folder, **IN_BACKWARD)
     except OffloadError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def test_a_gradient_too_late_for_an_update_in_backward_is_an_error(tmp_path: Path) -> None:
-    said = run_ranks(2, tmp_path, late, str(tmp_path))
-    assert said[1].startswith(
-        "StateError: optimizer.in_backward: the gradient of embed.weight came"
-    )
-    assert "rank 1 has left: StateError: optimizer.in_backward" in said[0]
+@pytest.mark.parametrize(("program", "kind", "rank", "said"), [
+    # the order of gradients is that of the first rank, whose embedding comes before the tower
+    (Program, "first skips", 1, "optimizer.in_backward: the gradient of embed.weight came after"),
+    # it has updated the tower, and the other rank will do so in the step
+    (Reads, "one skips", 0, "tower.1 parameters: other ranks have values of another moment"),
+])  # fmt: skip
+def test_values_updated_in_backward_on_some_ranks_are_an_error(
+    program: type[Program], kind: str, rank: int, said: str, tmp_path: Path
+) -> None:
+    by_rank = run_ranks(2, tmp_path, refused, str(tmp_path), program, kind)
+    assert by_rank[rank].startswith(f"StateError: {said}")
+    assert f"rank {rank} has left: StateError: {said}" in by_rank[1 - rank]

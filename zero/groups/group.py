@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -49,6 +50,13 @@ def _outside_inference(function: Callable[[ParamGroup], None]) -> Callable[[Para
     return call
 
 
+class Update(Protocol):
+    """An update of a group, as its readers see it."""
+
+    ready: Transfer[None]
+    begun: bool  # the values may have changed
+
+
 class RankCopies:
     """This rank's copies of the parts of a group's buffer that other ranks update. One rank alone
     has no copies: the methods of this base class do nothing."""
@@ -63,8 +71,9 @@ class RankCopies:
         """Whether a thread reads this rank's part for a collective that has not ended."""
         return False
 
-    def invalidate_gathered(self) -> None:
-        """Note that an update was submitted: copies made before it hold old values."""
+    def invalidate_gathered(self, update: Update | None = None) -> None:
+        """Note that the parts were loaded, or an `update` is about to be submitted: copies made
+        before it hold old values."""
 
     def refresh(self) -> None:
         """Begin to fetch parts that other ranks have changed. All ranks refresh the same groups in
@@ -260,10 +269,10 @@ class ParamGroup:
         elif self.state.in_place:
             self.unmap()
 
-    def invalidate(self) -> None:
-        """Note that an update was submitted: values read before it are old."""
+    def invalidate(self, update: Update | None = None) -> None:
+        """Note that an update is submitted: values read before it are old."""
         self.writes.note_update()
-        self.copies.invalidate_gathered()
+        self.copies.invalidate_gathered(update)
 
     def changed(self) -> list[int]:
         """Return the parameters that were written to, as `WriteTracker.changed` does."""

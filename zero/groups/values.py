@@ -85,6 +85,8 @@ class ParameterValues(WeightValues):
             )
         flat = flat_array(value.detach().to("cpu", torch.float32).contiguous())
         host = self._host_weights(group)
+        if field == "master":
+            group.copies.overwritten()  # before as well: no rank uses what it is sent meanwhile
         for chunk in self._chunks(group, index, host, write=True):
             if field == "master":
                 there = chunk.arrays.keys() & {"low", "master"}

@@ -10,8 +10,10 @@ rank asks the others for their shards (`shard_service.py`).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -28,10 +30,12 @@ from offload.tiers.errors import StateError
 from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import Residency
-from offload.zero.groups.group import RankCopies
+from offload.zero.groups.group import RankCopies, Update
 from offload.zero.ranks.collectives import Collectives, Fetch
 from offload.zero.ranks.shard_service import ShardService
 from offload.zero.ranks.sharding import Part
+
+_SOON_S = 1.0  # between two statements of a rank, also on a busy machine
 
 
 class SharedState(StateOverHome, RankCopies):
@@ -103,7 +107,7 @@ class Gatherer:
 
     def __init__(
         self, collectives: Collectives, pool: SlotPool, room_nbytes: int, device: torch.device,
-        fences: Fences, service: ShardService | None,
+        fences: Fences, service: ShardService | None = None,
     ) -> None:  # fmt: skip
         """`pool` is of the memory that the model computes in; `room_nbytes` is the same on every
         rank. `service`: of ranks that gather apart; None where all gather together."""
@@ -189,9 +193,10 @@ class GatheredState(SharedState):
         self._own_cut = len(part.trainable) * itemsize  # where frozen elements begin in `home`
         self._lease: Lease | None = None
         self._ends_unheld = False  # evict the copy when no module holds it any more
+        self._torn = False  # the copy has shards of different moments, and must not be used
         self._lending = False  # the serving thread may read the shard
-        self._updated_in = -1  # the phase in which the last update was submitted: in its backward?
-        self._number = -1 if gatherer.service is None else gatherer.service.add(self._lent)
+        self._last: tuple[int, Update | None] = -1, None  # update, with the phase it was counted in
+        self._number = -1 if gatherer.service is None else gatherer.service.add(self)
 
     @property
     def is_gathered(self) -> bool:
@@ -201,10 +206,10 @@ class GatheredState(SharedState):
     def begin(self, lease: Lease, before: tuple[StreamEvent, ...]) -> None:
         self._lease = lease
         whole, update, service = lease.tensor[: self.nbytes], self._update(), self._gatherer.service
+        self._torn = False
         fetch: Fetch | None = None
         if service is not None:
-            is_ahead = self._updated_in == service.phase
-            fetch = partial(service.fetch, self._number, service.phase, is_ahead)
+            fetch = partial(self._fetch, service, service.phase, self._is_ahead)
         self._submit(partial(self._gather, whole, update, before, fetch))
 
     def _gather(
@@ -226,20 +231,46 @@ class GatheredState(SharedState):
 
     @property
     def _phase(self) -> int:
-        return -1 if self._gatherer.service is None else self._gatherer.service.phase
+        return -2 if self._gatherer.service is None else self._gatherer.service.phase
+
+    @property
+    def _is_ahead(self) -> bool:
+        """Whether an update in backward counts already, before the step that makes it."""
+        return self._last[0] == self._phase
+
+    def _fetch(
+        self, service: ShardService, phase: int, ahead: bool, whole: torch.Tensor, limit: timedelta,
+        *, frozen: bool,
+    ) -> None:  # fmt: skip
+        fits = service.fetch(self._number, phase, ahead, whole, limit, frozen=frozen)
+        self._torn |= not fits
 
     @contextmanager
-    def _lent(self, frozen: bool, ahead: bool) -> Iterator[torch.Tensor]:
+    def lend(self, *, frozen: bool, ahead: bool) -> Iterator[torch.Tensor]:
         self._lending = True  # no speculative update begins any more
         try:
-            update = self._update()  # after undoing a speculative one
+            update = self._update()  # after undoing a speculative one; before `_last` is read
+            deadline = time.monotonic() + _SOON_S
+            while ahead and not self._is_ahead and time.monotonic() < deadline:
+                time.sleep(0.002)  # the other rank's update was made: so this one's is due, if ever
+            _, last = self._last
+            if ahead and last is not None:
+                last.ready.wait()
             # an update in backward changes nothing before the rank that asks has reduced gradients
-            if update is not None and (ahead or self._updated_in != self._phase):
+            elif update is not None and not (
+                self._is_ahead and last is not None and update is last.ready
+            ):
                 update.wait()
             own = self.home.tensor()
             yield own[self._own_cut :] if frozen else own[: self._own_cut]
         finally:
             self._lending = False
+
+    def had(self, phase: int, *, ahead: bool) -> bool:
+        if phase != self._phase:
+            return False
+        _, last = self._last
+        return self._is_ahead if ahead else not (self._is_ahead and last is not None and last.begun)
 
     def end(self) -> Lease:
         """Forget the copy, and return its memory."""
@@ -258,8 +289,8 @@ class GatheredState(SharedState):
         self._drop()
 
     # ---------------------------------------------------------------- compute side
-    def invalidate_gathered(self) -> None:
-        self._updated_in = self._phase
+    def invalidate_gathered(self, update: Update | None = None) -> None:
+        self._last = (-1 if update is None else self._phase), update
         self._drop()
 
     def _drop(self) -> None:
@@ -271,10 +302,19 @@ class GatheredState(SharedState):
         return self.is_gathered or self.home.prefetch(next_use=next_use, priority=priority)
 
     def tensor(self) -> torch.Tensor:
-        if self._lease is None:
-            self._gatherer.gather(self)
-        self._await_arrival()
-        return self._copy()
+        for _ in range(2):  # a copy that was prefetched across a step is gathered again
+            if self._lease is None:
+                self._gatherer.gather(self)
+            self._await_arrival()
+            if not self._torn:
+                return self._copy()
+            self._drop()
+        raise StateError(
+            f"{self.name}: other ranks have values of another moment. With optimizer.in_backward, "
+            "ranks that use other modules than each other update them at different times: read "
+            "them before backward or after step(), or set optimizer.in_backward: false. Otherwise "
+            "a rank alone wrote to parameters"
+        )
 
     def blank(self) -> torch.Tensor:
         raise StateError(f"{self.name} is filled shard by shard: use host_blank")
@@ -323,7 +363,7 @@ class ReplicatedState(SharedState):
         return self._outdated or self._frozen_outdated
 
     # ---------------------------------------------------------------- compute side
-    def invalidate_gathered(self) -> None:
+    def invalidate_gathered(self, update: Update | None = None) -> None:
         self._outdated = True
 
     def refresh(self) -> None:

@@ -146,7 +146,8 @@ class SharedWork(RankWork):
 
     def empty(self) -> None:
         self.finish_pass()
-        self.finish()
+        for order in self.orders():
+            order.drain(self.ranks.watch.timeout_s)
         self._gatherer.empty()
         self._experts.empty()
 
@@ -205,7 +206,7 @@ class SharedWork(RankWork):
 def _drain(orders: Sequence[OrderedWork], ranks: Ranks) -> None:
     if not ranks.watch.is_leaving:
         for order in orders:
-            order.drain(ranks.watch.timeout_s)
+            order.end(ranks.watch.timeout_s)
 
 
 def _close(orders: Sequence[OrderedWork], ranks: Ranks) -> None:

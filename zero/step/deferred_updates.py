@@ -153,7 +153,7 @@ class DeferredUpdates:
         for state in states:
             terms = Terms.of(state, hyper_of, grad_scale)
             updates.append(self._made(state, terms))
-            state.count_update(terms.indices)
+            state.count_update(terms.indices, updates[-1])
         self._put(updates, first=first)
 
     def _made(self, state: OptimizerState, terms: Terms) -> GroupUpdate:
@@ -226,3 +226,4 @@ class DeferredUpdates:
 
 def _end(update: GroupUpdate, _: Transfer[None]) -> None:
     update.done()
+    update.ready.complete(None)

@@ -10,7 +10,7 @@ from torch import nn
 from offload.kernels.floats import Array
 from offload.kernels.rules import Scalars
 from offload.swap.states.state import State
-from offload.zero.groups.group import ParamGroup
+from offload.zero.groups.group import ParamGroup, Update
 from offload.zero.ranks.reduction import Gradients
 from offload.zero.ranks.sharding import Part, PartOfParam
 from offload.zero.step.records import RecordFormat
@@ -63,7 +63,7 @@ class OptimizerState:
         states = (self.group.state, self.gradients.state, *self.records)
         return all(state.in_place for state in states)
 
-    def count_update(self, indices: Sequence[int]) -> None:
+    def count_update(self, indices: Sequence[int], update: Update) -> None:
         """Count one more update of these parameters."""
         self.steps[list(indices)] += 1
-        self.group.invalidate()
+        self.group.invalidate(update)

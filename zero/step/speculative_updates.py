@@ -132,12 +132,12 @@ class SpeculativeUpdates(DeferredUpdates):
             with self.lock:
                 if index not in self._terms:  # another thread has just taken it back
                     continue
-                keep = self._terms[index] == terms
+                keep, update = self._terms[index] == terms, self._updates[index]
                 whole = self._end(index, keep=keep)
             self.counts.kept += keep and whole
             self.counts.redone += not (keep and whole)
             if keep:
-                state.count_update(terms.indices)
+                state.count_update(terms.indices, update)
                 yield index
             else:
                 self._had_other_terms = True
