@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -122,7 +122,6 @@ class PassWatch(TorchDispatchMode):
         self.peak = Alive()  # each of the two at its own peak
         self.forward = self.backward = NO_WORK
         self.ran = NO_WORK  # in forward, each operation once
-        self._is_kernel: dict[Any, bool] = {}
         self._backward = False
         self._last_node = 0
         self._now = _Mark(0, 1, Alive())
@@ -142,8 +141,7 @@ class PassWatch(TorchDispatchMode):
         given = list(tensors_of((args, tuple(kwargs.values()))))
         results = list(tensors_of((result,)))
         self.live.made(results, given)
-        scratch = _scratch_nbytes(func, args) if self._backward else 0
-        if scratch:
+        if self._backward and (scratch := _scratch_nbytes(func, args)):
             self._grown(Alive.of(scratch))
         self._count(func, args, given, results, result)
         return result
@@ -152,10 +150,7 @@ class PassWatch(TorchDispatchMode):
         self, func: Any, args: Sequence[Any], given: Sequence[Tensor], results: Sequence[Tensor],
         result: Any,
     ) -> None:  # fmt: skip
-        runs = self._is_kernel.get(func)
-        if runs is None:
-            runs = self._is_kernel[func] = _is_kernel(func)
-        if not runs:
+        if not _is_kernel(func):
             return
         cost = PassCost(_flops(func, args, result), _touched_nbytes(func, given, results), 1)
         if self._backward:
@@ -263,6 +258,7 @@ def _scratch_nbytes(op: Any, args: Sequence[Any]) -> int:
     return int(nbytes)
 
 
+@cache
 def _is_kernel(op: Any) -> bool:
     """Whether the operation runs a kernel; views and empty tensors need none."""
     schema = op._schema
@@ -308,7 +304,5 @@ def _attention(name: str, op: Any, args: Sequence[Any]) -> int:
 
 
 def _is_causal(op: Any, args: Sequence[Any]) -> bool:
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.name == "is_causal":
-            return place < len(args) and bool(args[place])
-    return False
+    names = [argument.name for argument in op._schema.arguments[: len(args)]]
+    return "is_causal" in names and bool(args[names.index("is_causal")])

@@ -65,9 +65,7 @@ def stretches(model: nn.Module, blocks: Sequence[Unit]) -> list[Stretch]:
         )
         if best.skipped:
             skippable.append(best)
-            start = best.stop
-        else:
-            start += 1
+        start = best.stop if best.skipped else start + 1
     return skippable
 
 

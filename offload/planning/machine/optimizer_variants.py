@@ -46,12 +46,6 @@ class Stream:
         return self.itemsize * (2 if self.updated else 1) / self.elements_each
 
 
-GRAD32 = Stream("grad fp32", "float32", updated=False)
-GRAD16 = Stream("grad bf16", "uint16", updated=False)
-WEIGHT32 = Stream("weight fp32", "float32")
-WEIGHT16 = Stream("weight bf16", "uint16")
-
-
 class Arrays:
     """An array of `numel` parameters for each stream, with contents that every variant can start
     from.
@@ -99,21 +93,19 @@ class Variant:
     """One way to keep weights and moments. A new variant only has to be added to VARIANTS."""
 
     name: str
-    grad: Stream
-    weight: Stream
+    number: Float  # of gradients and weights
     kept: RecordFormat
 
     @property
-    def record(self) -> tuple[Stream, ...]:
-        """The arrays of a record, in the order of its format."""
-        return tuple(
+    def streams(self) -> tuple[Stream, ...]:
+        """The gradient, the weight, and the arrays of a record in the order of its format."""
+        kind, dtype = self.number.name.lower(), self.number.storage.name
+        grad, weight = Stream(f"grad {kind}", dtype, updated=False), Stream(f"weight {kind}", dtype)
+        record = (
             Stream(f"{field.name} {field.dtype.name}", field.dtype.name, elements_each=field.block)
             for field in self.kept.fields
         )
-
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        return (self.grad, self.weight, *self.record)
+        return grad, weight, *record
 
     @property
     def traffic(self) -> float:
@@ -122,10 +114,10 @@ class Variant:
 
 
 def _split(name: str, states: StateFormat) -> Variant:
-    return Variant(name, GRAD16, WEIGHT16, RecordFormat(Master.SPLIT, state_format=states))
+    return Variant(name, Float.BF16, RecordFormat(Master.SPLIT, state_format=states))
 
 
-PLAIN = Variant("offload, fp32", GRAD32, WEIGHT32, RecordFormat(Master.NONE))
+PLAIN = Variant("offload, fp32", Float.FP32, RecordFormat(Master.NONE))
 SPLIT = _split("offload, split", StateFormat.FP32)
 SPLIT_BF16 = _split("offload, split, bf16 moments", StateFormat.BF16)
 SPLIT_INT8 = _split("offload, split, int8 moments", StateFormat.INT8)
@@ -136,11 +128,9 @@ def stepper(
     variant: Variant, arrays: Arrays, runner: ParallelRunner, calls: int = 1
 ) -> Callable[[], None]:
     """Return a function that makes one optimizer step, in `calls` calls for equal parts."""
-    grad, weight = arrays[variant.grad], arrays[variant.weight]
-    fields = zip(variant.kept.fields, variant.record, strict=True)
-    arrays_of = {field.name: arrays[stream] for field, stream in fields}
-    number = Float.FP32 if variant.weight is WEIGHT32 else Float.BF16
-    states = variant.kept.state_format
+    grad, weight, *record = (arrays[stream] for stream in variant.streams)
+    arrays_of = {f.name: array for f, array in zip(variant.kept.fields, record, strict=True)}
+    number, states = variant.number, variant.kept.state_format
     length = arrays.numel // calls
     spans = [slice(start, start + length) for start in range(0, arrays.numel, length)]
     parts = [(span, variant.kept.operands(arrays_of, span, scalars_of(1))) for span in spans]

@@ -93,27 +93,20 @@ def _of_budgets(plan: Plan) -> Iterator[Shortfall]:
 
 
 def _of_machine(plan: Plan, hardware: Hardware) -> Iterator[Shortfall]:
-    room, disk = hardware.host_nbytes, hardware.nvme_free_nbytes
-    checks = (
-        *(
-            (
-                tier, plan.budgets[tier], hardware.capacities[tier],
-                f"budget.{tier}: {{}} is more than the {{}} of {tier.title} that this process may "
-                "use; lower it, or write a percentage",
-            )
-            for tier in TIERS if tier.medium is Medium.HOST
-        ),
-        (
-            Tier.HOST, ram_nbytes(plan), room,
-            "budget.host: the plan needs {} of RAM, this process may use {}; "
-            + _to_disk(plan, hardware),
-        ),
-        (
-            Tier.NVME, needed_nbytes(plan, Tier.NVME), disk,
-            "budget.nvme: the plan needs {} on disk, {} are free under nvme.paths; free space, or "
-            "add a path to nvme.paths",
-        ),
-    )  # fmt: skip
+    checks = [
+        (tier, plan.budgets[tier], hardware.capacities[tier],
+         f"budget.{tier}: {{}} is more than the {{}} of {tier.title} that this process may use; "
+         "lower it, or write a percentage")
+        for tier in TIERS if tier.medium is Medium.HOST
+    ]  # fmt: skip
+    checks += [
+        (Tier.HOST, ram_nbytes(plan), hardware.host_nbytes,
+         "budget.host: the plan needs {} of RAM, this process may use {}; "
+         + _to_disk(plan, hardware)),
+        (Tier.NVME, needed_nbytes(plan, Tier.NVME), hardware.nvme_free_nbytes,
+         "budget.nvme: the plan needs {} on disk, {} are free under nvme.paths; free space, or add "
+         "a path to nvme.paths"),
+    ]  # fmt: skip
     for tier, needed, there, text in checks:
         if needed > there:
             message = text.format(*in_one_unit(needed, there))

@@ -103,11 +103,8 @@ class PlannedMemory:
         self, plan: Plan, config: OffloadConfig, model: ModelShape, facts: ActivationFacts,
         workload: Workload, baseline: Baseline,
     ) -> None:  # fmt: skip
-        self._plan = plan
-        self._config = config
-        self._model = model
-        self._facts = facts
-        self._baseline = baseline
+        self._plan, self._config, self._model = plan, config, model
+        self._facts, self._baseline = facts, baseline
         saved, disk = plan.activations, 0
         self._window = 0  # that activations leave through, or for
         if saved is not None:

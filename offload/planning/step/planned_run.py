@@ -334,12 +334,11 @@ class PlannedRun(PendingUpdates):
         if not gpu:
             return
         parameters, gradients = numel * self._itemsize, numel * gradient_itemsize
+        at_home, gradients_there = group.home is Tier.DEVICE, group.gradient_home is Tier.DEVICE
         if stepped_there:
-            at_home = group.home is Tier.DEVICE
             moved.to_device += 0 if at_home or mirrored else parameters
+            moved.to_device += 0 if gradients_there else gradients
             moved.to_host += 0 if at_home else parameters
-            moved.to_device += 0 if group.gradient_home is Tier.DEVICE else gradients
         else:
-            moved.to_host += parameters if group.home is Tier.DEVICE else 0
-            moved.to_device += parameters if group.home is Tier.DEVICE else 0
-            moved.to_host += gradients if group.gradient_home is Tier.DEVICE else 0
+            moved.to_device += parameters if at_home else 0
+            moved.to_host += (parameters if at_home else 0) + (gradients if gradients_there else 0)
