@@ -81,24 +81,18 @@ def check_carried(carried: Mapping[str, Carried], new: Mapping[str, object]) -> 
     for name, value in new.items():
         if carried.get(name, value) is not value:
             raise StateError(f"{name} is registered already, for another object; take another name")
-        _check_object(name, value)
-
-
-def _check_object(name: str, value: object) -> None:
-    if isinstance(value, nn.Module | torch.optim.Optimizer):
+        is_stateful = isinstance(value, Stateful) and not isinstance(value, type)
+        problem = "which says nothing of its state; give it state_dict() and load_state_dict()"
+        if isinstance(value, nn.Module | torch.optim.Optimizer):
+            problem = "and the engine's model and optimizer are in each checkpoint; save others"
+        elif isinstance(value, torch.utils.data.DataLoader) and not is_stateful:
+            problem = "which says nothing of its state; use torchdata's StatefulDataLoader"
+        elif is_stateful or is_generator(value):
+            _check_state(name, value)  # type: ignore[arg-type]
+            continue
         raise UnsupportedError(
-            f"{name} is a {type(value).__name__}: the engine's model and optimizer are in each "
-            "checkpoint; save others yourself, or give their state_dict() to `state=`"
+            f"{name} is a {type(value).__name__}, {problem}, or put what counts into `state=`"
         )
-    if (isinstance(value, Stateful) and not isinstance(value, type)) or is_generator(value):
-        _check_state(name, value)  # type: ignore[arg-type]
-        return
-    hint = "give it state_dict() and load_state_dict(), or put what counts into `state=`"
-    if isinstance(value, torch.utils.data.DataLoader):
-        hint = "use torchdata's StatefulDataLoader, or keep the position in `state=`"
-    raise UnsupportedError(
-        f"{name} is a {type(value).__name__}, which says nothing of its state; {hint}"
-    )
 
 
 def _check_state(name: str, value: Carried) -> None:

@@ -263,13 +263,9 @@ def cut(sizes: Mapping[str, int], max_nbytes: int, name: str = SINGLE) -> dict[s
         held_nbytes += nbytes
     if held:
         shards.append(held)
-    if len(shards) <= 1:
-        return dict(zip([name], shards, strict=False))
     stem, count = name.removesuffix(".safetensors"), len(shards)
-    return {
-        f"{stem}-{number:05d}-of-{count:05d}.safetensors": names
-        for number, names in enumerate(shards, 1)
-    }
+    names = [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    return dict(zip(names if count > 1 else [name], shards, strict=False))  # none: no file
 
 
 def named(name: str, variant: str | None) -> str:

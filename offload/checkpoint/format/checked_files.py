@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import xxhash
@@ -34,13 +35,11 @@ _AHEAD_NBYTES = 16 << 20
 _MAX_OPEN = 4
 
 
-def seed_of(bound_to: str, offset_bytes: int) -> int:
-    return xxhash.xxh3_64_intdigest(f"{bound_to}:{offset_bytes}".encode())
-
-
-def block_hash(data: memoryview, bound_to: str, offset_bytes: int) -> str:
-    """The hash of a whole block that begins at `offset_bytes` of its file."""
-    return xxhash.xxh3_64_hexdigest(data, seed_of(bound_to, offset_bytes))
+def block_hash(bound_to: str, offset_bytes: int, data: memoryview | bytes = b"") -> Any:
+    """The hash of a block that begins at `offset_bytes` of its file, to be given the bytes after
+    `data`."""
+    seed = xxhash.xxh3_64_intdigest(f"{bound_to}:{offset_bytes}".encode())
+    return xxhash.xxh3_64(data, seed=seed)
 
 
 class BlockHashes:
@@ -56,8 +55,7 @@ class BlockHashes:
         """Hash the section's next bytes."""
         while data.nbytes:
             if self._nbytes % BLOCK_NBYTES == 0:
-                seed = seed_of(self._bound_to, self._start + self._nbytes)
-                self._digests.append(xxhash.xxh3_64(seed=seed))
+                self._digests.append(block_hash(self._bound_to, self._start + self._nbytes))
             part = data[: BLOCK_NBYTES - self._nbytes % BLOCK_NBYTES]
             self._digests[-1].update(part)
             self._nbytes += part.nbytes
@@ -81,14 +79,8 @@ class _File:
         self.file = file
         self._bound_to = bound_to
         self._kept: dict[str, tuple[int, memoryview]] = {}  # one block of each section, by its name
-        self._starts: list[int] = []
-        self._sections: list[SectionRecord] = []
-        end = 0
-        for section in sections:
-            if section.nbytes:
-                self._starts.append(end)
-                self._sections.append(section)
-            end += section.nbytes
+        self._sections = [section for section in sections if section.nbytes]
+        self._starts = [0, *accumulate(section.nbytes for section in self._sections)]
 
     def _block(self, index: int, number: int) -> _Block:
         section, first = self._sections[index], number * BLOCK_NBYTES
@@ -106,7 +98,7 @@ class _File:
         """Read a whole block. Returns what is wrong with it, or None."""
         self.file.read_ahead(block.start + _AHEAD_NBYTES, block.nbytes)
         self.file.read_all(into, block.start)
-        digest = block_hash(into, self._bound_to, block.start)
+        digest = block_hash(self._bound_to, block.start, into).hexdigest()
         if digest == block.xxh3:
             return None
         where = f"{block.section} ({format_bytes(block.nbytes)} at byte {block.start})"
@@ -128,13 +120,12 @@ class _File:
 
     def _whole(self, block: _Block) -> memoryview:
         """The whole block, for a read of a part of it."""
-        start, content = self._kept.get(block.section, (-1, memoryview(b"")))
+        start, content = self._kept.pop(block.section, (-1, memoryview(b"")))
         if start != block.start:
             if content.nbytes != block.nbytes:  # else its memory is used again
                 content = memoryview(bytearray(block.nbytes))
-            self._kept.pop(block.section, None)
             self._fill_whole(content, block)
-            self._kept[block.section] = block.start, content
+        self._kept[block.section] = block.start, content
         return content
 
     def _fill_whole(self, into: memoryview, block: _Block) -> None:

@@ -38,9 +38,7 @@ _SAFE: list[Any] = [  # beside what torch takes for safe: with which NumPy's val
     frozenset, np.ndarray, np.dtype, np.zeros(1).__reduce__()[0], np.float64(1).__reduce__()[0],
     *{type(np.dtype(code)) for code in _CODES},
 ]  # fmt: skip
-_REMEDY = (
-    "keep numbers, text, tensors and containers of them there, and save other objects yourself"
-)
+_REMEDY = "keep numbers, text, tensors and containers of them there, save other objects yourself"
 
 
 def packed(value: Any, name: str) -> torch.Tensor:
@@ -60,17 +58,16 @@ def packed(value: Any, name: str) -> torch.Tensor:
         )
     archive = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
     try:  # the classes are not all that counts: an array of theirs may have any dtype
-        with refusals(name, "cannot be kept in a checkpoint", _REMEDY):
-            _loaded(archive, "meta")
-    except CheckpointError as error:
-        raise UnsupportedError(str(error)) from None
+        _loaded(archive, "meta")
+    except Exception as error:  # noqa: BLE001 - a pickle raises anything
+        problem = f"cannot be kept in a checkpoint: {_reason(error)}"
+        raise UnsupportedError(f"{name} {problem}; {_REMEDY}") from None
     return archive
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of its own in RAM: an archive would have all that a view is a part of."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return whole.copy_(tensor.detach())
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _loaded(archive: torch.Tensor, device: str) -> Any:
@@ -81,16 +78,16 @@ def _loaded(archive: torch.Tensor, device: str) -> Any:
 
 @contextmanager
 def refusals(
-    what: str, problem: str = "cannot be read as tensors and plain values",
-    remedy: str = "save it again with those alone, or load another checkpoint",
-) -> Iterator[None]:  # fmt: skip
+    what: str, remedy: str = "save it again with those alone, or load another checkpoint"
+) -> Iterator[None]:
     """A context in which every error is a CheckpointError that names `what` and the remedy."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - a forged pickle raises anything
-        raise CheckpointError(f"{what} {problem}: {_reason(error)}; {remedy}") from None
+        problem = f"cannot be read as tensors and plain values: {_reason(error)}"
+        raise CheckpointError(f"{what} {problem}; {remedy}") from None
 
 
 def _reason(error: Exception) -> str:
@@ -133,7 +130,6 @@ def state_in(reader: CheckpointReader) -> dict[str, Any]:
     record = next((each for each in run.tensors if each.name == STATE), None) if run else None
     if record is None:
         return {}
-    state = value_of(reader, record)
-    if not isinstance(state, dict):
+    if not isinstance(state := value_of(reader, record), dict):
         raise CheckpointError(f"{reader.path}: its state is no dict; load another checkpoint")
     return state
