@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from offload.kernels.rules import BLOCK, MuonScalars
+
+if TYPE_CHECKING:
+    import torch
 
 
 def products_nbytes(shape: Sequence[int], itemsize: int) -> int:
@@ -42,6 +44,8 @@ def orthogonalise(
 ) -> torch.Tensor:
     """Return what torch.optim.Muon makes of the fp32 matrix that `memory` (1D uint8) begins with:
     1D, in `dtype`, in its place. The rest of `memory` is overwritten."""
+    import torch  # plans, which need no torch, count the bytes above
+
     numel, side = math.prod(shape), min(shape)
     sizes = _sizes(shape, dtype.itemsize)
     given, *parts = memory[: sum(sizes)].split(sizes)
