@@ -165,9 +165,6 @@ def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: A
     assert value["step"] is None
     said = "activations are not counted, and there are no times: AsksForValues cannot be traced"
     assert any(note.startswith(said) for note in value["notes"])
-    assert run("compare", model, *MACHINE, "--format", "json") == 0
-    value = json.loads(capsys.readouterr().out)
-    assert any(note.startswith(said) for note in value["notes"])
 
 
 def test_chunks_that_an_enormous_model_cannot_have_are_no_change(capsys: Any) -> None:
@@ -185,16 +182,6 @@ def test_what_fits_with_recomputation_fits_where_that_is_left_open(ram: str, cap
     asked = [*sizes, *work, "--gpu", "none", "--ram", ram, "--nvme", "64GiB", "--format", "json"]
     recomputing = run(*asked, "-o", "placement.activations.checkpoint=true")
     assert run(*asked) <= recomputing
-
-
-def test_compare_has_every_system_and_offload_last(capsys: Any) -> None:
-    assert run("compare", *SMALL, "--format", "json") == 0
-    systems = json.loads(capsys.readouterr().out)["systems"]
-    names = [row["system"] for row in systems]
-    assert {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "ZeRO-Offload"} <= set(names)
-    assert names[-1] == "offload"
-    assert run("compare", *SMALL) == 0
-    assert "ZeRO-Infinity, nvme" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -244,8 +231,6 @@ BAD: list[tuple[list[str], str]] = [
     ([*TINY, "--out", "missing/x.html"], "there is no folder missing"),
     ([*TINY, "--out", "."], "it is a folder"),
     ([*TINY, "--out", "a.html", "--write", "a.html"], "--write names the same file"),
-    (["compare", *TINY, "--write", "a.yaml"], "compare: writes no configuration"),
-    (["compare", *TINY, "--inference"], "compare: is of training alone"),
     (["check", "nothing"], "nothing cannot be checked"),
     (["calibrate", "absent"], "absent does not exist"),
     (["--bathc", "3"], "no such option: --bathc"),

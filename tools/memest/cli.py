@@ -114,14 +114,6 @@ def estimate(asked: EstimateOptions) -> int:
     return run_estimate(asked)
 
 
-@_asking("compare")
-def compare(asked: EstimateOptions) -> int:
-    """Compare MODEL under DDP, ZeRO, FSDP, ZeRO-Offload, ZeRO-Infinity and offload."""
-    from offload.tools.memest.commands.run_compare import run_compare
-
-    return run_compare(asked)
-
-
 @app.command("check")
 def check(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of `offload train`.")],

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.tiers.errors import ConfigError
-
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -21,10 +19,10 @@ _FILE_COLUMNS = 100  # of a table in a file
 
 def show_answer(
     kind: str, out: Path | None, *, table: Callable[[], RenderableType],
-    values: Callable[[], dict[str, Any]], page: Callable[[], Page] | None = None,
+    values: Callable[[], dict[str, Any]], page: Callable[[], Page],
 ) -> None:  # fmt: skip
     """Write the answer to the file `out`, or to standard output, as a table, json or html, `kind`:
-    no other one is computed. Raise ConfigError for a page of what has none."""
+    no other one is computed."""
     if kind == "table":
         if out is None:
             _print(table())
@@ -35,8 +33,6 @@ def show_answer(
     else:
         from offload.tools.memest.show.page import to_html
 
-        if page is None:
-            raise ConfigError("this command has no page; use --format table or --format json")
         _deliver(to_html(page()), out)
 
 
