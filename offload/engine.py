@@ -25,6 +25,7 @@ from offload.config.paths import StrPath, local_path_of
 from offload.display.byte_progress import say
 from offload.losses.causal_lm import ChunkedLoss
 from offload.losses.tiled_mlp import tile_mlps
+from offload.memory.kv_homes import cached_layers
 from offload.memory.tier_manager import TierManager, ranks_here
 from offload.models.activations import handle_activations
 from offload.models.closing import Keep
@@ -49,6 +50,7 @@ from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.safetensors_weights import first_weights
 from offload.weights.spread_experts import SpreadExperts
 from offload.zero.gradients.loss_scale import LossScale
+from offload.zero.groups.fetching import Fetcher
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.loading import load_group
@@ -171,6 +173,8 @@ class Engine(TieredModel):
         grouping = grouping.stored(config.stored, self._matrices.names)
         if self._matrices.names:
             say(str(self._matrices))
+        if config.placement.kv is not None:
+            grouping.cached = cached_layers(model)
         try:
             self._find_tensor_parallel(config, data_ranks(mesh))
             zero = config.zero
@@ -222,6 +226,8 @@ class Engine(TieredModel):
         runtime.start(self.module, self.values, self)  # which the model keeps
         refuse_foreign_optimizers(store)
         refuse_foreign_wrappers(store)
+        # a trace of its own: how long rollouts are on each rank changes nothing in that of steps
+        self._keep_caches(Fetcher(int(self.config.prefetch)), trains=True)
 
     def _make_runtime(
         self, grouping: ParameterGrouping, dtype: torch.dtype, run: ParallelRunner
@@ -377,6 +383,8 @@ class Engine(TieredModel):
     def _forward_begins(self) -> None:
         if self.watching is not None:
             self.watching.forward_begins()
+        if self._kv is not None and torch.is_grad_enabled():
+            self._kv.expect_none()
 
     def note_pass(self, loss: torch.Tensor) -> None:
         """Note a backward pass of `loss`, which the watch, if any, adds to the step's."""

@@ -6,7 +6,6 @@ Its weights are those of a `WeightStore`. There is no gradient, optimizer state 
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,10 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from offload.config import OffloadConfig
 from offload.config.paths import StrPath
 from offload.display.words import some_of
-from offload.kv.store import KVStore
-from offload.memory.kv_homes import KVHomes
+from offload.memory.kv_homes import cached_layers
 from offload.models.foreign_wrappers import refuse_foreign_wrappers
-from offload.planning.plan.plan import kv_room_nbytes
 from offload.process import machine
 from offload.report import TierTraffic
 from offload.swap.threads.lanes import waits_s
@@ -32,7 +29,6 @@ from offload.tiers.errors import StateError, UnsupportedError
 from offload.tiers.units import format_bytes
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.safetensors_weights import first_weights
-from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.parameter_grouping import ParameterGrouping, managed, refuse_uninitialised
@@ -116,7 +112,6 @@ class Dispatched(TieredModel):
         only: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         config = config.for_inference()
-        self._kv: KVStore | None = None
         super().__init__(model, config)
         if self.spread.ep_size > 1:
             raise UnsupportedError(
@@ -126,7 +121,7 @@ class Dispatched(TieredModel):
         self._hooks: dict[int, RemovableHandle] = {}  # by the parameter's id
         grouping = self._group_parameters(config, frozen=True, only=only).stored(config.stored)
         if config.placement.kv is not None:
-            grouping.cached = _cached_layers(model)
+            grouping.cached = cached_layers(model)
         try:
             self._find_tensor_parallel(config, [machine.rank_here()])
             self._build(config, grouping, lazy, only)
@@ -169,25 +164,7 @@ class Dispatched(TieredModel):
             store.trace.assume(expected, number)
         self._refuse_gradients()
         refuse_foreign_wrappers(self._store)
-        self._keep_caches()
-
-    def _keep_caches(self) -> None:
-        """Keep in tiers the KV caches that the model is called with."""
-        kv, store = self.plan.kv, self.store
-        if kv is None:
-            return
-        from offload.kv import paged_cache  # imports transformers, as the model did
-
-        # a cache may outlive the model, and keeps none
-        self._kv = KVStore(
-            KVHomes(self._tier_manager, self.plan, kv), weakref.proxy(store.fetcher), self.device,
-            room_nbytes=kv_room_nbytes(self.plan, kv.computing), page_nbytes=kv.page_nbytes,
-            tokens=kv.tokens if kv.page_nbytes else 0, layers=kv.layers,
-            int8=self.config.kv.dtype == "int8",
-            session=store.one_thread, check_usable=partial(_check_usable, weakref.ref(store)),
-            trim=machine.trim_memory if self.device.type == "cpu" else None,
-        )  # fmt: skip
-        store.on_close.append(paged_cache.install(self.module, self._kv))
+        self._keep_caches(weakref.proxy(store.fetcher))  # a cache may outlive the model
 
     def _load_group(self, group: ParamGroup, values: Callable[[ParamSpec], torch.Tensor]) -> None:
         self.store.load(group, values)
@@ -211,12 +188,7 @@ class Dispatched(TieredModel):
         """Return bytes per tier, bytes moved, and seconds waited so far. It waits for nothing:
         numbers of operations in progress may change while they are read."""
         lanes = [*self._tier_manager.lanes(), *self.store.ranks.lanes()]
-        if self._kv is not None:
-            self._kv.tidy()
-        seen = self._seen()
-        if self.plan.kv is not None:
-            seen["placements"]["kv"] = self.plan.kv.placement.describe()
-        return TierTraffic(**seen, waits=waits_s(lanes))
+        return TierTraffic(**self._seen(), waits=waits_s(lanes))
 
     def _close(self) -> None:
         if self._store is None:
@@ -228,8 +200,6 @@ class Dispatched(TieredModel):
     def _close_all(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
-        if self._kv is not None:
-            self._kv.close()
         try:
             if self._store is not None:
                 self._store.close(self._why_without)
@@ -246,28 +216,6 @@ def _refuse_gradient(name: str, param: torch.Tensor) -> None:
         "torch.no_grad(), freeze it (model.requires_grad_(False)) where something around it "
         "trains, or train it with offload.initialize"
     )
-
-
-def _check_usable(store_ref: weakref.ref[WeightStore]) -> None:
-    store = store_ref()
-    if store is None:
-        raise StateError(Dispatched._CLOSED.text)
-    store.check_usable()
-
-
-def _cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
-    """Return the model's cached layers. Raises UnsupportedError if no KV cache is known."""
-    layers: tuple[CachedLayer, ...] = ()
-    if "transformers" in sys.modules:  # else it is none of its models
-        from offload.kv import paged_cache
-
-        layers = paged_cache.cached_layers(model)
-    if not layers:
-        raise UnsupportedError(
-            f"placement.kv: {type(model).__name__} has no KV cache that offload knows (those of "
-            "transformers' models are); remove placement.kv"
-        )
-    return layers
 
 
 def _check_values(model: nn.Module, lazy: LazyWeights, only: torch.dtype | None) -> None:

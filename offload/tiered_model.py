@@ -25,7 +25,9 @@ from torch import nn
 
 from offload.config import OffloadConfig
 from offload.display.byte_progress import progress, say
+from offload.kv.store import KVStore
 from offload.memory.asleep import move_to
+from offload.memory.kv_homes import keep_caches
 from offload.memory.preflight import divided_gpu, preflight
 from offload.memory.tier_manager import TierManager, compute_device, nvme_paths, this_machine
 from offload.models.closing import GivenBack, Keep
@@ -48,12 +50,14 @@ from offload.tiers.errors import (
     StateError,
     UnsupportedError,
 )
+from offload.tiers.placement import Placement
 from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.materialise import make_real
 from offload.weights.spread_experts import SpreadExperts
 from offload.zero.experts.packed_values import ExpertAccess
 from offload.zero.gradients.gradient_hooks import is_trained_here
+from offload.zero.groups.fetching import Fetcher
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.parameter_grouping import (
@@ -116,6 +120,7 @@ class TieredModel(abc.ABC):
         self._pid = os.getpid()
         self._before_close: list[Callable[[], None]] = []
         self._store: WeightStore | None = None
+        self._kv: KVStore | None = None
         self.ranks: Ranks | None = None  # those with other data
         self._tensor_parallel: TensorParallel | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -242,6 +247,15 @@ class TieredModel(abc.ABC):
                 experts.on_chosen = partial(_announce, store, table.groups, experts.first)
                 store.on_close.append(partial(setattr, experts, "on_chosen", None))
 
+    def _keep_caches(self, fetcher: Fetcher, *, trains: bool = False) -> None:
+        """Keep KV caches in tiers, if the plan has a place for them (see `keep_caches`)."""
+        plan, int8 = self.plan, self.config.kv.dtype == "int8"
+        if plan.kv is not None:
+            self._kv = keep_caches(
+                self.module, self.store, self._tier_manager, plan, plan.kv, fetcher, int8=int8,
+                trains=trains,
+            )  # fmt: skip
+
     def _close_with(self, owner: object, close: Callable[[], None]) -> None:
         """Call `close()` when `owner` is dropped or the program ends."""
         self._finalizer = weakref.finalize(owner, _close_dropped, os.getpid(), close)
@@ -263,7 +277,12 @@ class TieredModel(abc.ABC):
 
     def _seen(self) -> dict[str, Any]:
         """Return the figures that every report has (see `TierTraffic`)."""
-        store = self.store
+        store, kv = self.store, self.plan.kv
+        if self._kv is not None:
+            self._kv.tidy()
+        homes: dict[str, Placement] = {str(c): p for c, p in self.plan.placements.items()}
+        if kv is not None:
+            homes["kv"] = kv.placement
         with self._tier_manager.lock:
             tiers = tier_reports(self._tier_manager.ledger.accounts)
         for tier in self._tier_manager.away:
@@ -273,7 +292,7 @@ class TieredModel(abc.ABC):
             "bytes_moved": {**self._tier_manager.bytes_moved(), **store.ranks.moved_nbytes()},
             "evictions": self._tier_manager.pool.evictions,
             "memory": self._tier_manager.guard.report(),
-            "placements": {str(c): p.describe() for c, p in self.plan.placements.items()},
+            "placements": {name: home.describe() for name, home in homes.items()},
         }
 
     def check_integrity(self) -> None:
@@ -560,11 +579,12 @@ class TieredModel(abc.ABC):
     def _close(self) -> None:
         self._closed = True
         self._forget_finalizer()
-        try:
-            self._close_all()
-        finally:
+        with ExitStack() as last_first:
             if self._tensor_parallel is not None:
-                self._tensor_parallel.ranks.watch.close()
+                last_first.callback(self._tensor_parallel.ranks.watch.close)
+            last_first.callback(self._close_all)
+            if self._kv is not None:
+                last_first.callback(self._kv.close)
 
     @abc.abstractmethod
     def _close_all(self) -> None:

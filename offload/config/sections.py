@@ -146,8 +146,8 @@ class PlacementConfig(Section):
         per_rank=True,
         absent="as transformers keeps them, outside of any budget",
     )
-    """Home of the KV caches of a dispatched model, page by page: a tier, or shares of several that
-    sum to 100%."""
+    """Home of the KV caches of a dispatched model, or of an engine's in calls without gradients
+    (rollouts), page by page: a tier, or shares of several that sum to 100%."""
 
     def homes(self) -> dict[str, Placement | None]:
         """The home of each class of states by its key; None: chosen automatically."""
@@ -176,7 +176,7 @@ class StorageConfig(Section):
 
 
 class KVConfig(Section):
-    """KV caches of a dispatched model, where `placement.kv` names their home."""
+    """KV caches in tiers, where `placement.kv` names their home."""
 
     dtype: Literal["auto", "int8"] = key("auto")
     """How keys and values are stored. int8: a byte per element, with a scale and an offset per head
@@ -316,7 +316,7 @@ class OffloadConfig(Section):
     """The home of each class of state. auto, or a class that is absent: the fastest placement
     within the budgets, by predicted time (`offload plan` shows it)."""
     kv: KVConfig = section(KVConfig, per_rank=True)
-    """Keys and values of a dispatched model."""
+    """Keys and values of KV caches in tiers."""
     optimizer: OptimizerConfig = section(OptimizerConfig)
     """The optimizer and its states."""
     clip_grad_norm: float | None = key(None, example=1.0, gt=0, absent="no clipping")

@@ -241,14 +241,19 @@ def keep_in_tiers(cache: Cache, store: KVStore, of: str = "") -> None:
     cache.offloading = False  # transformers' own, to the CPU
 
 
-def install(model: nn.Module, store: KVStore) -> Callable[[], None]:
+def install(model: nn.Module, store: KVStore, *, trains: bool = False) -> Callable[[], None]:
     """Keep the caches that `model`, or a transformers model within it, is called with in tiers.
-    Returns a function that undoes this."""
+    Returns a function that undoes this. One that `trains` keeps those of calls without gradients:
+    other calls are no generation, and the store's fetcher does not learn their order."""
 
     def exchange(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Cache):
-                keep_in_tiers(value, store)
+        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+        if trains and caches:
+            if torch.is_grad_enabled():
+                return
+            store.fetcher.begin_forward()
+        for cache in caches:
+            keep_in_tiers(cache, store)
 
     handles = [
         module.register_forward_pre_hook(exchange, with_kwargs=True)

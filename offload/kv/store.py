@@ -165,6 +165,12 @@ class KVStore:
         if not self._live:
             self._free_buffers()
 
+    def expect_none(self) -> None:
+        """Note that the model trains now: pages that are kept make room first, and what has no
+        reference left is given back. For a store with a fetcher of its own."""
+        self.tidy()
+        self.fetcher.trace.assume(())
+
     # ---------------------------------------------------------------- for pages
     def use(self, pages: SeatedPages) -> None:
         """Note that pages are needed now, and prefetch them."""

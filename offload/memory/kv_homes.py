@@ -1,19 +1,29 @@
-"""Homes for the pages of KV caches, within the part of the budgets that everything else leaves."""
+"""Homes for the pages of KV caches, within the part of the budgets that everything else leaves;
+and the store of a model's caches on them."""
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
+from torch import nn
+
+from offload.kv.store import KVStore
 from offload.memory.tier_manager import TierManager
 from offload.planning.plan.kv_plan import KVPlan
 from offload.planning.plan.plan import Plan, kv_room_nbytes
+from offload.process import machine
 from offload.swap.states.state import State
-from offload.tiers.errors import TierFullError
+from offload.tiers.errors import StateError, TierFullError, UnsupportedError
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
+from offload.zero.groups.cached_layer import CachedLayer
+from offload.zero.groups.fetching import Fetcher
+from offload.zero.groups.store import WeightStore
 
 
 class KVHomes:
@@ -69,3 +79,45 @@ class KVHomes:
                 f"raise budget.{tier}{elsewhere}, or set kv.dtype: int8 (the rest of the budget is "
                 "needed by weights); a smaller batch or fewer tokens need less",
             )  # fmt: skip
+
+
+def cached_layers(model: nn.Module) -> tuple[CachedLayer, ...]:
+    """Return the model's cached layers. Raises UnsupportedError if no KV cache is known."""
+    layers: tuple[CachedLayer, ...] = ()
+    if "transformers" in sys.modules:  # else it is none of its models
+        from offload.kv import paged_cache
+
+        layers = paged_cache.cached_layers(model)
+    if not layers:
+        raise UnsupportedError(
+            f"placement.kv: {type(model).__name__} has no KV cache that offload knows (those of "
+            "transformers' models are); remove placement.kv"
+        )
+    return layers
+
+
+def keep_caches(
+    model: nn.Module, store: WeightStore, tier_manager: TierManager, plan: Plan, kv: KVPlan,
+    fetcher: Fetcher, *, int8: bool, trains: bool,
+) -> KVStore:  # fmt: skip
+    """Keep the KV caches that `model` is called with in the tiers of `kv`, until `store` is closed;
+    where it `trains`, only those of calls without gradients. Pages are prefetched by `fetcher`."""
+    from offload.kv import paged_cache  # imports transformers, as the model did
+
+    weights, closed = weakref.ref(store), store.closed  # a cache may outlive the model
+
+    def check_usable() -> None:
+        live = weights()
+        if live is None:
+            raise StateError(closed)
+        live.check_usable()
+
+    caches = KVStore(
+        KVHomes(tier_manager, plan, kv), fetcher, store.device,
+        room_nbytes=kv_room_nbytes(plan, kv.computing), page_nbytes=kv.page_nbytes,
+        tokens=kv.tokens if kv.page_nbytes else 0, layers=kv.layers, int8=int8,
+        session=store.one_thread, check_usable=check_usable,
+        trim=machine.trim_memory if store.device.type == "cpu" else None,
+    )  # fmt: skip
+    store.on_close.append(paged_cache.install(model, caches, trains=trains))
+    return caches

@@ -146,7 +146,9 @@ relative = partial(rollouts, "GRPO")
 leave_one_out = partial(rollouts, "RLOO")
 
 
-def assert_as_plain(placement: str, folder: Path, make: Train, *, adapters: bool = False) -> None:
+def assert_as_plain(
+    placement: str, folder: Path, make: Train, *, adapters: bool = False, **homes: str
+) -> None:
     """Compare with the plain trainer, and a resumed run with the whole one; a folder of adapters
     has PEFT's files."""
     peft = pytest.importorskip("peft")
@@ -156,7 +158,7 @@ def assert_as_plain(placement: str, folder: Path, make: Train, *, adapters: bool
             keys["peft_config"] = seeded(lambda: peft.LoraConfig(**LORA))
         return make(wrap, folder / name, **keys)
 
-    keys = {"offload": config(folder, PLACEMENTS[placement], groups=BLOCKS)}
+    keys = {"offload": config(folder, {**PLACEMENTS[placement], **homes}, groups=BLOCKS)}
     plain = made("plain", lambda kind: kind)
     plain.train()
     trainer = made("whole", **keys)  # seeds the random numbers of rollouts
@@ -228,6 +230,11 @@ def test_group_relative(placement: str, tmp_path: Path) -> None:
 @row("TRL", "GRPOTrainer, the base as reference", "Llama, LoRA")
 def test_group_relative_of_adapters(placement: str, tmp_path: Path) -> None:
     assert_as_plain(placement, tmp_path, relative, adapters=True)
+
+
+@row("TRL", "GRPOTrainer, KV caches of rollouts in tiers", "Llama, LoRA")
+def test_group_relative_with_caches_in_tiers(placement: str, tmp_path: Path) -> None:
+    assert_as_plain(placement, tmp_path, relative, adapters=True, kv=placement)
 
 
 @row("TRL", "RLOOTrainer, generation in the step", "Llama")

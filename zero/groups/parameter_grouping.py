@@ -30,7 +30,7 @@ from offload.zero.groups.storage import Storage, names_experts
 from offload.zero.tensors.local_tensors import is_dtensor, local_of
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_WITHOUT_FORWARD = (*_CONTAINERS, nn.ParameterList, nn.ParameterDict)  # it could not be hooked
+WITHOUT_FORWARD = (*_CONTAINERS, nn.ParameterList, nn.ParameterDict)  # it could not be hooked
 
 # How many experts a token is sent to: keys of transformers' (5.17) configurations.
 _CHOSEN = (
@@ -242,7 +242,7 @@ class _Rules:
     def _is_whole(self, module: nn.Module, name: str) -> bool:
         if type(module).__name__ in self._classes:
             return True
-        if isinstance(module, _WITHOUT_FORWARD):
+        if isinstance(module, WITHOUT_FORWARD):
             return False
         if not module._modules:
             return True
@@ -285,7 +285,7 @@ class _Rules:
 
     def _is_list(self, module: nn.Module) -> bool:
         experts = [expert for _, expert in _listed(module)]
-        hookable = not any(isinstance(expert, _WITHOUT_FORWARD) for expert in experts)
+        hookable = not any(isinstance(expert, WITHOUT_FORWARD) for expert in experts)
         alike = len(set(map(type, experts))) == 1 and len(experts) > 1
         is_list = isinstance(module, _CONTAINERS) and not module._parameters
         return is_list and hookable and alike and self._is_apart(list(module.parameters()))

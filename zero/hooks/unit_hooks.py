@@ -13,7 +13,7 @@ only, so a guard around the call handles KeyboardInterrupt.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.swap.threads.shield import defer_signals, ending_with, interrupted_in_waits
 from offload.tiers.errors import UnsupportedError
 from offload.zero.groups.group import NO_COPIES, ParamGroup
-from offload.zero.groups.parameter_grouping import Unit
+from offload.zero.groups.parameter_grouping import WITHOUT_FORWARD, Unit
 from offload.zero.hooks import compilers
 from offload.zero.hooks.compilers import break_graph, uncompiled
 from offload.zero.hooks.handles import HandleTable, Session, in_backward, leave_checkpoints
@@ -63,7 +63,6 @@ class UnitHooks:
         self._handles = handles
         self._use = use
         self._begin_forward = begin_forward
-        self._whole = {id(model), *map(id, parts)}
         self._parts = {id(module): n for n, part in enumerate(parts) for module in part.modules()}
         self._part = 0  # called last
         self._owner = owner
@@ -74,7 +73,9 @@ class UnitHooks:
         self._where = {id(param): group for group in groups for param in group.params}
         _leave_the_fast_path(model)
         hooked = {id(unit.module) for unit in units}
-        for whole in (model, *parts):
+        wholes = [*_whole_models(model, hooked), *parts]
+        self._whole = {id(whole) for whole in wholes}
+        for whole in wholes:
             if id(whole) not in hooked:
                 self._install(whole, [])  # the whole model's forward is one session
                 hooked.add(id(whole))
@@ -288,6 +289,16 @@ def _leave_the_fast_path(model: nn.Module) -> None:
             "nn.TransformerEncoder and nn.MultiheadAttention no longer take their fast path in "
             "eval(), in this process: torch.backends.mha.set_fastpath_enabled(False)"
         )
+
+
+def _whole_models(model: nn.Module, units: Set[int]) -> Iterator[nn.Module]:
+    """Yield the model and, if it only wraps another one that is no unit (by id), that one's: PEFT's
+    `generate` calls the inner model alone."""
+    yield model
+    inner = [each for each in model.children() if next(each.parameters(), None) is not None]
+    wraps = len(inner) == 1 and not isinstance(inner[0], WITHOUT_FORWARD)
+    if wraps and not {id(model), id(inner[0])} & units:
+        yield from _whole_models(inner[0], units)
 
 
 def _inner_modules(units: Sequence[Unit]) -> Iterator[tuple[Unit, nn.Module]]:

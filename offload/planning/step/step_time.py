@@ -369,7 +369,7 @@ def step_traffic(
     run = PlannedRun(plan, config, experts, workload.passes)
     if facts is not None:
         _add_activations(plan, experts.model, facts.saved_nbytes, run.moves)
-        if plan.kv is not None:
+        if plan.kv is not None and not plan.trains:  # a step's own passes use none
             _add_caches(plan, plan.kv, run, workload)
     return run
 

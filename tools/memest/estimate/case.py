@@ -45,10 +45,8 @@ class Case:
         if not self.config.splits_experts(self.profile.ranks):
             shape = _joined(shape)
         shape = planned_shape(self.config, shape)
-        if self.generation is None:
-            return shape
-        asked, cache = self.generation, self.source.cache
-        return kv_in_tiers(self.config, shape, cache, asked.batch, asked.context)[1]
+        # the tokens are those of the configuration
+        return kv_in_tiers(self.config, shape, self.source.cache, batch=1, tokens=1)[1]
 
     @property
     def sharding(self) -> Sharding:
