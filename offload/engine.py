@@ -555,11 +555,8 @@ class Engine(TieredModel):
         finally:
             super().close(keep)
 
-    def _empty(self) -> None:
-        self._saves.wait()
-        self._open().empty()
-
     def _settle(self) -> None:
+        self._saves.wait()
         super()._settle()
         self._open().settle()
 

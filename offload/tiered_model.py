@@ -26,7 +26,6 @@ from torch import nn
 from offload.config import OffloadConfig
 from offload.display.byte_progress import progress, say
 from offload.kv.store import KVStore
-from offload.memory.asleep import move_to
 from offload.memory.kv_homes import keep_caches
 from offload.memory.preflight import divided_gpu, preflight
 from offload.memory.tier_manager import TierManager, compute_device, nvme_paths, this_machine
@@ -72,7 +71,7 @@ from offload.zero.hooks.unit_hooks import UnitHooks
 from offload.zero.ranks.ranks import Ranks
 from offload.zero.ranks.sharding import ALONE
 from offload.zero.ranks.tensor_parallel import TensorParallel
-from offload.zero.tensors.local_tensors import local_of
+from offload.zero.tensors.local_tensors import hold, local_of, memory_of
 from offload.zero.tensors.released import why_closed
 
 _log = logging.getLogger("offload")
@@ -127,8 +126,7 @@ class TieredModel(abc.ABC):
         self._why_dropped = "close(keep='drop')"  # the parameters, where they were
         self._back: GivenBack | None = None  # while the model gets its parameters back
         self._given = {id(param): param.dtype for param in model.parameters()}
-        self._is_asleep = False
-        self._moved: set[int] = set()  # ids of the model's own tensors that left the device
+        self._moved: list[torch.Tensor] = []  # the model's own tensors that left the device
         _check_model(model)
         self.spread = SpreadExperts(model)
 
@@ -311,18 +309,18 @@ class TieredModel(abc.ABC):
     @property
     def is_asleep(self) -> bool:
         """Whether `release_device` was called, and `restore_device` not since."""
-        return self._is_asleep
+        return self._store is not None and self._store.one_thread.on_use is not None
 
     @contextmanager
     def asleep(self, *, host: bool = False, on_use: OnUse = "raise") -> Iterator[None]:
         """Call `release_device` before the block and `restore_device` after it, also after an error
         in it. Within another such block, `host` alone has an effect."""
-        was_asleep = self._is_asleep
+        was_asleep = self.is_asleep
         try:
             self.release_device(host=host, on_use=on_use)
             yield
         finally:
-            if not was_asleep:
+            if not was_asleep and not self._closed:
                 self.restore_device()
 
     @defer_signals
@@ -347,29 +345,29 @@ class TieredModel(abc.ABC):
         if on_use not in ("raise", "wake"):
             raise ConfigError(f"release_device(on_use={on_use!r}): expected one of raise, wake")
         store = self.store
-        with store.one_thread.exempt():
-            before = store.one_thread.on_use
-            store.one_thread.on_use = _refuse_asleep if on_use == "raise" else self.restore_device
+        with store.one_thread.even_asleep():
             try:
                 with self._together("release the device"):
                     store.refuse_amid_use("release_device()")
-                    if not self._is_asleep:
+                    if not self.is_asleep:
                         store.check_usable()
+                        store.ranks.finish_pass()
                         self._settle()
-                        self._empty()
-                with self._together("release the device"):  # no other rank asks for shards now
+                        store.empty()
+                with self._together("release the device"):
+                    store.ranks.empty()  # of what other ranks have gathered until now
                     self._tier_manager.save(host=host)
             except BaseException:
                 self._tier_manager.forget_saved()
-                store.one_thread.on_use = before
-                if not self._is_asleep:
+                if not self.is_asleep:
                     store.wake()
                 raise
+            store.one_thread.on_use = _refuse_asleep if on_use == "raise" else self.restore_device
             self._tier_manager.leave()
-            self._is_asleep = True
-            own = [tensor for tensor in self._own_tensors() if tensor.device.type != "cpu"]
-            self._moved |= set(map(id, own))
-            move_to(torch.device("cpu"), own)
+            params = (p for p in self.module.parameters() if not store.places_of(p))
+            own = [each for each in (*self.module.buffers(), *params) if each.device.type != "cpu"]
+            self._moved += own
+            _move(own, torch.device("cpu"))
         accelerator.empty_cache(self.device)
         machine.trim_memory()
 
@@ -379,8 +377,8 @@ class TieredModel(abc.ABC):
         do nothing. Of several ranks all call it. Raises TierFullError while others use the memory,
         or StorageError; then it stays asleep, and can be called again."""
         store = self.store
-        with store.one_thread.exempt():
-            if not self._is_asleep:
+        with store.one_thread.even_asleep():
+            if not self.is_asleep:
                 return
             try:
                 with self._together("restore the device"):
@@ -390,19 +388,9 @@ class TieredModel(abc.ABC):
                 accelerator.empty_cache(self.device)
                 raise
             self._tier_manager.forget_saved()
-            moved, self._moved = self._moved, set()
-            move_to(self.device, [each for each in self._own_tensors() if id(each) in moved])
-            self._is_asleep, store.one_thread.on_use = False, None
+            _move(self._moved, self.device)
+            self._moved, store.one_thread.on_use = [], None
             store.wake()
-
-    def _own_tensors(self) -> list[torch.Tensor]:
-        """Return the model's buffers, and its parameters that are in no tier."""
-        params = (p for p in self.module.parameters() if not self.store.places_of(p))
-        return [*self.module.buffers(), *params]
-
-    def _empty(self) -> None:
-        """Let nothing that a pass has left use the tiers' memory."""
-        self.store.empty()
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -453,7 +441,8 @@ class TieredModel(abc.ABC):
             for name in names[key]:
                 yield name, values
             del values
-        for prefix, module in self.module.named_modules() if buffers else ():
+        modules = self.module.named_modules(remove_duplicate=False)
+        for prefix, module in modules if buffers else ():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield f"{prefix}.{name}".lstrip("."), buffer.detach().clone()
@@ -506,7 +495,7 @@ class TieredModel(abc.ABC):
             self._forget_finalizer()
             return
         back = self._prepared(keep)
-        if self._is_asleep and self._store is not None:  # what is there is dropped as it is
+        if self.is_asleep and self._store is not None:  # what is there is dropped as it is
             self._store.refuse_use()
             self._store.one_thread.on_use = None
         with ExitStack() as last_first:  # each one also where another fails
@@ -650,6 +639,15 @@ def _refuse_asleep() -> None:
         "the engine is asleep: release_device() gave its memory away; call restore_device(), or "
         "leave the `with engine.asleep():` block first (with on_use='wake' a use does so itself)"
     )
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Let tensors have their values on `device`, as `nn.Module.to` does."""
+    for tensor in tensors:
+        memory = memory_of(tensor)
+        hold(tensor, tensor.data.to(device)) if memory is None else hold(tensor, memory.to(device))
 
 
 def _announce(

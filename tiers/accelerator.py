@@ -193,16 +193,6 @@ class Accelerator:
         given."""
         return bool(self._module.is_current_stream_capturing())
 
-    def empty_cache(self, device: torch.device) -> None:
-        """Give the device all memory that PyTorch holds without a tensor in it, after all work:
-        what it keeps for later tensors, and the workspaces of its libraries."""
-        import torch
-
-        self.synchronize(device)
-        bindings: Any = torch._C
-        bindings._cuda_clearCublasWorkspaces()
-        self._module.empty_cache()
-
     def register(self, address: int, nbytes: int, device: torch.device) -> str | None:
         """Pin the runtime's memory, so that copies between it and the device are asynchronous.
         Returns why it could not be pinned, or None; copies of pageable memory are slower."""
@@ -277,9 +267,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back memory that PyTorch caches for `device`; does nothing for the CPU."""
+    """Give back what PyTorch keeps for later tensors, and the workspaces of its libraries, after
+    all work; does nothing for the CPU."""
     if is_accelerator(device):
-        of(device).empty_cache(device)
+        import torch
+
+        synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+        of(device)._module.empty_cache()
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -53,15 +53,11 @@ class Memory(ABC):
     def give_back(self, start: int, stop: int) -> None:  # noqa: B027 - not all memory can
         """Give back the RAM of `[start, stop)`, as far as possible; it is not read again."""
 
-    def leave(self) -> None:  # noqa: B027 - as above, and so are the next two
-        """Give back all memory, as far as possible: what it held is lost, and no range is used
-        before `take_again`."""
+    def leave(self) -> None:  # noqa: B027 - as above
+        """Give back all memory, as far as possible. No range is used before `take_again`."""
 
     def take_again(self) -> None:  # noqa: B027
-        """Take memory for all ranges again, content undefined."""
-
-    def place(self, tensor: torch.Tensor, offset_bytes: int, nbytes: int) -> None:  # noqa: B027
-        """Let `tensor`, made before `take_again` for this range, be over its bytes again."""
+        """Take all memory again, content undefined, perhaps at another address."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -93,17 +89,14 @@ class HostMemory(Memory):
         return self._pins is not None and self._pins.complete
 
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        view = self._region.tensor(offset_bytes, offset_bytes + nbytes)
-        self._touch(offset_bytes, offset_bytes + nbytes)
-        return view
-
-    def _touch(self, start: int, stop: int) -> None:
-        """Note that a range is about to be used, and pin it."""
-        first, last = start // self._block_nbytes, -(-stop // self._block_nbytes)
+        stop, pins = offset_bytes + nbytes, self._pins
+        view = self._region.tensor(offset_bytes, stop)
+        first, last = offset_bytes // self._block_nbytes, -(-stop // self._block_nbytes)
         self._touched_blocks += self._touched.count(0, first, last)
         self._touched[first:last] = b"\1" * (last - first)
-        if self._pins is not None:
-            self._pins.use(start, stop)
+        if pins is not None:
+            pins.use(offset_bytes, stop)
+        return view
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         return memoryview(self._region)[offset_bytes : offset_bytes + nbytes]
@@ -121,14 +114,11 @@ class HostMemory(Memory):
             self._touched[first:last] = bytes(last - first)
 
     def leave(self) -> None:
-        """Unpin, and give back the RAM. Addresses stay, and with them every tensor."""
+        """Unpin, and give back the RAM; addresses stay."""
         if self._pins is not None:
             self._pins.release()
         self._region.drop(0, len(self._region))
         self._touched, self._touched_blocks = bytearray(len(self._touched)), 0
-
-    def place(self, tensor: torch.Tensor, offset_bytes: int, nbytes: int) -> None:
-        self._touch(offset_bytes, offset_bytes + nbytes)
 
     def close(self) -> None:
         """Unpin, and give back the RAM that no tensor views; the rest is freed with the last tensor
@@ -161,7 +151,6 @@ class DeviceMemory(Memory):
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device
         self._nbytes = max(nbytes, 512)
-        self._block: torch.Tensor
         self.take_again()
 
     def take_again(self) -> None:
@@ -169,14 +158,9 @@ class DeviceMemory(Memory):
 
     @torch.inference_mode(False)  # as above
     def tensor(self, offset_bytes: int, nbytes: int) -> torch.Tensor:
-        made = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self.place(made, offset_bytes, nbytes)
-        return made
-
-    def place(self, tensor: torch.Tensor, offset_bytes: int, nbytes: int) -> None:
         address = self._block.data_ptr() + offset_bytes
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, nbytes)
-        tensor.set_(storage)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def view(self, offset_bytes: int, nbytes: int) -> memoryview:
         raise UnsupportedError("files are read into host memory, never into GPU memory directly")

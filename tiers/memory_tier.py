@@ -137,11 +137,8 @@ class MemoryTier:
         return list(self._leases.values())
 
     def leave(self) -> None:
-        """Give back all memory, whose bytes are lost; leases and books stay as they are. Until
-        `come_back` a lease's tensor must not be used, and in device memory it is empty."""
-        for lease in self._leases.values():
-            if not lease.tensor.is_cpu:  # a view of host memory finds it there again
-                lease.tensor.set_(torch.UntypedStorage(0, device=lease.tensor.device))
+        """Give back all memory, whose bytes are lost; leases and books stay. A lease's tensor must
+        not be used before `come_back`."""
         self._memory.leave()
 
     def come_back(self) -> None:
@@ -149,9 +146,8 @@ class MemoryTier:
         self._memory.take_again()
         with torch.inference_mode(False):
             for lease in self._leases.values():
-                if lease.tensor is not _NOTHING:  # else parts of it are placed as they are used
-                    extent = lease.extent
-                    self._memory.place(lease.tensor, extent.offset_bytes, extent.nbytes)
+                if lease.tensor is not _NOTHING:  # else parts of it are made as they are used
+                    lease.tensor.set_(lease.part(0, lease.extent.nbytes).untyped_storage())
 
     def close(self) -> None:
         self._memory.close()
@@ -164,9 +160,7 @@ class Lease:
     every move into or out of it.
     """
 
-    __slots__ = (
-        "_tier", "extent", "freed", "is_scratch", "nbytes", "owner", "state_class", "tensor",
-    )  # fmt: skip
+    __slots__ = ("_tier", "extent", "freed", "nbytes", "owner", "state_class", "tensor")
 
     def __init__(
         self, tier: MemoryTier, extent: Extent, nbytes: int, owner: str, state_class: StateClass,
@@ -177,8 +171,6 @@ class Lease:
         self.nbytes = nbytes
         self.owner = owner
         self.state_class = state_class
-        # True: its bytes count during one move alone, and are lost while its tier has no memory
-        self.is_scratch = state_class is StateClass.STAGING
         self.freed = False
         # 1D uint8, whole pages (direct I/O reads and writes whole pages), one storage of its own;
         # empty where it is used in parts

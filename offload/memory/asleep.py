@@ -6,21 +6,21 @@ device. (vLLM's sleep mode does this for one allocator, whose virtual addresses 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from offload.swap.device.device_slot import Links
-from offload.swap.io.block_store import BlockStore, StoredBlock
+from offload.swap.io.block_store import BlockStore
 from offload.swap.states.slot_pool import SlotPool
-from offload.swap.threads.transfer import all_of
 from offload.tiers.errors import StateError, TierFullError
+from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
-from offload.zero.tensors.local_tensors import hold, memory_of
 
 _BLOCK_NBYTES = 16 << 20
+# bytes that count during one move alone; `TierManager.save` refuses activations that do
+_SCRATCH = (StateClass.STAGING, StateClass.ACTIVATIONS)
 
 
 class AwayTier:
@@ -33,45 +33,41 @@ class AwayTier:
         self.has_left = False
         self._to = to
         self._links = links
-        self._copies: list[tuple[Lease, Lease]] = []  # each lease with that of its copy,
-        self._blocks: list[tuple[Lease, dict[int, StoredBlock]]] = []  # or with blocks by offset
+        # functions that bring a lease's bytes back, and that free what they were copied to
+        self._saved: list[tuple[Lease, Callable[[], object], Callable[[], object]]] = []
 
     def save(self) -> None:
         """Copy every byte that counts. Raises StateError for memory that the program still views,
         TierFullError or StorageError if there is no room for it."""
-        with ExitStack() as unless_saved:
-            unless_saved.callback(self.forget)
-            for lease in [lease for lease in self.tier.leases if not lease.is_scratch]:
-                if lease.in_use():
-                    raise StateError(
-                        f"{lease.owner}: its {self.tier.name} memory cannot be given back, as the "
-                        "program has a tensor that is a view of it (.data, detach(), the graph of "
-                        "a forward, a KV cache); drop that, or keep a copy (.clone())"
-                    )
-                self._save(lease)
-            unless_saved.pop_all()
+        for lease in self.tier.leases:
+            if lease.state_class in _SCRATCH:
+                continue
+            if lease.in_use():
+                raise StateError(
+                    f"{lease.owner}: its {self.tier.name} memory cannot be given back, as the "
+                    "program has a tensor that is a view of it (.data, detach(), the graph of a "
+                    "forward, a KV cache); drop that, or keep a copy (.clone())"
+                )
+            if isinstance(self._to, SlotPool):
+                self._copy(lease, self._to)
+            else:
+                self._write(lease, self._to)
 
-    def _save(self, lease: Lease) -> None:
-        to, size = self._to, lease.extent.nbytes
-        if isinstance(to, SlotPool):
-            copy = to.demand(size, f"{lease.owner}, while asleep", lease.state_class)
-            self._copies.append((lease, copy))
-            self._links.to_host.copy(copy.tensor, lease.tensor.view(torch.uint8)).wait()
-            return
-        blocks: dict[int, StoredBlock] = {}
-        self._blocks.append((lease, blocks))
-        with ExitStack() as ended:  # also where the files are full half-way
-            for start in range(0, size, _BLOCK_NBYTES):
-                write = to.write(
-                    lease.pages(start, min(start + _BLOCK_NBYTES, size)), owner=lease.owner,
-                    state_class=lease.state_class, committed=partial(blocks.__setitem__, start),
-                )  # fmt: skip
-                ended.callback(write.wait)
+    def _copy(self, lease: Lease, pool: SlotPool) -> None:
+        copy = pool.demand(lease.extent.nbytes, f"{lease.owner}, asleep", lease.state_class)
+        here, there = self._links.to_host, self._links.to_device
+        bring = lambda: there.copy(lease.tensor.view(torch.uint8), copy.tensor).wait()  # noqa: E731
+        self._saved.append((lease, bring, copy.free))
+        here.copy(copy.tensor, lease.tensor.view(torch.uint8)).wait()
 
-    def leave(self) -> None:
-        """Give the tier's memory back; what it held was saved."""
-        self.has_left = True
-        self.tier.leave()
+    def _write(self, lease: Lease, store: BlockStore) -> None:
+        size = lease.extent.nbytes
+        for start in range(0, size, _BLOCK_NBYTES):
+            pages = lease.pages(start, min(start + _BLOCK_NBYTES, size))
+            write = store.write(pages, owner=lease.owner, state_class=lease.state_class)
+            block = write.wait()
+            bring = partial(lambda *what: store.read(*what).wait(), block, pages)
+            self._saved.append((lease, bring, partial(store.free, block)))
 
     def come_back(self) -> None:
         """Take memory again, with what was saved. Raises TierFullError if others use it."""
@@ -84,43 +80,12 @@ class AwayTier:
                 "others use that memory: let them free it (an engine of inference can sleep, too), "
                 "and call engine.restore_device() again",
             ) from error  # fmt: skip
-        for lease, copy in self._copies:
+        for lease, bring, _ in self._saved:
             if not lease.freed:
-                self._links.to_device.copy(lease.tensor.view(torch.uint8), copy.tensor).wait()
-        for lease, blocks in self._blocks:
-            if not lease.freed and isinstance(self._to, BlockStore):
-                reads = [
-                    self._to.read(block, lease.pages(start, start + block.nbytes))
-                    for start, block in blocks.items()
-                ]
-                all_of(reads).wait()
+                bring()
         self.has_left = False
 
     def forget(self) -> None:
-        """Free what was saved."""
-        for _, copy in self._copies:
-            if isinstance(self._to, SlotPool):
-                with self._to.lock:
-                    copy.free()
-        for block in [block for _, blocks in self._blocks for block in blocks.values()]:
-            if isinstance(self._to, BlockStore):
-                self._to.free(block)
-        self._copies, self._blocks = [], []
-
-
-def move_to(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-    """Let tensors have their values on `device`; those that share memory share it there."""
-    moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-    with torch.inference_mode(False), torch.no_grad():
-        for tensor in tensors:
-            memory = memory_of(tensor)
-            if memory is None or memory.layout is not torch.strided:
-                tensor.data = tensor.data.to(device)
-                continue
-            old = memory.untyped_storage()
-            if old._cdata not in moved:
-                flat = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(old)
-                moved[old._cdata] = old, flat.to(device).untyped_storage()
-            there = torch.empty(0, dtype=memory.dtype, device=device)
-            place = memory.storage_offset(), memory.size(), memory.stride()
-            hold(tensor, there.set_(moved[old._cdata][1], *place))
+        """Free what was saved (under the lock of the tiers)."""
+        while self._saved:
+            self._saved.pop()[2]()

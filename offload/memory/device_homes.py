@@ -91,8 +91,8 @@ class DeviceHomes:
         ]
         partials = None
         if plan.partials_nbytes:
-            partials = self._lease(plan.partials_nbytes, "sums of squares", torch.float64)
-            self._leases[-1].is_scratch = False  # of gradients that wait for a step
+            kind = StateClass.GRADIENTS  # kept while asleep: of gradients that wait for a step
+            partials = self._lease(plan.partials_nbytes, "sums of squares", kind, torch.float64)
         landings = [
             landing_of(plan.ring_nbytes, f"gradients to be added, buffer {index}")
             for index in range(plan.landing_buffers)
@@ -102,16 +102,14 @@ class DeviceHomes:
             ring = StagingRing(waiting, self._gradients_to_host, self._device, landings)
         return DeviceWork(self._stream, self._update_links, buffers, partials, ring)
 
-    def _lease(self, nbytes: int, owner: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        lease = self.pool.demand(nbytes, owner, StateClass.STAGING)
+    def _lease(
+        self, nbytes: int, owner: str, state_class: StateClass = StateClass.STAGING,
+        dtype: torch.dtype = torch.uint8,
+    ) -> torch.Tensor:  # fmt: skip
+        lease = self.pool.demand(nbytes, owner, state_class)
         self._leases.append(lease)
         lease.tensor = lease.tensor.view(dtype)  # the lease's own one, which follows its memory
         return lease.tensor
-
-    def empty(self) -> None:
-        """Evict every copy, once all work on the device has ended."""
-        accelerator.synchronize(self._device)
-        self.pool.empty()
 
     def moved_nbytes(self) -> dict[str, int]:
         """Return the bytes over both pairs of links since the start."""

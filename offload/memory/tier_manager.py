@@ -44,12 +44,12 @@ from offload.swap.states.state import State
 from offload.swap.threads.lanes import Lane
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers import accelerator
-from offload.tiers.errors import ConfigError, NoSpaceError, PathError
+from offload.tiers.errors import ConfigError, NoSpaceError, PathError, StateError
 from offload.tiers.file_tier import FileTier
 from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
-from offload.tiers.units import round_up
+from offload.tiers.units import format_bytes, round_up
 from offload.zero.groups.layout import Layout
 from offload.zero.groups.quantized_layout import lay_out_quantized
 from offload.zero.groups.store import NextUse
@@ -86,7 +86,6 @@ class TierManager:
         self._nvme = nvme
         self._timeout_s = nvme.timeout_s
         self._away: list[AwayTier] = []  # tiers that were saved, the first one first
-        self._window: Lease | None = None  # of saved activations
         self.spare = replace(spare_nbytes(plan), files=0)  # of the budgets
         self._staging: list[Lease] = []
         self._update_buffers: list[Lease] = []
@@ -163,7 +162,6 @@ class TierManager:
                 plan.window_nbytes, owner="saved activations", state_class=StateClass.ACTIVATIONS,
                 in_parts=True,
             )  # fmt: skip
-        self._window = lease
         links = self._device.links
         if not self.plan.gpu:  # copies into the window are no traffic between host and device
             links = Links(CopyStream(device), CopyStream(device))
@@ -375,8 +373,7 @@ class TierManager:
         """Drop the copies in memory that is given back, the device's and, with `host`, the host's,
         and save the rest, before `leave`. Where both are RAM, the device tier's goes to swap files,
         or stays if there are none. Raises ConfigError if `host` needs files that the configuration
-        has not; else what `AwayTier.save` raises.
-        """
+        has not, StateError for saved activations, else what `AwayTier.save` raises."""
         if host and self.store is None:
             if not self.plan.budgets[Tier.NVME]:
                 raise ConfigError(
@@ -384,12 +381,18 @@ class TierManager:
                     "set budget.nvme and nvme.paths, or release the device alone"
                 )
             self._open_files()
+        if self.activations is not None:
+            self.activations.settle()
+            if self.activations.parked_nbytes:
+                raise StateError(
+                    f"release_device() while {format_bytes(self.activations.parked_nbytes)} of "
+                    "activations are saved for a backward: call it first, or drop the graph (the "
+                    "loss, or the model's output)"
+                )
         if host or not self.plan.gpu:
             self.pool.empty()
-        self._device.empty()
-        if self._window is not None and self.activations is not None:
-            self.activations.settle()
-            self._window.is_scratch = not self.activations.parked_nbytes
+        accelerator.synchronize(self._device.links.device)
+        self._device.pool.empty()
         device = self.pool if self.plan.gpu else self.store
         for tier, to in ((Tier.DEVICE, device), (Tier.HOST, self.store if host else None)):
             if to is not None and tier not in self.away:
@@ -399,20 +402,21 @@ class TierManager:
     def leave(self) -> None:
         """Give back the memory of all tiers that were saved."""
         for each in self._away:
-            each.leave()
+            each.has_left = True
+            each.tier.leave()
         self.guard.give_back()
 
     def come_back(self) -> None:
-        """Take all memory again, with what it held, before `forget_saved` or, if it fails,
-        `leave`."""
+        """Take all memory again; then call `forget_saved` or, if it fails, `leave`."""
         for each in reversed(self._away):
             each.come_back()
 
     def forget_saved(self) -> None:
         """Forget what was saved of tiers that have their memory."""
-        for each in [each for each in reversed(self._away) if not each.has_left]:
-            each.forget()
-            self._away.remove(each)
+        with self.lock:
+            for each in [each for each in reversed(self._away) if not each.has_left]:
+                each.forget()
+                self._away.remove(each)
 
     def begin_emptying(self) -> None:
         """Prepare for parameters to leave the tiers: no update is made any more."""

@@ -225,6 +225,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises ValueError or UnsupportedError, and changes nothing, if it is of another kind, or of
         other parameters.
         """
+        self._runtime.store.one_thread.check_awake()  # before anything is written
         check_sizes(self.param_groups, state_dict)
         numbers, states = [], []
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -145,17 +145,12 @@ class SlotPool:
         """Take every copy home and evict it; waits. Copies of which a view is alive stay."""
         while True:
             with self.lock:
-                held = list(self._held.values())
-                for piece in held:
-                    if piece.transit() is None:
-                        piece.write_back()
-                    if piece.can_evict():
-                        piece.evict()
-                waits = [wait for piece in held if (wait := piece.transit()) is not None]
-            if not waits:
+                for piece in [each for each in self._held.values() if each.can_evict()]:
+                    piece.evict()
+                wait = self._write_back_for_demand()
+            if wait is None:
                 return
-            for wait in waits:
-                wait()
+            wait()
 
     def demand(self, nbytes: int, owner: str, state_class: StateClass) -> Lease:
         """Return a lease, evicting any copy that can be evicted; may wait for write-backs.

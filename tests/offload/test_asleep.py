@@ -27,18 +27,21 @@ from tests.offload.engine_cases import (
     HOST,
     NVME,
     TinyLM,
-    assert_same_bits,
     batches,
-    bits,
     config,
-    losses_of,
     on_the_cpu_alone,
-    parameters_of,
     plan_for_a_gpu,
     saved_step,
     seeded,
-    states_of,
 )
+from tests.offload.engine_states import (
+    assert_same_bits,
+    bits,
+    losses_of,
+    parameters_of,
+    states_of,
+)  # fmt: skip
+from tests.offload.storage_cases import adapted
 from tests.ranks.processes import run_ranks
 
 pytestmark = on_the_cpu_alone("tests/null_gpu has a device's")
@@ -59,7 +62,6 @@ def loss_of(engine: offload.Engine, number: int = 0) -> torch.Tensor:
     return loss
 
 
-# ---------------------------------------------------------------- the same bits
 def run(folder: Path, seed: int, *, sleeps: bool) -> list[Any]:
     """A drawn program: passes, steps, cleared gradients, saves, and releases anywhere between."""
     chance, out = random.Random(seed), []
@@ -92,23 +94,21 @@ def run(folder: Path, seed: int, *, sleeps: bool) -> list[Any]:
     return out
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("seed", range(12))
-def test_a_drawn_program_has_the_bits_of_one_that_never_sleeps(
-    seed: int, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if gpu:
+@pytest.fixture(params=[False, True])
+def gpu(request: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
         plan_for_a_gpu(monkeypatch)
+    return bool(request.param)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.usefixtures("gpu")
+def test_a_drawn_program_has_the_bits_of_one_that_never_sleeps(seed: int, tmp_path: Path) -> None:
     assert run(tmp_path, seed, sleeps=True) == run(tmp_path, seed, sleeps=False)
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_no_tier_holds_memory_while_all_sleeps(
-    gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if gpu:
-        plan_for_a_gpu(monkeypatch)
+def test_no_tier_holds_memory_while_all_sleeps(gpu: bool, tmp_path: Path) -> None:
     with engine_of(tmp_path) as engine:
         losses_of(engine, batches(2))
         expected, tiers = states_of(engine), engine._tier_manager._memory
@@ -123,7 +123,6 @@ def test_no_tier_holds_memory_while_all_sleeps(
         assert engine.report().tiers["nvme"].used_nbytes == 0
 
 
-# ---------------------------------------------------------------- uses meanwhile
 def gradient_of(engine: offload.Engine) -> torch.Tensor:
     gradient = next(engine.module.parameters()).grad
     assert gradient is not None
@@ -141,6 +140,9 @@ CALLS: dict[str, Callable[[offload.Engine, Path], object]] = {
     "write": lambda engine, _: next(engine.module.parameters()).data.mul_(1.0),
     "state_dict": lambda engine, _: engine.module.state_dict(),
     "its state_dict": lambda engine, _: engine.optimizer.state_dict(),
+    "load optimizer": lambda engine, folder: engine.optimizer.load_state_dict(
+        torch.load(folder / "optimizer")
+    ),
     "load": lambda engine, folder: engine.load_checkpoint(folder / "saved"),
     "weights": lambda engine, _: list(engine.named_weights()),
 }
@@ -153,6 +155,7 @@ def test_a_use_is_an_error_or_wakes_it(call: Any, tmp_path: Path) -> None:
     for on_use in ("raise", "wake", None):
         with engine_of(tmp_path, HERE) as engine:
             losses_of(engine, batches(2))
+            torch.save(engine.optimizer.state_dict(), tmp_path / "optimizer")
             engine.backward(loss_of(engine, 2))
             if on_use is not None:
                 engine.release_device(host=True, on_use=on_use)  # type: ignore[arg-type]
@@ -167,22 +170,27 @@ def test_a_use_is_an_error_or_wakes_it(call: Any, tmp_path: Path) -> None:
     assert_same_bits(ended[1], ended[2])
 
 
-def test_backward_of_a_graph_from_before_has_its_gradients(tmp_path: Path) -> None:
-    norms = []
-    for sleeps in (True, False):
-        with engine_of(tmp_path, {**NVME, "activations": {"tier": "nvme"}}) as engine:
-            loss = loss_of(engine)
-            if sleeps:
-                engine.release_device(host=True)
-                with pytest.raises(StateError, match="asleep"):
-                    loss.backward(retain_graph=True)
-                engine.release_device(on_use="wake")
-            loss.backward()
-            norms.append([p.grad.norm() for p in engine.module.parameters() if p.grad is not None])
-    assert norms[0] == norms[1]
+def test_a_graph_from_before_is_refused_or_has_its_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.swap.activations.activations, "MIN_NBYTES", 1)
+    with engine_of(tmp_path, {**NVME, "activations": {"tier": "nvme"}}) as engine:
+        loss = loss_of(engine)
+        with pytest.raises(StateError, match="are saved for a backward"):
+            engine.release_device()
+        loss.backward()
+    linear = seeded(lambda: nn.Linear(8, 8, bias=False))  # one group, which is used repeatedly
+    with offload.initialize(linear, config(tmp_path, HERE, budget=BUDGET)) as engine:
+        given = torch.ones(2, 8, requires_grad=True)
+        loss = linear(given).sin().sum()
+        expected = torch.autograd.grad(loss, given, retain_graph=True)
+        engine.release_device(host=True)
+        with pytest.raises(StateError, match="asleep"):
+            torch.autograd.grad(loss, given, retain_graph=True)
+        engine.restore_device()
+        assert torch.equal(*torch.autograd.grad(loss, given), *expected)
 
 
-# ---------------------------------------------------------------- refusals, and what goes on
 def full(patch: pytest.MonkeyPatch) -> None:
     def write(*_: Any, owner: str, **__: Any) -> None:
         raise TierFullError("nvme", owner, 1, 0, 1, "raise budget.nvme")
@@ -274,6 +282,8 @@ def test_it_is_closed_asleep(keep: Any, tmp_path: Path) -> None:
         assert_same_bits({n: p.detach() for n, p in engine.module.named_parameters()}, expected)
     with pytest.raises(StateError, match="closed"):
         engine.restore_device()
+    with engine_of(tmp_path) as engine, engine.asleep(host=True):
+        engine.close(keep)
 
 
 def test_a_dispatched_model_sleeps(tmp_path: Path) -> None:
@@ -287,19 +297,46 @@ def test_a_dispatched_model_sleeps(tmp_path: Path) -> None:
             assert bits(model(tokens)) == expected
 
 
-# ---------------------------------------------------------------- weights for another engine
-def test_weights_are_those_of_the_state_dict(tmp_path: Path) -> None:
-    with engine_of(tmp_path, NVME, precision="bf16") as engine:
-        engine.module.register_buffer("kept", torch.ones(2))
-        engine.module.register_buffer("not_kept", torch.ones(2), persistent=False)
-        losses_of(engine, batches(2))  # updates are pending
-        assert_same_bits(dict(engine.named_weights(buffers=True)), engine.module.state_dict())
-        assert "kept" not in dict(engine.named_weights())
+def experts() -> Any:
+    transformers = pytest.importorskip("transformers")
+    names = ["hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"]
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **dict.fromkeys(names, 16), vocab_size=37, num_hidden_layers=1, num_attention_heads=1,
+            num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
+        )
+    )  # fmt: skip
+
+
+QUANTIZED = {"storage": {"weights": "nf4"}, "precision": "bf16"}
+
+
+@pytest.mark.parametrize(("build", "keys"), [(TinyLM, {}), (experts, {}), (adapted, QUANTIZED)])
+def test_weights_are_those_of_the_state_dict(build: Any, keys: Any, tmp_path: Path) -> None:
+    model = seeded(build)
+    model.again = nn.BatchNorm1d(2, affine=False)  # buffers alone, under two names
+    model.twice = model.again
+    model.register_buffer("not_kept", torch.ones(2), persistent=False)
+    with offload.initialize(model, config(tmp_path, NVME, budget=BUDGET, **keys)) as engine:
+
+        def step() -> None:
+            out = model(batches(1)[0][:, :-1])
+            engine.backward(getattr(out, "logits", out).float().square().mean())
+            engine.optimizer.step()  # updates are pending
+            engine.optimizer.zero_grad()
+
+        step()
+        assert_same_bits(dict(engine.named_weights(buffers=True)), model.state_dict())
+        assert "again.running_var" not in dict(engine.named_weights())
         half = engine.named_weights()
         next(half)
-        losses_of(engine, batches(1))  # an iterator that is left holds nothing
+        with engine.asleep(host=True), pytest.raises(StateError, match="asleep"):
+            list(half)
+        half = engine.named_weights()
+        next(half)
+        step()  # an iterator that is left holds nothing
         with pytest.raises(StateError, match="changed while named_weights"):
-            next(half)
+            list(half)
 
 
 def test_syncs_and_sleeps_leave_nothing_behind(tmp_path: Path) -> None:
@@ -317,7 +354,6 @@ def test_syncs_and_sleeps_leave_nothing_behind(tmp_path: Path) -> None:
     assert max(rss[5:]) - min(rss[5:]) < 8 << 20
 
 
-# ---------------------------------------------------------------- ranks, and DeepSpeed
 def on_two_ranks(folder: str, stage: int, sleeps: bool) -> Any:
     torch.set_num_threads(1)
     placement = HOST if stage == 3 else HERE

@@ -88,7 +88,7 @@ class WeightStore:
             self._add_group(shape, grouping.params)
         self._add_tables(grouping)
         self.ranks.watch(self.groups, self.trace)
-        self.handles = HandleTable(self.use, keeper, self.one_thread.check_awake)
+        self.handles = HandleTable(self.use, keeper)
         self._values: Values | None = None
         self._repeats = 0  # further uses of the group used last
         self._hooks: UnitHooks | None = None  # once started
@@ -213,6 +213,7 @@ class WeightStore:
         backward = in_backward()
         if self._is_repeated(group, backward=backward):
             self.one_thread.check()
+            self.one_thread.check_awake()
             return
         with self.one_thread:
             self.check_usable()

@@ -129,14 +129,9 @@ def _refuse(counter: torch.Tensor, saved: int, what: str) -> NoReturn:
 class HandleTable:
     """Knows gathered buffers by address and makes handles from views of them."""
 
-    def __init__(
-        self, use: Callable[[ParamGroup], None], keeper: Keeper | None = None,
-        check_awake: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """`check_awake` is called before what `keeper` has taken is read."""
+    def __init__(self, use: Callable[[ParamGroup], None], keeper: Keeper | None = None) -> None:
         self._use = use  # told before a group is needed again, so that it can fetch ahead
         self._keeper = keeper
-        self._check_awake = check_awake
         self._buffers: dict[int, ParamGroup] = {}  # storage address -> group
         self._experts = 0  # being computed, one within another
 
@@ -231,7 +226,6 @@ class HandleTable:
         if kind is _Outer:
             outer: torch.Tensor = packed.unpack(packed.packed)
             return outer
-        self._check_awake()
         parked: torch.Tensor = packed.tensor()
         return parked
 

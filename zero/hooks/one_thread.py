@@ -28,27 +28,27 @@ class OneThread:
         self._inside = 0  # the thread's number; 0: none
         self._depth = 0
         self._process = getpid()
-        self._exempt = 0  # the thread that puts the model to sleep or wakes it
 
     def check_awake(self) -> None:
-        """Raise StateError while the model is asleep, or wake it. Values must not be read then."""
+        """Raise StateError while the model is asleep, or wake it. Values must not be read then,
+        but by the thread that puts it to sleep or wakes it: no other one is inside."""
         on_use = self.on_use
-        if on_use is not None and self._exempt != get_ident():
+        if on_use is not None and not (self._depth and self._inside == get_ident()):
             on_use()
 
-    @contextmanager
-    def exempt(self) -> Iterator[None]:
-        """Enter, also while the model is asleep."""
-        before, self._exempt = self._exempt, get_ident()
-        try:
-            with self:
-                yield
-        finally:
-            self._exempt = before
-
     def __enter__(self) -> None:
-        if self.on_use is not None:
-            self.check_awake()
+        self.check_awake()
+        self._enter()
+
+    @contextmanager
+    def even_asleep(self) -> Iterator[None]:
+        self._enter()
+        try:
+            yield
+        finally:
+            self.__exit__()
+
+    def _enter(self) -> None:
         this = get_ident()
         with self._lock:
             if self._process != getpid() or (self._depth and self._inside != this):

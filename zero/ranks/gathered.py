@@ -154,11 +154,6 @@ class Gatherer:
             if not state.is_held():
                 self.give_up(state)
 
-    def empty(self) -> None:
-        """Forget every gathered copy."""
-        for state in list(self._gathered.values()):
-            self.give_up(state)
-
     def give_up(self, state: GatheredState) -> None:
         """Forget a gathered copy; its memory is free once no tensor views it."""
         del self._gathered[id(state)]

@@ -67,7 +67,8 @@ class RankWeights:
         return tensors
 
     def empty(self) -> None:
-        """Let no collective be under way, and no memory hold what can be gathered again."""
+        """Forget what was gathered; once all ranks have done so, and called it again, no thread
+        reads memory."""
 
     def combine(self, part: torch.Tensor, name: str) -> torch.Tensor:
         """Return the whole tensor, of which each rank passes its part and zeros for the rest."""

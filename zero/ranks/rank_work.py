@@ -145,10 +145,9 @@ class SharedWork(RankWork):
         self.reductions.finish()
 
     def empty(self) -> None:
-        self.finish_pass()
-        for order in self.orders():
-            order.drain(self.ranks.watch.timeout_s)
-        self._gatherer.empty()
+        self._gatherer.begin_pass()
+        if self._gatherer.service is not None:  # it may still be sending a shard
+            self._gatherer.service.drain(self.ranks.watch.timeout_s)
         self._experts.empty()
 
     def exchange(self, numbers: list[int], what: str) -> np.ndarray:

@@ -333,16 +333,8 @@ class Runtime:
         self.stepper.policy.complete_steps()
         self.updates.settle()
         for state in self.optimizer_states:
-            for each in (state.group.state, state.gradients.state, *state.records):
+            for each in (state.group.state, state.gradients, *state.records):
                 each.settle()
-
-    def empty(self) -> None:
-        """Take home what a pass has left on its way, of gradients that wait for a step, too; then
-        `WeightStore.empty`. No call of the model is under way, and no update."""
-        self.rank_work.finish_pass()
-        for state in self.optimizer_states:
-            state.gradients.settle()
-        self.store.empty()
 
     def ending(self) -> Callable[[], None]:
         """Return a function that ends all threads. It keeps no model, unless an update is pending:
