@@ -41,6 +41,7 @@ from offload.planning.plan.plan import spare_host_nbytes
 from offload.process import machine
 from offload.process.interrupts import noted_interrupts
 from offload.report import Report
+from offload.swap.states.fetching import Fetcher
 from offload.swap.threads.lanes import waits_s
 from offload.swap.threads.worker import ParallelRunner, available_cores
 from offload.tiered_model import DTYPES, Closed, TieredModel, refuse_shared
@@ -50,7 +51,6 @@ from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.safetensors_weights import first_weights
 from offload.weights.spread_experts import SpreadExperts
 from offload.zero.gradients.loss_scale import LossScale
-from offload.zero.groups.fetching import Fetcher
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.loading import load_group

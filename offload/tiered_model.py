@@ -39,6 +39,7 @@ from offload.planning.plan.builder import within_gpu_budget
 from offload.planning.plan.plan import Plan
 from offload.process import machine
 from offload.report import tier_reports
+from offload.swap.states.fetching import Fetcher
 from offload.swap.threads.shield import defer_signals
 from offload.tiers import accelerator
 from offload.tiers.errors import (
@@ -56,7 +57,6 @@ from offload.weights.materialise import make_real
 from offload.weights.spread_experts import SpreadExperts
 from offload.zero.experts.packed_values import ExpertAccess
 from offload.zero.gradients.gradient_hooks import is_trained_here
-from offload.zero.groups.fetching import Fetcher
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import ParamSpec
 from offload.zero.groups.parameter_grouping import (

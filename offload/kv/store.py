@@ -25,12 +25,12 @@ import torch
 
 from offload.kv.page_format import KVShape, PageFormat
 from offload.planning.plan.kv_plan import KV_PAGE_NBYTES
+from offload.swap.states.fetching import Fetchable, Fetcher
 from offload.swap.states.state import State
 from offload.tiers.errors import OffloadError, StateError, TierFullError
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import round_up
-from offload.zero.groups.fetching import Fetchable, Fetcher
 
 _log = logging.getLogger("offload")
 _MIN_WINDOW_PAGES = 8  # a page is at most this part of a window: what is kept beside it

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from offload.checkpoint.format.manifest import BaseRecord
     from offload.config import OffloadConfig
-    from offload.models.frozen_base import FrozenBase
     from offload.models.state import StateDictHooks
     from offload.optimizers.optimizer import OffloadOptimizer
     from offload.report import Report
@@ -35,6 +35,14 @@ class Steps(Protocol):
     def forget(self) -> None: ...
 
 
+class Frozen(Protocol):
+    """The hashes of frozen parameters (see `offload.models.frozen_base.FrozenBase`)."""
+
+    def record(self, engine: Trained) -> BaseRecord | None: ...
+    def check(self, engine: Trained, manifest: Any, records: Any, path: Any) -> None: ...
+    def forget(self) -> None: ...
+
+
 class Trained(Protocol):
     """A model in tiers that trains (`offload.engine.Engine` documents its methods)."""
 
@@ -47,7 +55,7 @@ class Trained(Protocol):
     ranks: Ranks | None  # None for one rank
     steps: Steps
     loss_scale: LossScale | None
-    frozen_base: FrozenBase
+    frozen_base: Frozen
     optimizer_states: Sequence[OptimizerState]  # of each group of `store`
     carried: dict[str, Any]
     made_at: float  # on time.perf_counter

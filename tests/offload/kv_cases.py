@@ -14,6 +14,7 @@ from offload.swap.io.block_store import BlockStore
 from offload.swap.io.swap_file import SwapFile
 from offload.swap.io.threads_backend import ThreadsBackend
 from offload.swap.states.cached_file_state import CachedFileState
+from offload.swap.states.fetching import Fetcher
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import SlotPool
@@ -24,7 +25,6 @@ from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
 from offload.tiers.units import round_up
-from offload.zero.groups.fetching import Fetcher
 
 
 @dataclass

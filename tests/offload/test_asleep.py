@@ -70,8 +70,8 @@ def run(folder: Path, seed: int, gpu: bool, *, sleeps: bool) -> list[Any]:
         "optimizer": {"lr": 1e-2, "states": chance.choice(["fp32", "int8"])},
     }  # fmt: skip
     placement = chance.choice(PLACEMENTS)
-    if gpu:  # there, kernels of a GPU would add to gradients on the device
-        placement = {**placement, "gradients": "host"}
+    if gpu:  # without its kernels, no update is made there
+        placement = {**NVME, "parameters": placement["parameters"]}
     with engine_of(folder, placement, **keys) as engine:
         for number in range(8):
             loss = loss_of(engine, number)

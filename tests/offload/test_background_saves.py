@@ -28,8 +28,8 @@ from offload.checkpoint.engine.background import BackgroundSave
 from offload.errors import NoSpaceError, PathError, StateError, StorageError
 from offload.planning.plan.plan import needed_nbytes
 from offload.swap.io.block_store import BlockStore
+from offload.swap.threads.save_gate import SaveGate
 from offload.tiers.tier import Tier
-from offload.zero.step.save_gate import SaveGate
 from tests.offload.engine_cases import HOST, NVME, TinyLM, batches, config, min_budget, seeded
 from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 from tests.offload.test_parity import PLACEMENTS

@@ -26,13 +26,13 @@ from offload.planning.step.representatives import representatives
 from offload.planning.step.step_time import estimate_step, step_traffic
 from offload.swap.io.requests_and_retries import IORequest
 from offload.swap.io.threads_backend import ThreadsBackend
+from offload.swap.states.fetching import Fetchable, Fetcher
+from offload.swap.threads.save_gate import SaveGate
 from offload.tiers.errors import BudgetError, ConfigError
 from offload.tiers.tier import Tier
-from offload.zero.groups.fetching import Fetchable, Fetcher
 from offload.zero.groups.model_shape import ModelShape
 from offload.zero.groups.parameter_grouping import group_parameters
 from offload.zero.step.chunks import GroupUpdate
-from offload.zero.step.save_gate import SaveGate
 from offload.zero.step.update import UpdateQueue
 from tests.offload.engine_cases import plan_for_a_gpu
 

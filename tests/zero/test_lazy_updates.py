@@ -19,6 +19,7 @@ from offload.kernels.variants import Master
 from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import CopyStream, WorkStream
 from offload.swap.states.cached_file_state import CachedFileState
+from offload.swap.states.fetching import Fetcher
 from offload.swap.states.memory_state import MemoryState
 from offload.swap.states.slot import Slot
 from offload.swap.states.state import HostPiece, State
@@ -28,7 +29,6 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.zero.experts.packed import ExpertTable, PackedParam
 from offload.zero.gradients.gradients import GradientAccumulator
-from offload.zero.groups.fetching import Fetcher
 from offload.zero.groups.group import Classes, ParamGroup
 from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.sharding import Part

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from offload.kernels.bits import FLOAT_OF
+from offload.swap.states.fetching import REPEATS, Fetcher
 from offload.swap.states.state import State
 from offload.swap.threads.shield import check_whole
 from offload.tiers.errors import StateError
 from offload.zero.experts.packed import ExpertTable, PackedParam
-from offload.zero.groups.fetching import REPEATS, Fetcher
 from offload.zero.groups.group import ParamGroup
 from offload.zero.groups.layout import Layout, ParamSpec, lay_out
 from offload.zero.groups.loading import ValuesOf, load_weights

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from offload.kernels.floats import Array
+from offload.swap.threads.save_gate import SaveGate
 from offload.swap.threads.shield import defer_signals
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.ledger import OldBytes
@@ -22,7 +23,6 @@ from offload.zero.groups.group import ParamGroup
 from offload.zero.step.chunks import GroupUpdate, Terms, segments_of
 from offload.zero.step.lazy_updates import LazyUpdates
 from offload.zero.step.optimizer_state import HyperOf, OptimizerState
-from offload.zero.step.save_gate import SaveGate
 from offload.zero.step.update import UpdateQueue
 
 

@@ -26,17 +26,17 @@ from offload.kernels.cpu.optimizer import Missed, optimizer_step
 from offload.kernels.floats import Array, Float
 from offload.kernels.rules import StateFormat
 from offload.swap.device.streams import mark_here
+from offload.swap.states.fetching import Fetcher, PendingUpdates
 from offload.swap.states.trace import Trace
 from offload.swap.threads.lanes import Lane, WaitFor, profiled
+from offload.swap.threads.save_gate import SaveGate
 from offload.swap.threads.transfer import Transfer, all_of
 from offload.swap.threads.worker import ParallelRunner, Worker
 from offload.tiers.tier import Residency
 from offload.tiers.units import round_up
-from offload.zero.groups.fetching import Fetcher, PendingUpdates
 from offload.zero.step.chunks import Chunk, ChunkBytes, GroupUpdate, Segment
 from offload.zero.step.device_update import DeviceUpdate, DeviceWork
 from offload.zero.step.matrices import MatrixUpdate, MatrixWork
-from offload.zero.step.save_gate import SaveGate
 from offload.zero.step.undo_codes import StepCall
 
 _PAGE_NBYTES = 4096

@@ -7,7 +7,7 @@
     └─ a thread ──────────────▶   groups in order of use, one that an update waits for first; then
                                   the manifest; then the folder gets its name
 
-`zero/step/save_gate.py` says what may be overwritten meanwhile. Beside the buffers of any save
+`swap/threads/save_gate.py` says what may be overwritten meanwhile. Beside the buffers of any save
 nothing is copied in memory: what has no room for a second version waits for its turn.
 """
 
@@ -30,12 +30,12 @@ from offload.checkpoint.format.disk import device_of, free_nbytes, storage_error
 from offload.checkpoint.format.folder import PendingFolder
 from offload.swap.io.block_store import GROWTH_NBYTES
 from offload.swap.states.state import Snapshot, State
+from offload.swap.threads.save_gate import SaveGate
 from offload.swap.threads.shield import defer_signals, interrupted_in_waits
 from offload.swap.threads.worker import in_thread
 from offload.tiers.errors import OffloadError
 from offload.tiers.tier import PAGE_NBYTES
 from offload.tiers.units import format_bytes, round_up
-from offload.zero.step.save_gate import SaveGate
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained

@@ -28,9 +28,9 @@ from offload.planning.plan.sizes import ITEMSIZE, RecordKind, pages
 from offload.planning.step.planned_states import PlannedGroup, PlannedState, pool_of
 from offload.planning.step.program import Action, Bytes, Fetch, Move, Verb, total_of, write_program
 from offload.planning.step.representatives import Representatives
+from offload.swap.states.fetching import REPEATS, Fetcher, PendingUpdates
 from offload.tiers.ledger import StateClass, TierAccount
 from offload.tiers.tier import Tier
-from offload.zero.groups.fetching import REPEATS, Fetcher, PendingUpdates
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig

@@ -19,13 +19,13 @@ from offload.planning.plan.plan import Plan
 from offload.planning.plan.sizes import record_kinds
 from offload.planning.step.representatives import Representatives
 from offload.swap.io.requests_and_retries import Priority
+from offload.swap.states.fetching import Fetcher
 from offload.swap.states.slot import Slot
 from offload.swap.states.slot_pool import MADE_HERE, SlotPool
 from offload.tiers.arena import Arena
 from offload.tiers.errors import TierFullError
 from offload.tiers.ledger import StateClass, TierAccount
 from offload.tiers.tier import Tier
-from offload.zero.groups.fetching import Fetcher
 
 if TYPE_CHECKING:
     from offload.tiers.memory_tier import MemoryTier
