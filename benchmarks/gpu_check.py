@@ -16,8 +16,6 @@ With --continue, what a record has is not repeated, but for tests, and the rest 
 Exit status 1 if a test or a part other than DeepSpeed's failed, 0 otherwise, and without a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import importlib.metadata

@@ -4,8 +4,6 @@ The planner says what a case takes: bf16 with a split master and fp32 moments. W
 homes of its states, the planner chooses them, for the whole card and the batch.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

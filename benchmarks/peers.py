@@ -7,8 +7,6 @@ them, and are optional: a row says what to install. --systems of `step` also has
 and deepspeed-nvme; that of `ranks` ddp, fsdp2, fsdp2-offload and deepspeed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import typer

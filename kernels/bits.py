@@ -1,7 +1,5 @@
 """Torch tensors as the flat arrays that kernels take: formats, and views without a copy."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -7,8 +7,6 @@ of its codes is still being read:
     ├─ one 32-bit word per group ─┤ to a multiple of 64 bytes ├─ codes ─┤ to a multiple of 64 bytes
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from enum import IntEnum

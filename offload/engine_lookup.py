@@ -1,7 +1,5 @@
 """Training a model again that is in tiers already: finding its owner, and taking it over."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

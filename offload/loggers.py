@@ -8,8 +8,6 @@ of a `StepMetrics` (`offload/runs/metrics.py`) by name; unknown ones are None. `
 called at the end, if there is one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -4,8 +4,6 @@
 check ▶ group ▶ plan ▶ open tiers ▶ store ▶ load ▶ experts, state dicts ▶ hooks
 """
 
-from __future__ import annotations
-
 import _thread
 import abc
 import logging

@@ -1,7 +1,5 @@
 """Anonymous memory of this process. Without PyTorch, which planning does without."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 from typing import Self

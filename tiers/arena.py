@@ -4,8 +4,6 @@ Sizes are rounded to a page and never to a power of two: a caching allocator's s
 waste up to half of a pinned pool. Models repeat a few sizes, so best fit refills its own holes.
 """
 
-from __future__ import annotations
-
 import bisect
 
 from offload.tiers.tier import PAGE_NBYTES

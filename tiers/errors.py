@@ -21,8 +21,6 @@
 Each message says what, which, how much and what to do.
 """
 
-from __future__ import annotations
-
 from offload.tiers.units import format_bytes, in_one_unit
 
 __all__ = [

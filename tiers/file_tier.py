@@ -1,7 +1,5 @@
 """The `nvme` tier: extents in one file per path, within one byte budget."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from offload.tiers.arena import Arena

@@ -14,8 +14,6 @@ The child keeps the addresses (MADV_WIPEONFORK, not MADV_DONTFORK). In a hole it
 other memory of its own, which the end of this object there would then unmap.
 """
 
-from __future__ import annotations
-
 import bisect
 import mmap
 import os

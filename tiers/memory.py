@@ -10,8 +10,6 @@ the free bytes suffice, but in no single piece, gets addresses behind the budget
 pages of free ranges are given back for it (`MemoryTier.lease`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from contextlib import suppress
 

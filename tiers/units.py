@@ -1,7 +1,5 @@
 """Bytes in words: `8GiB`, `512 MB`, `80%`."""
 
-from __future__ import annotations
-
 import re
 
 _FACTORS = {

@@ -5,8 +5,6 @@ NumPy, not on the way of a step. What `decode_state` gave, `encode_state` stores
 to the same values again; any other values are rounded to nearest.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from offload.kernels.cpu.convert import decode, encode

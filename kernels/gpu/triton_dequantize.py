@@ -3,8 +3,6 @@
 What travels to a GPU is codes; they are made on the CPU.
 """
 
-from __future__ import annotations
-
 import torch
 
 from offload.kernels.gpu.triton_launch import check, float_of, launch, loaded, numel_of

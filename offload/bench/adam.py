@@ -4,8 +4,6 @@ All systems pass over the same arrays in turn, with the same number of threads. 
 variant is a loop with the same traffic and no arithmetic (`stream`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 

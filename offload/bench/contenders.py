@@ -4,8 +4,6 @@
 interleaved rounds, closes them, and adds their rows to the record.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 import tempfile

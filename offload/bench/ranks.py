@@ -4,8 +4,6 @@ As in `step`, systems step in turn, each in processes of its own, one per rank. 
 as its slowest rank; the memory is that of all ranks together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from offload.bench.contenders import (

@@ -11,8 +11,6 @@ A step that overlaps all of them perfectly takes as long as the longest: the roo
 Waterman, Patterson, 2009).
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -5,8 +5,6 @@ some read and written back, as an optimizer's pass over its states does. Written
 here.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

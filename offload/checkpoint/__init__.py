@@ -13,8 +13,6 @@ checkpoint: a folder without a suffix is complete, so there is nothing that coul
 Those of a run stand side by side: `step-000100`, `step-000200`, ...
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands and their options. Nothing heavy is imported here: `--help` answers at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -3,8 +3,6 @@
 No check raises: a property that cannot be determined is reported as `off` with the reason.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """`offload generate`: stream text from a folder's model, and report the time and memory."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

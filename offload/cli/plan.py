@@ -1,7 +1,5 @@
 """`offload plan`: the resolved placement, the reasons for it, its bytes and its time."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

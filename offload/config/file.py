@@ -5,8 +5,6 @@ The YAML is the 1.2 core schema in a strict subset: `1e-5` is a number, `on` and
 build an object), one document per file, bounded in size and depth.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import stat

@@ -1,7 +1,5 @@
 """Paths as callers give them: text, `pathlib.Path` or any other `os.PathLike`."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

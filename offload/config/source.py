@@ -1,7 +1,5 @@
 """Sources of configuration values: a file or a mapping, then overrides on top."""
 
-from __future__ import annotations
-
 import enum
 import os
 import re

@@ -1,7 +1,5 @@
 """Suggestions for wrong keys and words."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """The `train:` section: the model, the text and the schedule of `offload train`."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal, Self
 

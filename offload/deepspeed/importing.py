@@ -4,8 +4,6 @@ Masters, states, step counts, param groups, buffers and counters are taken over,
 time. The result is what `engine.save_checkpoint` of `offload.deepspeed` writes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ and those that are not supported.
 defaults are those of DeepSpeed 0.19.8; names that older versions had are there as well.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

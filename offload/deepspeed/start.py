@@ -1,7 +1,5 @@
 """`deepspeed.initialize`, and what is called before it."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

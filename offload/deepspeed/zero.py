@@ -1,7 +1,5 @@
 """`deepspeed.zero`: models that are never whole in RAM, and parameters read or written outside."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -8,8 +8,6 @@ and lines up the parts. The files are pickles, read by `torch.load(weights_only=
 that they name are not imported.
 """
 
-from __future__ import annotations
-
 import math
 import stat
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A terminal written to by `rich`, with names shown without effects and commands kept whole."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Makes foreign texts safe for a terminal: they may hold what moves its cursor, or worse."""
 
-from __future__ import annotations
-
 import re
 import sys
 

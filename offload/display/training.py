@@ -1,7 +1,5 @@
 """The figures of steps, as lines."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import statistics

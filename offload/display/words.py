@@ -1,7 +1,5 @@
 """Durations, counts, rates and bytes as text, in one form everywhere: `12.3 ms`, `6.74 B`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ diffusers itself makes the pipeline, its tokenizers and its scheduler. Its model
 tensors (`lazy_tensors`), whose values `dispatch` reads one group at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path

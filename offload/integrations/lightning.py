@@ -8,8 +8,6 @@ belongs to the model and stays open afterwards, for what follows (`trainer.test`
 its parameters back. A loop of Fabric needs no strategy: `fabric.setup(model, engine.optimizer)`.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

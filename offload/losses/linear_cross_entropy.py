@@ -16,8 +16,6 @@ torch 2.13's `F.linear_cross_entropy` has neither label smoothing, soft-capping 
 makes gradients in forward, and adds 16-bit gradients of the head up in 16 bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal

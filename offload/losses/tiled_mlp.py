@@ -17,8 +17,6 @@ by tile, and again in backward. An MLP that does not compute every token alone i
 UnsupportedError, one of experts a ConfigError. Its first call tries it as it is in eval().
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

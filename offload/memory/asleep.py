@@ -4,8 +4,6 @@ Leases, offsets and books stay: the same bytes come back to the same places, at 
 device. (vLLM's sleep mode does this for one allocator, whose virtual addresses stay.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

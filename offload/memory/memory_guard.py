@@ -13,8 +13,6 @@ Pinned memory (beside a GPU) is not returned: there the tier stops growing. Copi
 again from their homes: no bit of a result depends on them.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -5,8 +5,6 @@ the machine's present state: RAM that other processes leave, files that lie in R
 file system that each folder is on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A parameter comes back in the format in which it was given, or in the one that i
 that has more bits. Where that is wider than the weight in its tier, it has the value of the master.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -5,8 +5,6 @@ collectives of different sizes, and the processes abort. Hooks of accelerate kee
 own, which they put in the place of the model's.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from typing import Any

@@ -4,8 +4,6 @@ Hooks on the modules that own parameters: a saved entry becomes a copy of the fu
 its pending update; a loaded one is written through to the tiers, master included.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterator

@@ -55,7 +55,6 @@ class Trained(Protocol):
     ranks: Ranks | None  # None for one rank
     steps: Steps
     loss_scale: LossScale | None
-    frozen_base: Frozen
     optimizer_states: Sequence[OptimizerState]  # of each group of `store`
     carried: dict[str, Any]
     made_at: float  # on time.perf_counter
@@ -64,6 +63,10 @@ class Trained(Protocol):
     @property
     def store(self) -> WeightStore:
         """The weights, in groups."""
+
+    @property
+    def frozen_base(self) -> Frozen:
+        """The hashes of the frozen parameters."""
 
     @property
     def steps_done(self) -> int:

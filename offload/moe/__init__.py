@@ -8,8 +8,6 @@
 Ordinary torch modules, in a model that an engine trains as in one that it does not.
 """
 
-from __future__ import annotations
-
 from offload.moe.experts import Experts
 from offload.moe.gate import Gate
 from offload.moe.layer import MoE

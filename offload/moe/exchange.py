@@ -14,8 +14,6 @@ expert groups           └─ tokens ─┘      └─ tokens ─┘
 expert-data groups      0 and 2, 1 and 3: gradients of the same experts
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

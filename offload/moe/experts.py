@@ -1,7 +1,5 @@
 """The experts of a layer that are on this rank, numbered among all experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ out: they go nowhere. NaN and infinite logits give NaN weights and losses, and c
 0..E-1.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ a state sees the values of that moment. `optimizer.state.clear()` lets every par
 no other method writes, and a write to a tensor of them is an UnsupportedError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Dicts of `torch.optim` are taken, too: the same keys and shapes. One that differ
 by a ValueError, as torch does for param groups of other sizes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

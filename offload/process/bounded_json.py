@@ -4,8 +4,6 @@ A byte of text can become 30 bytes of objects (`[],[],...`). So values are count
 commas and brackets that separate them; those within texts count, too: it is an upper bound.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

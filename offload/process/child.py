@@ -7,8 +7,6 @@ descriptor, and a `Parent`, whose commands and answers go through it as well. Th
 keeps everything that is printed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -5,8 +5,6 @@
 A file that cannot be read, or is damaged, counts as missing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -5,8 +5,6 @@ because the usual sources (psutil, os.cpu_count) report the whole machine.
 All functions read `/proc` and `/sys` below `root`, so that a made-up machine can be given.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -10,8 +10,6 @@ A value is quant_map[code] x absmax in fp32, rounded to `dtype`; a nested absmax
 nested_quant_map[code] x nested_absmax + offset.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Mapping

@@ -16,8 +16,6 @@ whole words, as GPTQModel does: where the stored zero point is the largest code,
 the carry, which is what a borrow had left there when it was written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A weight that its files hold quantized."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The tensors that together form a weight, as they are in a folder's files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The format of a folder's weights, which `quantization_config` in config.json specifies."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path

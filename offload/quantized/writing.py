@@ -10,8 +10,6 @@ one of int8 has 17: int8 weights of 16 bits have other scales, with codes for th
 are symmetric: transformers, which packs them, reads no zero points of theirs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

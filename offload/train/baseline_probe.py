@@ -4,8 +4,6 @@ Everything that a run loads or compiles is loaded here: the model's kernels, the
 The few hundred KiB of the model's own states count as part of it.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 

@@ -20,8 +20,6 @@ multiple of 64 (there the default's own bits depend on the number of threads); g
 default sums up in any order (`_rows`); matrices of a single expert beside pairs of no expert.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager

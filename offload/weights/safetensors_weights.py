@@ -1,7 +1,5 @@
 """Weights of `weights=`: safetensors files whose tensors have the names of the model's."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -9,8 +9,6 @@ the same numbers (rank 0 and rank 2 of four), with the shards and collectives th
 holds for every rank is said of an expert's place: its number on the first rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors in safetensors files, read when they are asked for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ first goes first (Belady, 1966, for a stack).
                        └ next to go                    (half of the window)
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 import threading

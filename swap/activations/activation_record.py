@@ -7,8 +7,6 @@
                                                                    ABSENT ──▶ ARRIVING
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass, field
 from typing import Any

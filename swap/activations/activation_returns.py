@@ -1,8 +1,6 @@
 """The way back of saved activations: from the window or the disk to backward's device, on demand
 and ahead of use."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The device's update works on them in place; for the CPU's they are staged throug
 by piece.
 """
 
-from __future__ import annotations
-
 import torch
 
 from offload.swap.device.device_slot import Links

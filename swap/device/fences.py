@@ -11,35 +11,25 @@ nothing else.
     its first copy waits      e1     e1 and e2
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from offload.swap.device.streams import StreamEvent
 from offload.tiers.tier import Extent
-
-
-@dataclass(frozen=True, slots=True)
-class _Fence:
-    start: int
-    stop: int
-    mark: StreamEvent
 
 
 class Fences:
     """Marks by range of one arena, until they are done. Thread-safe."""
 
     def __init__(self) -> None:
-        self._fences: list[_Fence] = []
+        self._fences: list[tuple[int, int, StreamEvent]] = []  # start, stop, mark
         self._lock = threading.Lock()
 
     def retire(self, extent: Extent, marks: Iterable[StreamEvent]) -> None:
         """`extent` is given up (call it before its lease is freed); `marks` still work in it."""
         start, stop = extent.offset_bytes, extent.offset_bytes + extent.nbytes
         with self._lock:
-            self._fences += [_Fence(start, stop, mark) for mark in marks if mark.event is not None]
+            self._fences += [(start, stop, mark) for mark in marks if mark.event is not None]
             self._forget_done()
 
     def claim(self, extent: Extent) -> tuple[StreamEvent, ...]:
@@ -50,7 +40,7 @@ class Fences:
         start, stop = extent.offset_bytes, extent.offset_bytes + extent.nbytes
         with self._lock:
             self._forget_done()
-            return tuple(f.mark for f in self._fences if f.start < stop and start < f.stop)
+            return tuple(mark for at, end, mark in self._fences if at < stop and start < end)
 
     def _forget_done(self) -> None:
-        self._fences = [fence for fence in self._fences if not fence.mark.done()]
+        self._fences = [fence for fence in self._fences if not fence[2].done()]

@@ -22,8 +22,6 @@ The thread that watches the copies adds it there. No other thread waits, unless 
     additions                              ├── add 0 ──┤            ├── add 1 ──┤
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence

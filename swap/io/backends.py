@@ -1,7 +1,5 @@
 """The registered backends, a check of those that work here, and the speed of a path."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

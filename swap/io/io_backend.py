@@ -4,8 +4,6 @@
 not return); a backend adds how an `IOPiece` is moved.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -12,8 +12,6 @@ Time is counted in `look`s, and none happens while this process is stopped or a 
 calls that have ended meanwhile are counted before the next one.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

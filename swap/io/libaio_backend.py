@@ -4,8 +4,6 @@ The threads of `ThreadsBackend`, each of which submits its piece to the kernel a
 completion there, instead of calling `preadv` or `pwritev`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Sequence

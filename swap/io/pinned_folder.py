@@ -2,8 +2,6 @@
 name meanwhile. Everything in the folder is made relative to its descriptor.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import pwd

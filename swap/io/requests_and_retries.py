@@ -4,8 +4,6 @@ What may go wrong with one system call is decided here, once for all backends: s
 errors that are worth another try, and the typed error for those that are not.
 """
 
-from __future__ import annotations
-
 import enum
 import errno
 from collections.abc import Callable

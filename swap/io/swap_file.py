@@ -8,8 +8,6 @@ Whatever is asked of the folder or the file, a timeout thread asks: a StuckError
 answered for `timeout_s`. What comes back later is closed then.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

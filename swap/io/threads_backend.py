@@ -4,8 +4,6 @@ With 8 to 16 MiB per call this is as fast as any asynchronous interface, needs n
 Linux, and works with buffered files as well.
 """
 
-from __future__ import annotations
-
 import heapq
 import logging
 import os

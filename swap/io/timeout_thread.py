@@ -11,8 +11,6 @@ A call that is given up keeps its thread, its memory and its descriptor until it
 passes while this process is stopped or a computer sleeps.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -14,8 +14,6 @@ table's next place, divided by that share. benchmarks/records/expert-residency.m
 knowing the routing beforehand (Belady, 1966).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 _RECENT = 1 / 4  # the weight of the last forward in a share

@@ -5,8 +5,6 @@ the order of the step before. Another order is another class like `FurthestNextU
 else: results do not depend on which copies are evicted, only the bytes that move do.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol

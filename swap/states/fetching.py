@@ -12,8 +12,6 @@ items that forward has chosen. They are never guessed (benchmarks/records/expert
 the cost of guesses).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 

@@ -7,8 +7,6 @@
 A `Trace` makes a schedule of the uses that it has recorded, and moves the cursor.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator

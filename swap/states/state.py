@@ -6,8 +6,6 @@ state's home is, and which bytes move for either side, only the subclass knows: 
 asks `prefetch`, `tensor`, `host_piece` and never where.
 """
 
-from __future__ import annotations
-
 import abc
 from dataclasses import dataclass
 from typing import Protocol

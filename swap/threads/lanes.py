@@ -8,8 +8,6 @@ done. One thread waits for one thing at a time, so no second is counted twice; a
 that itself waits for files is one for the update.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import threading

@@ -4,8 +4,6 @@ For collectives: inputs may arrive in any order, but every rank has to begin col
 order. The caller goes on; the thread waits for a job's inputs.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable

@@ -7,8 +7,6 @@ An update that may not begin yet stays in its queue while others go on. The save
 next that are waited for, so its order is that of the updates.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -29,8 +27,7 @@ class SaveGate:
     def close(self, held: Mapping[int, int | None], room_nbytes: int) -> None:
         """Note that a save begins to read these groups, and the room for versions of them."""
         with self._lock:
-            self._held = dict(held)
-            self._admitted = {}
+            self._held, self._admitted = dict(held), {}
             self._room = room_nbytes
             self._wanted.clear()
 
@@ -67,7 +64,6 @@ class SaveGate:
             with self._lock:
                 self._lock.wait_for(lambda: index not in self._held)
 
-    # ---------------------------------------------------------------- for the save
     def next_wanted(self) -> int | None:
         """Return a group that is waited for."""
         with self._lock:

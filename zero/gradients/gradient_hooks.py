@@ -1,7 +1,5 @@
 """A hook on each trainable parameter, which takes its gradient from autograd."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection
 from typing import NoReturn

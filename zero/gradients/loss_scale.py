@@ -6,8 +6,6 @@ The rule of `torch.amp.GradScaler` to the bit (and of mixed-precision training, 
 2018): the scale is an fp32 number, may fall below 1, and does not grow to infinity.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence

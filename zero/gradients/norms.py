@@ -7,8 +7,6 @@ this function, called with the gradients of an engine, clips to the same bits. O
 it sums squares in fp32, and its norm is farther from the one in float64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The bytes of keys and values, before there are any."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from offload.tiers.units import round_up

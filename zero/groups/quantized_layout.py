@@ -7,8 +7,6 @@ Parts follow each other in the same order, each on a cache line, so that a part 
 once the stored bytes up to its end are there. Padding of the slot is not stored; it reads as zeros.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Views share memory where the ranges from their first to behind their last byte o
 one matrix do, rows and chunks do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 

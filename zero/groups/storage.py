@@ -1,7 +1,5 @@
 """The frozen weights that are stored in fewer bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -4,8 +4,6 @@ Everything here waits for the pending updates it needs, and works through the sa
 step works through: at most one group's weights and one record are in memory at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

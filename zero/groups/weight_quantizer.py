@@ -1,7 +1,5 @@
 """Quantizes the frozen weights of a whole group to 8 or 4 bits (a `swap.Quantizer`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 At most one group's weights are in memory at a time beside those that the caller asks for together.
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Container, Iterator, Sequence

@@ -7,8 +7,6 @@
 Versions count updates and writes; a handle of a saved view remembers one (zero/hooks/handles.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ A second thread gets an error that names both, because waiting could last for ev
 threads, which work for the thread that waits in `backward()`, are allowed.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ gathered by then (`gathered`, an operation before that needed them), never on wh
 or what copies memory holds: a product with quantized weights adds up in another order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@ whose wrapped tensors have no storage that a handle could name, and under which 
 saved tensors do not work; and a device's graphs (CUDA graphs), which replay kernels with the
 addresses they had, where fetching changes addresses and waits in threads."""
 
-from __future__ import annotations
-
 import torch
 from torch.autograd import forward_ad
 

@@ -10,8 +10,6 @@ travel as they are and are summed without intermediate rounding. (Gloo's own red
 all-reduce, at twice the bytes.)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

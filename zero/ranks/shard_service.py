@@ -17,8 +17,6 @@ For process groups of CPUs (gloo), where any rank can be sent a message at any t
 gather together, in the same order.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from contextlib import AbstractContextManager, suppress

@@ -4,8 +4,6 @@ Known are the global ones (torch's of each device, Python's, NumPy's) and those 
 of the block's modules. Other generators are not covered.
 """
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ Under two other policies some begin with their group's last gradient:
     speculative   and are undone if the step decides otherwise (speculative_updates.py)
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ done when all its work is. Buffers are used in turn: the copy into a buffer wait
 until the previous content has left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ many passes (`StepRules.in_backward`):
          ├ 2 ┤├ 1 ┤├ 0 ┤
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -16,8 +16,6 @@ bias corrections and the bits of stochastic rounding depend, goes on as if they 
 updates of sparse rows elsewhere, as of `torch.optim.SparseAdam`, leave such steps out.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 

@@ -10,8 +10,6 @@ Both passes are rules of `kernels`, with the same bits wherever a chunk is stepp
 always computed on one device, so that no placement and no length of chunks changes a bit.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The gradients, hyperparameters and optimizer records of one group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

@@ -20,8 +20,6 @@ depends on where the optimizer's record is:
 arXiv:2509.21271.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field

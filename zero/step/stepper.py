@@ -12,8 +12,6 @@ When updates begin is up to a policy, which may let some begin already in backwa
 (deferred_updates.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

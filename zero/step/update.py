@@ -12,8 +12,6 @@ CPU's. The arithmetic and its order within each parameter do not depend on when 
 worked on.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence

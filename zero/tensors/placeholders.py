@@ -15,8 +15,6 @@ It has the sizes and strides of the values, and no memory. An address is asked f
 dispatcher: PyTorch refuses a placeholder's.
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn

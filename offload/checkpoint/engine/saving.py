@@ -43,7 +43,6 @@ from offload.zero.groups.group import ParamGroup
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
-    from offload.zero.step.records import RecordFormat
 
 
 def save_engine(
@@ -153,7 +152,6 @@ class Saver:
         self.on_bytes = stack.enter_context(progress(f"saving {path.name}", self.nbytes()))
         self.begin(self._folder.path)
 
-    # ---------------------------------------------------------------- step by step
     def begin(self, folder: Path) -> None:
         """Begin the files in `folder`, and write the tensors that are in no group: buffers,
         random states and the caller's state."""
@@ -174,7 +172,6 @@ class Saver:
         """Write the manifest."""
         self._files.finish()
 
-    # ---------------------------------------------------------------- what each file holds
     def nbytes(self) -> int:
         """The number of bytes of all tensors."""
         infos = [info_of(record) for record in self._manifest.stored]
@@ -185,12 +182,9 @@ class Saver:
 
     def _group_record(self, number: int, frozen: bool) -> GroupRecord:
         saved = self.saved[number]
-        kept = self._format_of(saved.groups[0]) if saved.groups[0].matrices else None
+        kept = self._saved_format.of(matrices=True) if saved.groups[0].matrices else None
         is_trained = saved.is_trained
         return group_record(number, saved.name, is_trained=is_trained, frozen=frozen, kept=kept)
-
-    def _format_of(self, group: ParamGroup) -> RecordFormat:
-        return self._saved_format.of(matrices=group.matrices)
 
     def _states_of(self, number: int) -> list[list[TensorInfo]]:
         records = self._of(number)
@@ -234,7 +228,8 @@ class Saver:
         for group, rank in saved.of_all_ranks():
             if group.layout.numel_trainable:
                 state = self._states[group.index]
-                for elements, arrays in reader.records(state, self._format_of(group), rank):
+                kept = self._saved_format.of(matrices=group.matrices)
+                for elements, arrays in reader.records(state, kept, rank):
                     reader.attempt(self._append_records, group, elements, arrays, rank)
                     arrays.clear()
                 reader.meet()
@@ -260,7 +255,8 @@ class Saver:
     ) -> None:
         specs = [spec for spec in group.layout.params if spec.trainable]
         for spec, here, _ in self._entries.overlaps(specs, elements):
-            for field, span in self._format_of(group).field_spans(here).items():
+            kept = self._saved_format.of(matrices=group.matrices)
+            for field, span in kept.field_spans(here).items():
                 part = arrays[field][span].view(np.uint8)
                 self._file.append(f"{self._name_on(rank, spec.name)}.{field}", part.data)
                 self.on_bytes(part.nbytes)

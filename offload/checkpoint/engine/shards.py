@@ -6,8 +6,6 @@ write, and is sent the others' parts piece by piece. So any number of ranks can 
 Experts that are spread over ranks are sent whole, each by the rank that has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -8,8 +8,6 @@
 Streams: one piece of one parameter is in memory at a time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

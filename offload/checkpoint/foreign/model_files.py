@@ -1,8 +1,6 @@
 """The files of a model's folder in Hugging Face's layout: those of its weights, which an index
 names, and those beside them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ end was taken or another one of its section is read. So a section that is read f
 end, in any pieces, is read once.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ Only what `torch.load(weights_only=True)` reads is written, so nothing that is r
 numbers, text, containers, tensors and NumPy's arrays of numbers.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

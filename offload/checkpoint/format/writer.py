@@ -1,8 +1,6 @@
 """The files of a checkpoint that is being written, its manifest last; from tensors of an engine, or
 of other files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compression of a transformers folder: weights in 8 or 4 bits."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial

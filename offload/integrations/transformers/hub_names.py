@@ -1,7 +1,5 @@
 """Names of models on a hub, given where a local folder is required."""
 
-from __future__ import annotations
-
 import re
 from pathlib import PurePath
 

@@ -4,8 +4,6 @@ transformers' own method writes every file but the weights. They are written her
 are, one piece at a time, as it would have written them: the same names, shards and index.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import weakref

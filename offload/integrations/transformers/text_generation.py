@@ -3,8 +3,6 @@
 Everything comes from one local folder: nothing is fetched, and no code of the folder is run.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -11,8 +11,6 @@ checkpoint. It belongs to the model and stays open after training, for `evaluate
 trainer of the same model goes on with it, or takes the weights over.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`engine.watch` for transformers' Trainer, as a callback."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

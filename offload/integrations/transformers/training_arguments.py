@@ -7,8 +7,6 @@ An engine takes the place of the optimizer that a trainer's `create_optimizer` s
 that one's param groups and numbers, and none of its states, which are created in the tiers.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Generator, Mapping

@@ -7,8 +7,6 @@
 A file that is damaged, of another machine or of another version counts as not there.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The speeds of a machine, as the time model uses them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated

@@ -5,8 +5,6 @@ the buffers of the pipeline are a small part of the budget. Prefetching keeps as
 flight as a device needs to stay busy while the CPU is busy, too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

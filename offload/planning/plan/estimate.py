@@ -3,8 +3,6 @@
 Sizes are in bytes and times in seconds. How a figure is found or shown is not known here.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The bytes that a plan lacks in a tier or on the machine, each with a remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from offload.planning.plan.estimate import Shortfall

@@ -20,8 +20,6 @@ If experts are spread over `ep_size` ranks, a `ModelShape` has those of one rank
 tokens of all of these ranks are sent.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The options of memest's commands: each is declared here once, with its text of `--help`."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Ratios are predicted over measured: 1.10 means that the prediction was 10 % too high.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

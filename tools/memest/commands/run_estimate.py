@@ -1,7 +1,5 @@
 """`memest MODEL`: read, estimate, show, write."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`memest calibrate`: what this machine does."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One case to estimate: a model, a configuration, a step's input, and hardware."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """Estimates a case: the plan that `offload train` or `offload generate` would choose, its peaks,
 and the time of its step or passes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig

@@ -3,8 +3,6 @@
 Changes that keep the result come first, then approximations, then hardware to buy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

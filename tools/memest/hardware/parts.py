@@ -5,8 +5,6 @@ products with 32-bit sums (what training uses), not the figures for sparse matri
 `profiles` has the share of a peak that is reached in practice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

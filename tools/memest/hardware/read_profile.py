@@ -1,7 +1,5 @@
 """Reads the hardware that options describe, and this machine's, into a profile."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """An HTML page: one file, no scripts, nothing fetched, light or dark as the reader's system."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 time. Bytes are whole numbers, seconds are floats, absent figures are null.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Answers on a terminal, 80 columns or wider: tables, lists, whole pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from rich.console import Group, RenderableType

@@ -1,8 +1,6 @@
 """The sentences of an estimate that more than one format shows, and its numbers in words.
 Bytes in words: `tiers.units.format_bytes`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from offload.display.words import counted, three_digits

@@ -1,7 +1,5 @@
 """Writes an estimate as a configuration to train with: YAML below a comment on what was planned."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

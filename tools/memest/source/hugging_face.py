@@ -4,8 +4,6 @@ Nothing is executed from a model folder: classes come from the installed transfo
 `auto_map` (code beside the weights) is never followed.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Formats that hold code (pickles, PyTorch's zip archives) are known by their firs
 unopened.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads every kind of source as a `ModelSource`."""
 
-from __future__ import annotations
-
 import math
 import os
 import stat

@@ -6,8 +6,6 @@ with modules inside, or all without) count as one class. Tied weights are stored
 is tied here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 
