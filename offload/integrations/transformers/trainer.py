@@ -267,7 +267,8 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         if self._engine is not None:
-            self._engine.close("drop")  # before the next model needs its memory
+            # before the next model needs its memory; a loss keeps the parameters of its own
+            self._engine.close("drop" if self._holder is None else "host")
         model: nn.Module = super().call_model_init(trial)
         return model
 
