@@ -386,7 +386,7 @@ def _optimizer(made: Migration) -> None:
     made.set("optimizer.type", kind)
     if kind == "muon":
         params = _muon_params(params)
-    elif unused := [name for name in ("muon_lr", "adam_lr") if params[name] is not None]:
+    elif unused := [name for name in ("muon_lr", "adam_lr") if params[name] not in (None, AUTO)]:
         raise ConfigError(f"optimizer.params.{unused[0]}: only Muon has it; remove it")
     numbers = dict(_DEFAULTS[kind])
     if params["torch_adam"] is True and kind == "adamw":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,9 +164,8 @@ TO_MAPPINGS: list[Write] = [
     lambda o, p: o.state.popitem(),
     lambda o, p: operator.delitem(o.state, p),
     lambda o, p: operator.delitem(o.state[p], "exp_avg"),
-    lambda o, p: o.state.clear(),
     lambda o, p: o.state[p].clear(),
-    lambda o, p: setattr(o, "state", defaultdict(dict)),
+    lambda o, p: setattr(o, "state", {p: {}}),
 ]
 TO_TENSORS: list[Write] = [
     lambda o, p: o.state[p]["exp_avg"].zero_(),

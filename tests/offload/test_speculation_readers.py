@@ -157,9 +157,9 @@ def test_another_thread_takes_an_update_back_while_the_step_decides(
         updates = engine._runtime.updates
         go_on, waits, step_here = threading.Event(), threading.Event(), updates._step_here
 
-        def late(chunk: Any) -> None:
+        def late(chunk: Any) -> Any:
             go_on.wait(TIMEOUT_S)
-            step_here(chunk)
+            return step_here(chunk)
 
         def withdraw(index: int, real: Callable[[int], None] = updates.withdraw) -> None:
             waits.set()

@@ -255,9 +255,9 @@ def test_an_interrupt_while_an_update_is_taken_back_changes_no_bit(
             policy, updates = engine._runtime.stepper.policy, engine._runtime.updates
             go_on, step_here = threading.Event(), updates._step_here
 
-            def late(chunk: Any, go_on: Any = go_on, real: Any = step_here) -> None:
+            def late(chunk: Any, go_on: Any = go_on, real: Any = step_here) -> Any:
                 go_on.wait(30)
-                real(chunk)
+                return real(chunk)
 
             engine.settle()
             updates._step_here = late  # type: ignore[method-assign]

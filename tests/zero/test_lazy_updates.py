@@ -34,6 +34,7 @@ from offload.zero.groups.layout import ParamShape, lay_out
 from offload.zero.ranks.sharding import Part
 from offload.zero.step import lazy_updates
 from offload.zero.step.device_update import DeviceWork
+from offload.zero.step.matrices import MatrixWork
 from offload.zero.step.optimizer_state import Hyper, OptimizerState
 from offload.zero.step.records import RecordFormat
 from offload.zero.step.stepper import StepOutcome, Stepper, StepRules
@@ -77,7 +78,8 @@ class Table:
         self._run = ParallelRunner(1)
         cpu = torch.device("cpu")
         work = DeviceWork(WorkStream(cpu), Links(CopyStream(cpu), CopyStream(cpu)))
-        self.updates = UpdateQueue(own, self._run, 7, staging, Fetcher(0), work)
+        none = MatrixWork(torch.empty(0), torch.empty(0), torch.float32)
+        self.updates = UpdateQueue(own, self._run, 7, staging, Fetcher(0), work, none)
         self.states = [self._state(index) for index in range(EXPERTS)]
         self.groups = [state.group for state in self.states]
         table = ExpertTable("experts", self.groups)

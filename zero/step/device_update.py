@@ -69,7 +69,7 @@ class DeviceUpdate:
         fetched.before_compute()
         with profiled(f"update of {chunk.update.group.name}"):
             self._run(chunk)
-        stepped = mark_used(chunk)
+        stepped = mark_used(chunk, self._work.stream.device)
         what = f"the step of {chunk.weight.home.name} on the device"
         if not chunk.weight.home.at_home_on_device:
             target = chunk.weight.wait()[: chunk.weight.nbytes]
@@ -126,9 +126,9 @@ def device_arrays(chunk: Chunk) -> dict[str, torch.Tensor]:
     return {f.name: record[span].view(_DTYPES[f.dtype]) for f, span in spans}
 
 
-def mark_used(chunk: Chunk) -> StreamEvent:
+def mark_used(chunk: Chunk, device: torch.device) -> StreamEvent:
     """Mark the end of what is queued on the device for a chunk."""
-    stepped = mark_here(chunk.record.device_bytes().device)
+    stepped = mark_here(device)
     for part in chunk.parts:
         if part.on_device is not None:
             part.home.used_device_piece(part.piece, stepped)

@@ -64,7 +64,7 @@ class MatrixUpdate:
         self._held = []
         for each in done:
             if each.by_device:
-                mark_used(each)
+                mark_used(each, self._work.memory.device)
         return done
 
     def _average(self, chunk: Chunk, matrix: Segment, here: slice) -> None:
