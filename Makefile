@@ -28,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo       train a small language model over device, host and nvme, and in plain PyTorch"
-	@echo "make test       all tests"
+	@echo "make test       all tests but those of test-libraries"
 	@echo "make test-long  with all cases where a sample is the rule"
 	@echo "make test-libraries  TRL, PEFT, diffusers, Lightning and others, which it installs"
 	@echo "make torture    1,000 kills of runs, 10,000 faults of disks, crafted files, 10,000 steps: hours"
@@ -56,7 +56,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/libraries $(PYTEST_ARGS)
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest $(PARALLEL) --long $(PYTEST_ARGS)

@@ -58,6 +58,7 @@ LONG_FILES = (
     "offload/test_checkpoint_random.py",
     "offload/test_dispatch_programs.py", "offload/test_gradient_programs.py",
     "offload/test_interrupt_points.py", "planning/test_inference_prediction.py",
+    "ranks/test_rank_towers.py", "offload/test_asleep.py", "outside/test_kv_training.py",
 )  # fmt: skip
 
 

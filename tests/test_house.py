@@ -227,7 +227,7 @@ LINES = {
     "offload/config": 1975,
     "offload/deepspeed": 2121,
     "offload/display": 431,
-    "offload/integrations": 2699,
+    "offload/integrations": 2700,
     "offload/kv": 1210,
     "offload/losses": 865,
     "offload/memory": 1224,
