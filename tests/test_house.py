@@ -245,7 +245,7 @@ LINES = {
     "tools/memest": 3972,
     "zero": 12497,
 }
-TEST_LINES = 59845
+TEST_LINES = 59846
 SMALL_FILES = 18
 LOOSE_FILES = 10
 

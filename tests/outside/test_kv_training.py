@@ -74,6 +74,7 @@ def ranks_trained(folder: Path) -> list[Any]:
     return [trained(engine_of(folder, kv, **keys), rank, synced_gpus=sync)[:2] for kv, sync in ways]
 
 
+@pytest.mark.slow
 def test_ranks_generate_different_lengths(tmp_path: Path) -> None:
     for plain, *paged in run_ranks(2, tmp_path, ranks_trained, tmp_path):
         for got in paged:

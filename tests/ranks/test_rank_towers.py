@@ -170,7 +170,7 @@ def on_ranks(calls: Sequence[tuple[int, str, dict[str, Any]]], folder: str) -> l
     return [Program(s, ranks, kind).on_rank(folder, **variant) for s, kind, variant in calls]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_with_other_modules_train_what_one_process_does(ranks: int, tmp_path: Path) -> None:
     programs = [(7, kind) for kind in KINDS] + [(seed, "drawn") for seed in SEEDS]
     calls = [(*each, VARIANTS[n % len(VARIANTS)]) for n, each in enumerate(programs)]
