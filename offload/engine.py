@@ -29,7 +29,7 @@ from offload.memory.kv_homes import cached_layers
 from offload.memory.tier_manager import TierManager, ranks_here
 from offload.models.activations import handle_activations
 from offload.models.closing import Keep
-from offload.models.foreign_wrappers import refuse_foreign_wrappers
+from offload.models.foreign_wrappers import refuse_checkpoints_on_cpu, refuse_foreign_wrappers
 from offload.models.frozen_base import FrozenBase
 from offload.optimizers.matrices import Matrices
 from offload.optimizers.optimizer import (
@@ -607,6 +607,7 @@ def _while_there(wait: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _check_trainable(model: nn.Module) -> None:
+    refuse_checkpoints_on_cpu(model)
     for name, param in model.named_parameters():
         if param.requires_grad and not managed(param):
             raise UnsupportedError(

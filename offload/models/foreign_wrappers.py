@@ -21,6 +21,11 @@ _WRAPPERS = frozenset({
     "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine",
     "FSDPModule",  # `fully_shard` puts it among the bases of a module's class
 })  # fmt: skip
+CHECKPOINTS_ON_CPU = (
+    "gradient checkpointing with offload=True keeps its tensors in pinned memory, outside of all "
+    "budgets (and fails without a GPU); leave offload=True out, and set placement.activations: "
+    "{checkpoint: true, tier: host} in the offload configuration (tier: nvme without a GPU)"
+)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -35,6 +40,16 @@ def refuse_wrapped(model: nn.Module) -> None:
                 "here: load the model without, or take the hooks off first, with "
                 "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
             )
+
+
+def refuse_checkpoints_on_cpu(model: nn.Module) -> None:
+    """Raise UnsupportedError for gradient checkpointing whose function uses `save_on_cpu`, as in
+    transformers' `gradient_checkpointing_enable(offload=True)`."""
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)  # a partial, mostly
+        code = getattr(getattr(function, "func", function), "__code__", None)
+        if "save_on_cpu" in getattr(code, "co_names", ()):
+            raise UnsupportedError(CHECKPOINTS_ON_CPU)
 
 
 def refuse_foreign_wrappers(store: WeightStore) -> None:

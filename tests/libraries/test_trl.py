@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from offload.zero.groups.group import ParamGroup
 from tests.libraries.rows import PLACEMENTS, row
 from tests.offload.engine_cases import assert_same_bits, config, seeded
 from tests.outside.trainer_cases import (
@@ -190,6 +192,33 @@ def test_fine_tuning(placement: str, tmp_path: Path) -> None:
 @row("TRL", "SFTTrainer", "Llama, LoRA")
 def test_fine_tuning_of_adapters(placement: str, tmp_path: Path) -> None:
     assert_as_plain(placement, tmp_path, fine_tuning, adapters=True)
+
+
+def test_the_chunked_loss_reads_the_head_once_in_each_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step of four passes, each forward and backward; not once for each chunk."""
+    read: list[str] = []
+    flat = ParamGroup.flat
+
+    def counted(group: ParamGroup) -> Tensor:
+        read.append(group.layout.params[0].name)
+        return flat(group)
+
+    monkeypatch.setattr(ParamGroup, "flat", counted)
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 5)  # of 64 entries
+    settings = tiny_llama().config
+    settings.tie_word_embeddings = False
+    arguments = {**KEYS, "max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+    trainer = mixed(trl.SFTTrainer)(
+        model=seeded(lambda: transformers.LlamaForCausalLM(settings)),
+        args=trl.SFTConfig(str(tmp_path), **arguments), train_dataset=texts(16, 1),
+        processing_class=tokenizer(),
+        offload=config(tmp_path, PLACEMENTS["nvme"], groups=BLOCKS),
+    )  # fmt: skip
+    trainer.train()
+    assert read.count("lm_head.weight") == 2 * trainer.args.gradient_accumulation_steps
+    trainer.engine.close("drop")
 
 
 @row("TRL", "DPOTrainer, a reference model", "Llama")

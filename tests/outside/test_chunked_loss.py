@@ -17,15 +17,7 @@ from offload.losses.causal_lm import ChunkedLoss
 from offload.planning.activations.trace import trace_activations
 from offload.planning.plan.estimate import Workload
 from tests.offload.engine_cases import HOST, NVME, config, seeded
-from tests.outside.trainer_cases import (
-    ARGUMENTS,
-    PLACEMENTS,
-    Rows,
-    logged,
-    settings,
-    tiny_llama,
-    transformers,
-)
+from tests.outside.trainer_cases import transformers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -95,26 +87,6 @@ def test_models_train_as_with_whole_logits(tmp_path: Path, kind: str) -> None:
     assert all(map(torch.equal, results[0][1].values(), results[1][1].values()))
     torch.testing.assert_close(results[0][0], expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(results[0][1], dict(plain.state_dict()), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_trainer_logs_what_it_logs_with_whole_logits(tmp_path: Path, placement: str) -> None:
-    from offload.integrations.transformers import OffloadTrainer
-
-    def trained(chunked: bool) -> tuple[dict[str, list[float]], list[float]]:
-        arguments = {**ARGUMENTS, "save_strategy": "no", "max_steps": 4, "eval_steps": 2}
-        trainer = OffloadTrainer(
-            tiny_llama(), transformers.TrainingArguments(str(tmp_path), **arguments),
-            train_dataset=Rows(40, seed=1), eval_dataset=Rows(6, seed=2),
-            compute_metrics=lambda seen: {"mean": float(seen.predictions.mean())},
-            offload=settings(tmp_path, PLACEMENTS[placement], loss={"chunked": chunked}),
-        )  # fmt: skip
-        trainer.train()
-        means = [row["eval_mean"] for row in trainer.state.log_history if "eval_mean" in row]
-        trainer.engine.close("drop")
-        return logged(trainer), means
-
-    torch.testing.assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-5)
 
 
 def gradients(model: Any, engine: Any = None, **keys: Any) -> list[Tensor | None]:

@@ -44,6 +44,7 @@ from offload.integrations.transformers.training_arguments import (
     groups_only,
     settle,
 )
+from offload.models.foreign_wrappers import CHECKPOINTS_ON_CPU
 from offload.optimizers.client import named_keys
 from offload.optimizers.optimizer import OffloadOptimizer
 from offload.tiers.errors import ConfigError, StateError, UnsupportedError
@@ -234,6 +235,9 @@ class OffloadMixin(transformers.Trainer):  # type: ignore[misc]
                 f"{args.n_gpu} GPUs in one process (DataParallel): an engine trains on one; set "
                 "CUDA_VISIBLE_DEVICES=0, or start the script by torchrun, with a process per GPU"
             )
+        checkpoints = args.gradient_checkpointing_kwargs or {}
+        if args.gradient_checkpointing and checkpoints.get("offload"):
+            raise UnsupportedError(CHECKPOINTS_ON_CPU)
         if getattr(self.model, "hf_quantizer", None) is not None:
             raise UnsupportedError(
                 "the model's weights are quantized: an engine keeps floating point weights; load "
