@@ -1,12 +1,12 @@
 """Chooses the repeated blocks that a trace runs; the others are taken out of the model meanwhile.
 
 Identical blocks (same class, settings, parameter shapes) do the same to the same inputs. Of a
-stretch of them, in which they may alternate with some period, four periods are run:
+stretch of them, in which they may alternate with some period, five periods are run:
 
-    run      0    1    2    . . . . .    n-1        each a block, or a period of several
-             │    │    └── counts for all that are left out as well
-             │    └─────── what every period does and keeps until backward; 2 must be the same
-             └──────────── may differ: nothing was computed before it
+    run      0    1    2    3    . . . . .    n-1        each a block, or a period of several
+             │    │    │    └── counts for all that are left out as well
+             │    │    └─────── what every period does and keeps until backward; 3 must be the same
+             └────┴──────────── may differ: nothing was computed before them, no copy was in flight
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.planning.activations.facts import NO_WORK
 from offload.planning.activations.pass_watch import Alive, PassWatch
 from offload.zero.groups.parameter_grouping import Unit
 
-_RUN = 4  # periods of a stretch
+_RUN = 5  # periods of a stretch
 _LONGEST_PERIOD = 8
 Forward = Callable[..., Any]
 _SIMPLE = (bool, int, float, str, type(None))
@@ -177,7 +177,7 @@ class _CountedStretch:
     def forwards(self) -> Iterator[tuple[str, Forward]]:
         """The forward to call for each block, by the block's name."""
         for number, unit in enumerate(self._run):
-            counts = number // self._stretch.period == 2
+            counts = number // self._stretch.period == 3
             times = 1 + self._stretch.skipped if counts else 1
             yield unit.name, self._begun(number, _watched(unit, self._watch, times))
 
@@ -196,10 +196,10 @@ class _CountedStretch:
         """Begin a period. Raise CannotSkipError if the two before it differ."""
         kept, self._alive = self._watch.live.now - self._alive, self._watch.live.now
         work, self._ran = self._watch.ran - self._ran, self._watch.ran
-        if period == 2:
+        if period == 3:
             self._kept, self._work = kept, work
             self._watch.add_more(kept * self._stretch.skipped)
-        elif period == 3 and (kept, work) != (self._kept, self._work):
+        elif period == 4 and (kept, work) != (self._kept, self._work):
             raise CannotSkipError
 
 
