@@ -53,7 +53,7 @@ def _watched(
         with ExitStack() as stack:
             stack.enter_context(unpacked_sequences())
             stack.enter_context(as_the_engine(model, units, config, away))
-            stack.enter_context(watched_blocks(model, units, watch, skip=False))
+            stack.enter_context(watched_blocks(model, units, watch, least=None))
             stack.enter_context(watch)
             loss = run(model, workload)
             watch.end_forward(loss)

@@ -18,7 +18,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -84,10 +84,12 @@ def trace_activations(
     try:
         units = group_parameters(model, config.groups.blocks).units
         passes = partial(_passes, model, units, config, workload, run, device, trains)
-        try:
-            return _facts(passes, trains=trains, skip=skip)
-        except (CannotSkipError, LookupError):  # or blocks are called by their numbers
-            return _facts(passes, trains=trains, skip=False)
+        for least in (
+            (1, 2) if skip else ()
+        ):  # of copies in flight, every second block may hold more
+            with suppress(CannotSkipError, LookupError):  # or blocks are called by their numbers
+                return _facts(passes, trains=trains, least=least)
+        return _facts(passes, trains=trains, least=None)
     except OffloadError as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be traced: {error}") from error
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -100,11 +102,11 @@ def trace_activations(
             module.training = was
 
 
-def _facts(passes: Callable[..., PassWatch], *, trains: bool, skip: bool) -> ActivationFacts:
-    here = passes(elsewhere=False, skip=skip)
+def _facts(passes: Callable[..., PassWatch], *, trains: bool, least: int | None) -> ActivationFacts:
+    here = passes(elsewhere=False, least=least)
     if not trains:
         return replace(facts_of(here, here), saved_nbytes=0)
-    return facts_of(here, passes(elsewhere=True, skip=skip))
+    return facts_of(here, passes(elsewhere=True, least=least))
 
 
 def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
@@ -122,7 +124,7 @@ def facts_of(here: PassWatch, elsewhere: PassWatch) -> ActivationFacts:
 
 def _passes(
     model: nn.Module, units: Sequence[Unit], config: OffloadConfig, workload: Workload, run: Run,
-    device: str, trains: bool, *, skip: bool, elsewhere: bool,
+    device: str, trains: bool, *, least: int | None, elsewhere: bool,
 ) -> PassWatch:  # fmt: skip
     """Run forward and, if the model trains, backward, and return the watch that observed them."""
     watch = PassWatch()
@@ -135,7 +137,7 @@ def _passes(
         if device == "cuda":
             stack.enter_context(choosing_for_cuda(model, units))
         stack.enter_context(as_the_engine(model, units, config, away))
-        stack.enter_context(watched_blocks(model, units, watch, skip=skip))
+        stack.enter_context(watched_blocks(model, units, watch, least=least))
         stack.enter_context(values)
         stack.enter_context(watch)
         stack.enter_context(torch.set_grad_enabled(trains))

@@ -53,14 +53,15 @@ class Stretch:
         return run, list(blocks[first:last])
 
 
-def stretches(model: nn.Module, blocks: Sequence[Unit]) -> list[Stretch]:
-    """Find the stretches of blocks in which skipping saves work; other blocks are run."""
+def stretches(model: nn.Module, blocks: Sequence[Unit], least: int) -> list[Stretch]:
+    """Find the stretches of blocks in which skipping saves work, with periods of `least` blocks
+    and more; other blocks are run."""
     signatures = _signatures(model, blocks)
     skippable = []
     start = 0
     while start < len(signatures):
         best = max(
-            (_stretch(signatures, start, period) for period in range(1, _LONGEST_PERIOD + 1)),
+            (_stretch(signatures, start, period) for period in range(least, _LONGEST_PERIOD + 1)),
             key=lambda stretch: stretch.skipped * stretch.period,
         )
         if best.skipped:
@@ -116,15 +117,15 @@ def _settings(block: nn.Module) -> dict[tuple[str, str], Any]:
 
 @contextmanager
 def watched_blocks(
-    model: nn.Module, units: Sequence[Unit], watch: PassWatch, *, skip: bool
+    model: nn.Module, units: Sequence[Unit], watch: PassWatch, *, least: int | None
 ) -> Iterator[None]:
-    """Report the position of the forward to `watch`. With `skip`, most of many equal blocks in a
-    list are left out and counted by the others. Raises CannotSkipError if they turn out to
-    differ."""
+    """Report the position of the forward to `watch`. Most of many equal blocks in a list are left
+    out and counted by the others, in periods of `least` blocks and more; None: each block is run.
+    Raises CannotSkipError if they turn out to differ."""
     blocks = [unit for unit in units if unit.repeated]
     forwards: dict[str, Forward] = {}  # by the name of a block
     with ExitStack() as stack:
-        for stretch in stretches(model, blocks) if skip else ():
+        for stretch in stretches(model, blocks, least) if least else ():
             run, left_out = stretch.split(blocks)
             there = model.get_submodule(_list_of(run[0])[0])
             stack.enter_context(_without(there, left_out))
