@@ -180,7 +180,7 @@ def test_memest_knows_it(
     tmp_path: Path, slow: Tier, activations: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path, {**SLOW, "activations": {"tier": activations}}, **SMALL)
-    options = str(file), "--gpu", "none", "--ram", "16GiB"
+    options = str(file), "--gpu", "none", "--ram", "16GiB", "--no-measure"
     said = json.loads(answer(capsys, memest_main, *options, "--format", "json"))
     held = said["memory"]["slow"]
     assert set(held["by_class"]) >= {"parameters", "gradients", "optimizer"}

@@ -167,6 +167,7 @@ def test_a_model_that_cannot_be_traced_is_answered_without_activations(capsys: A
     assert any(note.startswith(said) for note in value["notes"])
 
 
+@pytest.mark.slow  # each of 15 changes that could help is planned for 101 layers
 def test_chunks_that_an_enormous_model_cannot_have_are_no_change(capsys: Any) -> None:
     hardware = ["--gpu", "24GiB", "--ram", "64GiB", "--nvme", "8TiB", "--no-measure"]
     asked = ["--params", "200B", *hardware, "-o", "placement.optimizer=host"]
