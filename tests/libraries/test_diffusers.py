@@ -6,6 +6,7 @@ tiers, as without them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 
 import offload
 from offload.errors import CheckpointError, ConfigError, StateError, UnsupportedError
-from tests.libraries.rows import PLACEMENTS, row
+from tests.libraries.rows import Result, adamw, row
 from tests.offload.engine_cases import assert_same_bits, config, seeded
 from tests.outside.test_pretrained_save import assert_same_files
-from tests.outside.trainer_cases import assert_close, forget, quiet, transformers, values_of
+from tests.outside.trainer_cases import forget, quiet, transformers, values_of
 
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
@@ -167,101 +168,75 @@ def adapted(build: Any) -> Any:
     return model
 
 
-def keys_of(folder: Path, placement: str, **more: Any) -> dict[str, Any]:
-    optimizer = {"type": "adamw", **OPTIMIZER}
-    return config(folder, PLACEMENTS[placement], optimizer=optimizer, **more)
-
-
-def plain_optimizer(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    params = [p for model in models for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(params, **OPTIMIZER)
-
-
-TRAINED: dict[Any, dict[str, Tensor]] = {}  # on the first placement, which all others equal
-
-
-def assert_trained(key: Any, models: Sequence[Any], expected: Sequence[Any]) -> None:
-    values = values_of(nn.ModuleList(models))
-    assert_close(values, values_of(nn.ModuleList(expected)))
-    assert_same_bits(values, TRAINED.setdefault(key, values))
-
-
 def ema_of(model: Any) -> Any:
     from diffusers.training_utils import EMAModel
 
     return EMAModel(model.parameters(), decay=0.9, model_cls=type(model), model_config=model.config)
 
 
-def trains_as_plain(build: Any, placement: str, folder: Path) -> None:
-    expected_model, model = seeded(build), seeded(build)
-    for each in (expected_model, model):
-        each.enable_gradient_checkpointing()
-    expected_ema = ema_of(expected_model)
-    expected = train(expected_model, plain_optimizer([expected_model]), expected_ema)
-    with offload.initialize(model, keys_of(folder, placement)) as engine:
+def trained(build: Any, place: str, folder: Path) -> Result:
+    model = seeded(build)
+    model.enable_gradient_checkpointing()
+    with adamw(place, folder, model, OPTIMIZER) as optimizer:
         ema = ema_of(model)
-        assert_close(train(model, engine.optimizer, ema), expected)
-        assert_trained(build, [model], [expected_model])
-        assert_close(ema.shadow_params, expected_ema.shadow_params)
+        logged, values = train(model, optimizer, ema), values_of(model)
         model.save_pretrained(folder / "model")
         ema.save_pretrained(folder / "ema")
-        trained = values_of(model)
-    assert_same_bits(values_of(type(model).from_pretrained(folder / "model")), trained)
+    assert_same_bits(values_of(type(model).from_pretrained(folder / "model")), values)
     averaged = type(model).from_pretrained(folder / "ema").parameters()
     assert all(torch.equal(a, b) for a, b in zip(averaged, ema.shadow_params, strict=True))
+    return logged, values, ema.shadow_params
 
 
-def adapters_train_as_plain(build: Any, pipeline: Any, placement: str, folder: Path) -> None:
-    expected_model, model = adapted(build), adapted(build)
-    for each in (expected_model, model):
-        each.enable_gradient_checkpointing()
-    expected = train(expected_model, plain_optimizer([expected_model]))
-    name = "unet" if build is unet else "transformer"
-    with offload.initialize(model, keys_of(folder, placement)) as engine:
-        assert_close(train(model, engine.optimizer), expected)
-        assert_trained((build, "lora"), [model], [expected_model])
-        expected_model.load_state_dict(model.state_dict())
-        for own, kind in ("found", model), ("expected", expected_model):
-            state = diffusers.utils.convert_state_dict_to_diffusers(
-                peft.get_peft_model_state_dict(kind)
-            )
-            pipeline.save_lora_weights(folder / own, **{f"{name}_lora_layers": state})
+def adapters_trained(build: Any, pipeline: Any, place: str, folder: Path) -> Result:
+    """Their files are those of a plain model with the same values."""
+
+    def save(model: Any, name: str) -> None:
+        state = peft.get_peft_model_state_dict(model)
+        state = diffusers.utils.convert_state_dict_to_diffusers(state)
+        part = "unet" if build is unet else "transformer"
+        pipeline.save_lora_weights(folder / name, **{f"{part}_lora_layers": state})
+
+    model, plain = adapted(build), adapted(build)
+    model.enable_gradient_checkpointing()
+    with adamw(place, folder, model, OPTIMIZER) as optimizer:
+        logged, values = train(model, optimizer), values_of(model)
+        save(model, "found")
+    plain.load_state_dict(values)
+    save(plain, "expected")
     assert_same_files(folder / "found", folder / "expected")
+    return logged, values
 
 
-@row("diffusers", "text_to_image's loop, EMA", "UNet2DConditionModel, checkpointed")
-def test_a_unet(placement: str, tmp_path: Path) -> None:
-    trains_as_plain(unet, placement, tmp_path)
+CASES = {
+    "unet": (
+        row("diffusers", "text_to_image's loop, EMA", "UNet2DConditionModel, checkpointed"),
+        partial(trained, unet)),
+    "dit": (
+        row("diffusers", "text_to_image's loop, EMA", "DiTTransformer2DModel, checkpointed"),
+        partial(trained, dit)),
+    "sd3": (
+        row("diffusers", "text_to_image's loop, EMA", "SD3Transformer2DModel, flow matching"),
+        partial(trained, sd3)),
+    "flux": (
+        row("diffusers", "text_to_image's loop, EMA", "FluxTransformer2DModel, flow matching"),
+        partial(trained, flux)),
+    "unet-lora": (
+        row("diffusers", "text_to_image_lora's loop", "UNet2DConditionModel, LoRA"),
+        partial(adapters_trained, unet, diffusers.StableDiffusionPipeline)),
+    "sd3-lora": (
+        row("diffusers", "text_to_image_lora's loop", "SD3Transformer2DModel, LoRA"),
+        partial(adapters_trained, sd3, diffusers.StableDiffusion3Pipeline)),
+    "flux-lora": (
+        row("diffusers", "text_to_image_lora's loop", "FluxTransformer2DModel, LoRA"),
+        partial(adapters_trained, flux, diffusers.FluxPipeline)),
+}  # fmt: skip
 
 
-@row("diffusers", "text_to_image's loop, EMA", "DiTTransformer2DModel, checkpointed")
-def test_a_dit(placement: str, tmp_path: Path) -> None:
-    trains_as_plain(dit, placement, tmp_path)
-
-
-@row("diffusers", "text_to_image's loop, EMA", "SD3Transformer2DModel, flow matching")
-def test_an_sd3_transformer(placement: str, tmp_path: Path) -> None:
-    trains_as_plain(sd3, placement, tmp_path)
-
-
-@row("diffusers", "text_to_image's loop, EMA", "FluxTransformer2DModel, flow matching")
-def test_a_flux_transformer(placement: str, tmp_path: Path) -> None:
-    trains_as_plain(flux, placement, tmp_path)
-
-
-@row("diffusers", "text_to_image_lora's loop", "UNet2DConditionModel, LoRA")
-def test_adapters_of_a_unet(placement: str, tmp_path: Path) -> None:
-    adapters_train_as_plain(unet, diffusers.StableDiffusionPipeline, placement, tmp_path)
-
-
-@row("diffusers", "text_to_image_lora's loop", "SD3Transformer2DModel, LoRA")
-def test_adapters_of_an_sd3_transformer(placement: str, tmp_path: Path) -> None:
-    adapters_train_as_plain(sd3, diffusers.StableDiffusion3Pipeline, placement, tmp_path)
-
-
-@row("diffusers", "text_to_image_lora's loop", "FluxTransformer2DModel, LoRA")
-def test_adapters_of_a_flux_transformer(placement: str, tmp_path: Path) -> None:
-    adapters_train_as_plain(flux, diffusers.FluxPipeline, placement, tmp_path)
+@pytest.mark.parametrize("case", CASES)
+def test_loops(case: str, tmp_path: Path) -> None:
+    check, run = CASES[case]
+    check(run)(tmp_path)
 
 
 def train_both(model: Any, encoder: Any, optimizers: Sequence[Any]) -> list[float]:
@@ -278,37 +253,45 @@ def train_both(model: Any, encoder: Any, optimizers: Sequence[Any]) -> list[floa
     return losses
 
 
+def both_trained(place: str, folder: Path, engines: int) -> Result:
+    models = [seeded(unet), seeded(clip)]
+    whole = nn.ModuleList(models)
+    with contextlib.ExitStack() as stack:
+        optimizers = [
+            stack.enter_context(adamw(place, folder, owned, OPTIMIZER))
+            for owned in (models if engines == 2 else [whole])
+        ]
+        return train_both(*models, optimizers), values_of(whole)
+
+
 @row("diffusers", "dreambooth's loop, one engine of an nn.ModuleList", "UNet and text encoder")
-def test_a_text_encoder_beside_the_unet(placement: str, tmp_path: Path) -> None:
-    expected, models = ([seeded(unet), seeded(clip)] for _ in range(2))
-    losses = train_both(*expected, [plain_optimizer(expected)])
-    with offload.initialize(nn.ModuleList(models), keys_of(tmp_path, placement)) as engine:
-        assert_close(train_both(*models, [engine.optimizer]), losses)
-        assert_trained("both", models, expected)
+def test_a_text_encoder_beside_the_unet(place: str, folder: Path) -> Result:
+    return both_trained(place, folder, 1)
 
 
 @row("diffusers", "dreambooth's loop, an engine each", "UNet and text encoder")
-def test_a_text_encoder_with_an_engine_of_its_own(placement: str, tmp_path: Path) -> None:
-    expected, models = ([seeded(unet), seeded(clip)] for _ in range(2))
-    losses = train_both(*expected, [plain_optimizer(expected)])
-    keys = keys_of(tmp_path, placement)
-    with offload.initialize(models[0], keys) as one, offload.initialize(models[1], keys) as other:
-        assert_close(train_both(*models, [one.optimizer, other.optimizer]), losses)
-        assert_trained("both", models, expected)  # with the bits of one engine
+def test_a_text_encoder_with_an_engine_of_its_own(place: str, folder: Path) -> Result:
+    found = both_trained(place, folder, 2)
+    assert_same_bits(found[1], both_trained(place, folder, 1)[1])
+    return found
 
 
 @row("diffusers", "text_to_image's loop, OffloadAccelerator", "UNet2DConditionModel, EMA")
-def test_accelerates_loop(placement: str, tmp_path: Path) -> None:
+def test_accelerates_loop(place: str, folder: Path) -> Result:
     accelerate = pytest.importorskip("accelerate")
     from offload.integrations.accelerate import OffloadAccelerator
 
-    def run(kind: Any, model: Any, optimizer: Any) -> list[float]:
-        forget()
-        accelerator = kind(gradient_accumulation_steps=2, cpu=True)
+    forget()
+    kind = accelerate.Accelerator if place == "plain" else OffloadAccelerator
+    accelerator, losses = kind(gradient_accumulation_steps=2, cpu=True), []
+    unwrapped = seeded(unet)
+    with adamw(place, folder, unwrapped, OPTIMIZER) as optimizer:
         loader = torch.utils.data.DataLoader(range(2 * STEPS))  # type: ignore[arg-type]
         schedule = diffusers.optimization.get_scheduler("linear", optimizer, None, 1, 2 * STEPS)
-        ema, losses = ema_of(model), []
-        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        ema = ema_of(unwrapped)
+        model, optimizer, loader, schedule = accelerator.prepare(
+            unwrapped, optimizer, loader, schedule
+        )
         for (number,) in loader:
             with accelerator.accumulate(model):
                 loss = loss_of(accelerator.unwrap_model(model), int(number))
@@ -321,15 +304,8 @@ def test_accelerates_loop(placement: str, tmp_path: Path) -> None:
             if accelerator.sync_gradients:
                 ema.step(model.parameters())
             losses.append(loss.item())
-        return [*losses, *(p.double().sum().item() / 100 for p in ema.shadow_params)]
-
-    expected_model, model = seeded(unet), seeded(unet)
-    optimizer = plain_optimizer([expected_model])
-    expected = run(accelerate.Accelerator, expected_model, optimizer)
-    with offload.initialize(model, keys_of(tmp_path, placement)) as engine:
-        assert_close(run(OffloadAccelerator, model, engine.optimizer), expected)
-        assert_trained("accelerate", [model], [expected_model])
-    forget()
+        forget()
+        return losses, ema.shadow_params, values_of(unwrapped)
 
 
 # ------------------------------------------------------------------------------------ pipelines
@@ -389,34 +365,32 @@ def spread(pipe: Any, folder: Path, tier: str = "nvme", **keys: Any) -> Any:
     return dispatch(pipe, config(folder, {"parameters": tier}, **keys))
 
 
-def computes_as_plain(kind: str, placement: str, folder: Path) -> None:
+def drawn(kind: str, place: str, folder: Path) -> Result:
     from offload.integrations.diffusers import open_pipeline
 
-    plain = pipeline(kind)
-    plain.save_pretrained(folder / "pipe")
-    pipe = open_pipeline(folder / "pipe")
-    spread(pipe, folder, placement)
+    pipe = pipeline(kind)
+    if place == "plain":
+        return images(pipe, num_inference_steps=20)
+    pipe.save_pretrained(folder / "pipe")
+    pipe = spread(open_pipeline(folder / "pipe"), folder, place)
     with offload.dispatched(pipe.vae) as owner:
-        assert torch.equal(
-            images(pipe, num_inference_steps=20), images(plain, num_inference_steps=20)
-        )
+        made = images(pipe, num_inference_steps=20)
         owner.check_integrity()
         assert owner is offload.dispatched(pipe.text_encoder)
+    return made
 
 
-@row("diffusers", "pipeline, 20 steps", "Stable Diffusion: CLIP, UNet, VAE")
-def test_stable_diffusion(placement: str, tmp_path: Path) -> None:
-    computes_as_plain("sd", placement, tmp_path)
+PIPELINES = {
+    "sd": row("diffusers", "pipeline, 20 steps", "Stable Diffusion: CLIP, UNet, VAE", exact=True),
+    "sd3": row("diffusers", "pipeline, 20 steps",
+        "Stable Diffusion 3: 2 CLIP, T5, transformer, VAE", exact=True),
+    "flux": row("diffusers", "pipeline, 20 steps", "Flux: CLIP, T5, transformer, VAE", exact=True),
+}  # fmt: skip
 
 
-@row("diffusers", "pipeline, 20 steps", "Stable Diffusion 3: 2 CLIP, T5, transformer, VAE")
-def test_stable_diffusion_3(placement: str, tmp_path: Path) -> None:
-    computes_as_plain("sd3", placement, tmp_path)
-
-
-@row("diffusers", "pipeline, 20 steps", "Flux: CLIP, T5, transformer, VAE")
-def test_flux(placement: str, tmp_path: Path) -> None:
-    computes_as_plain("flux", placement, tmp_path)
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_pipelines(kind: str, tmp_path: Path) -> None:
+    PIPELINES[kind](partial(drawn, kind))(tmp_path)
 
 
 def adapter_files(folder: Path) -> Path:
@@ -485,22 +459,36 @@ def test_adapters_loaded_before_are_in_the_tiers(tmp_path: Path) -> None:
     assert torch.equal(images(pipe), images(plain))
 
 
+CONVERTS = row("diffusers", "pipeline dispatched, then `to(dtype)`", "any",
+    refused="UnsupportedError: set precision (fp32, bf16 or fp16) and device in the configuration",
+)  # fmt: skip
+MOVES = row("diffusers", "pipeline dispatched, then enable_model_cpu_offload and its like", "any",
+    refused="UnsupportedError: leave out this call; budget and device in offload's configuration "
+    "say how much memory they take, and where",
+)  # fmt: skip
+ADAPTS = row("diffusers", "pipeline dispatched, then load_lora_weights", "any",
+    refused="UnsupportedError: load adapters before dispatch(pipe), or close the tiers first, "
+    "which gives the weights back: offload.dispatched(pipe.vae).close(keep='host')",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("refused", "call"),
     [
-        (lambda pipe: pipe.to(torch.bfloat16), "set precision"),
-        (lambda pipe: pipe.to("meta"), "set precision .* and device"),
-        (lambda pipe: pipe.enable_model_cpu_offload(), "leave out this call"),
-        (lambda pipe: pipe.enable_sequential_cpu_offload("cpu"), "leave out this call"),
-        (lambda pipe: pipe.unet.enable_group_offload(torch.device("cpu")), "leave out this call"),
-        (lambda pipe: pipe.load_lora_weights("lora"), "before dispatch"),
-        (lambda pipe: pipe.unet.load_lora_adapter("lora"), "before dispatch"),
+        (CONVERTS, lambda pipe: pipe.to(torch.bfloat16)),
+        (CONVERTS, lambda pipe: pipe.to("meta")),
+        (MOVES, lambda pipe: pipe.enable_model_cpu_offload()),
+        (MOVES, lambda pipe: pipe.enable_sequential_cpu_offload("cpu")),
+        (MOVES, lambda pipe: pipe.unet.enable_group_offload(torch.device("cpu"))),
+        (ADAPTS, lambda pipe: pipe.load_lora_weights("lora")),
+        (ADAPTS, lambda pipe: pipe.unet.load_lora_adapter("lora")),
     ],
 )
-def test_what_moves_or_changes_the_weights_is_refused(call: Any, text: str, tmp_path: Path) -> None:
+def test_what_moves_or_changes_the_weights_is_refused(
+    refused: Any, call: Any, tmp_path: Path
+) -> None:
     pipe = spread(pipeline("sd"), tmp_path)
-    with pytest.raises(UnsupportedError, match=text):
-        call(pipe)
+    refused(lambda *_: call(pipe))(tmp_path)
     assert torch.equal(images(pipe), images(pipeline("sd")))
 
 

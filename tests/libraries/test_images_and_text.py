@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import offload
-from tests.libraries.rows import PLACEMENTS, row
-from tests.offload.engine_cases import assert_same_bits, config, seeded
-from tests.outside.trainer_cases import assert_close, quiet, transformers, values_of
+from tests.libraries.rows import PLACEMENTS, Result, adamw, assert_equal, row
+from tests.offload.engine_cases import config, seeded
+from tests.outside.trainer_cases import quiet, transformers, values_of
 from tests.ranks.processes import run_ranks
 
 IMAGE, LENGTH, CLIP = 70, 20, 0.5
@@ -95,13 +95,6 @@ def batch(name: str, images: int, seed: int, rows: int = 2) -> dict[str, Tensor]
 
 
 # ------------------------------------------------------------------------- loops
-Result = tuple[list[float], dict[str, Tensor]]
-
-
-def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **NUMBERS)
-
-
 def looped(model: Any, optimizer: Any, data: Sequence[dict[str, Tensor]]) -> Result:
     """A step after every two passes."""
     losses = []
@@ -117,7 +110,7 @@ def looped(model: Any, optimizer: Any, data: Sequence[dict[str, Tensor]]) -> Res
     return losses, values_of(model)
 
 
-def trained(model: Any, folder: Path, data: Any, keys: dict[str, Any] | None) -> Result:
+def trained(model: Any, folder: Path, data: Any, place: str) -> Result:
     from offload.integrations.transformers import OffloadTrainer
 
     args = transformers.TrainingArguments(
@@ -127,35 +120,31 @@ def trained(model: Any, folder: Path, data: Any, keys: dict[str, Any] | None) ->
         disable_tqdm=True, save_strategy="no", seed=7,
     )  # fmt: skip
     given: dict[str, Any] = {"train_dataset": data, "data_collator": lambda rows: rows[0]}
-    if keys is None:
+    if place == "plain":
         trainer = transformers.Trainer(model, args, **given)
     else:
+        keys = config(folder, PLACEMENTS[place], **keys_for(place))
         trainer = OffloadTrainer(model, args, offload=keys, **given)
     trainer.train()
     values = values_of(model)
-    if keys is not None:
+    if place != "plain":
         trainer.engine.close()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], values
 
 
-def settings(folder: Path, placement: str, **keys: Any) -> dict[str, Any]:
+def keys_for(place: str) -> dict[str, Any]:
     """On nvme, with a budget for a part of the states."""
-    if placement == "nvme":
-        keys["budget"] = {"host": "2MiB", "nvme": "64MiB"}
-    keys["optimizer"] = {"type": "adamw", "chunk": 2048, **NUMBERS}
-    return config(folder, PLACEMENTS[placement], **keys)
+    budget = {"budget": {"host": "2MiB", "nvme": "64MiB"}} if place == "nvme" else {}
+    return {"optimizer": {"chunk": 2048}, **budget}
 
 
-def run(loop: str, name: str, kind: str, images: Sequence[int], tier: str, folder: Path) -> Result:
-    """`tier`: where all states live, or "plain"."""
-    model, keys = tiny(name, kind), None if tier == "plain" else settings(folder, tier)
+def run(loop: str, name: str, kind: str, images: Sequence[int], place: str, folder: Path) -> Result:
+    model = tiny(name, kind)
     data = [batch(name, count, seed) for seed, count in enumerate(images)]
     if loop == "trainer":
-        return trained(model, folder, data, keys)
-    if keys is None:
-        return looped(model, plain_optimizer(model), data)
-    with offload.initialize(model, keys) as engine:
-        return looped(model, engine.optimizer, data)
+        return trained(model, folder, data, place)
+    with adamw(place, folder, model, NUMBERS, **keys_for(place)) as optimizer:
+        return looped(model, optimizer, data)
 
 
 CASES = {
@@ -178,16 +167,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_images_and_text(case: tuple[Any, ...], placement: str, tmp_path: Path) -> None:
+def test_images_and_text(case: tuple[Any, ...], tmp_path: Path) -> None:
     """Mixed batches: of text alone, one image, two images; a step after every two of them."""
-    loop, name, kind, images = case + ("whole", MIXED)[len(case) - 2 :]
-    losses, values = run(loop, name, kind, images, placement, tmp_path)
-    expected = run(loop, name, kind, images, "plain", tmp_path)
-    assert_close(losses, expected[0])
-    assert_close(values, expected[1])
-    if placement == "nvme":
-        assert_same_bits(values, run(loop, name, kind, images, "host", tmp_path)[1])
+    CASES[case](partial(run, *case, *("whole", MIXED)[len(case) - 2 :]))(tmp_path)
 
 
 # ------------------------------------------------------------------------- two ranks
@@ -201,29 +183,27 @@ ON_RANKS = {
 def on_rank(folder: str) -> list[dict[str, Tensor]]:
     torch.set_num_threads(1)
     results, rank = [], dist.get_rank()
-    for name, placement in itertools.product(ON_RANKS, PLACEMENTS):
-        keys = settings(Path(folder), placement, zero={"stage": 3, "timeout_s": 60.0})
+    for name, place in itertools.product(ON_RANKS, PLACEMENTS):
+        keys = {**keys_for(place), "zero": {"stage": 3, "timeout_s": 60.0}}
         model = tiny(name, "whole").train()
-        with quiet(), offload.initialize(model, keys) as engine:
+        with quiet(), adamw(place, Path(folder), model, NUMBERS, **keys) as optimizer:
             for number, images in enumerate(TURNS):
                 model(**batch(name, images[rank], 2 * number + rank)).loss.backward()
-                engine.optimizer.step()
-                engine.optimizer.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
             results.append(values_of(model))
     return results
 
 
 def test_a_rank_has_images_and_the_other_has_none(tmp_path: Path) -> None:
-    first, second = run_ranks(2, tmp_path, on_rank, str(tmp_path), timeout_s=240.0)
+    ranks = run_ranks(2, tmp_path, on_rank, str(tmp_path), timeout_s=240.0)
     for number, name in enumerate(ON_RANKS):
         model = tiny(name, "whole").train()
-        optimizer = plain_optimizer(model)
-        for step, turn in enumerate(TURNS):
-            for rank, images in enumerate(turn):
-                (model(**batch(name, images, 2 * step + rank)).loss / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        host, nvme = first[2 * number : 2 * number + 2]
-        assert_close(host, values_of(model))
-        for values in (nvme, *second[2 * number : 2 * number + 2]):
-            assert_same_bits(values, host)
+        with adamw("plain", tmp_path, model, NUMBERS) as optimizer:
+            for step, turn in enumerate(TURNS):
+                for rank, images in enumerate(turn):
+                    (model(**batch(name, images, 2 * step + rank)).loss / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = [values for rank in ranks for values in rank[2 * number : 2 * number + 2]]
+        assert_equal([values_of(model), *found])

@@ -15,18 +15,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import offload
 from offload.checkpoint.foreign.exporting import export
 from offload.errors import CheckpointError, ConfigError, OffloadError, PathError, UnsupportedError
+from tests.libraries.rows import Result, adamw, row
 from tests.offload.engine_cases import assert_same_bits, assert_scheduler_is_saved, seeded
 from tests.outside.memory import assert_streams
 from tests.outside.trainer_cases import (
     ACCUMULATE,
+    BLOCKS,
     CLIP,
+    NUMBERS,
     PLACEMENTS,
     Rows,
     assert_close,
-    plain_optimizer,
     settings,
     tiny_llama,
     values_of,
@@ -110,32 +111,25 @@ def fit(
     return module, trainer
 
 
-def assert_equal_runs(actual: Any, expected: Any) -> None:
-    assert_close(actual.losses, expected.losses)
-    assert_close(actual.evaluated, expected.evaluated)
-    assert_close(values_of(actual), values_of(expected))
+def fit_in(place: str, folder: Path, resume: Path | None = None, **keys: Any) -> Result:
+    """Fit with a strategy of `place`, and return losses and weights."""
+    strategy = "auto" if place == "plain" else strategies.OffloadStrategy(keys_for(folder, place))
+    module, trainer = fit(folder, strategy, resume=resume, **keys)
+    found = module.losses, module.evaluated, values_of(module)
+    if place != "plain":
+        assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}
+        assert_scheduler_is_saved(strategy.engine)
+        strategy.engine.close()
+    return found
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_strategy_trains_as_without_and_resumes_to_the_bit(
-    placement: str, tmp_path: Path
-) -> None:
-    clip = {"gradient_clip_val": CLIP}
-    expected, _ = fit(tmp_path / "plain", **clip)
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path, placement))
-    actual, trainer = fit(tmp_path / "offload", strategy, **clip)
-    assert_equal_runs(actual, expected)
-    assert trainer.callback_metrics.keys() >= {"train_loss", "val_loss"}
-    losses, weights = actual.losses, values_of(actual)
-    assert_scheduler_is_saved(strategy.engine)
-    strategy.engine.close()
-
-    again = strategies.OffloadStrategy(keys_for(tmp_path, placement))
-    saved = tmp_path / "offload" / "epoch=0.ckpt"
-    resumed, _ = fit(tmp_path / "again", again, resume=saved, **clip)
-    assert resumed.losses == losses[len(losses) // EPOCHS :]
-    assert_same_bits(values_of(resumed), weights)
-    again.engine.close()
+@row("Lightning", "Trainer, OffloadStrategy, resumed", "Llama")
+def test_a_strategy_trains_as_without_and_resumes_to_the_bit(place: str, folder: Path) -> Result:
+    losses, evaluated, weights = fit_in(place, folder, gradient_clip_val=CLIP)
+    resumed = fit_in(place, folder / "again", folder / "epoch=0.ckpt", gradient_clip_val=CLIP)
+    assert resumed[0] == losses[len(losses) // EPOCHS :]
+    assert_same_bits(resumed[2], weights)
+    return losses, evaluated, weights
 
 
 def test_a_plain_checkpoint_is_loaded_and_a_folder_is_exported(tmp_path: Path) -> None:
@@ -206,6 +200,7 @@ class Manual(Lit):
     def training_step(self, batch: dict[str, Tensor], _: int) -> None:
         loss = self.model(**batch).loss
         self.losses.append(loss.item())
+        self.log("train_loss", loss)
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
@@ -214,13 +209,9 @@ class Manual(Lit):
         self.lr_schedulers().step()
 
 
-def test_manual_optimization(tmp_path: Path) -> None:
-    keys = {"accumulate_grad_batches": 1}
-    expected, _ = fit(tmp_path / "plain", module=seeded(Manual), **keys)
-    strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    actual, _ = fit(tmp_path / "offload", strategy, seeded(Manual), **keys)
-    assert_equal_runs(actual, expected)
-    strategy.engine.close()
+@row("Lightning", "Trainer, OffloadStrategy, manual optimization", "Llama")
+def test_manual_optimization(place: str, folder: Path) -> Result:
+    return fit_in(place, folder, module=seeded(Manual), accumulate_grad_batches=1)
 
 
 def test_an_optimizer_of_parameters_outside_the_module_is_refused(tmp_path: Path) -> None:
@@ -270,11 +261,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         ConfigError, {"optimizer": {"type": "adamw", "lr": 0.5}}, {}, "optimizer.lr: 0.5.*lr=0.003",
     ),
     "type": (ConfigError, {"optimizer": {"type": "lion"}}, {}, "optimizer.type: lion"),
-    "sync": (UnsupportedError, {}, {"sync_batchnorm": True}, "sync_batchnorm"),
-    "io": (
-        UnsupportedError, {},
-        {"plugins": [lightning.pytorch.plugins.io.AsyncCheckpointIO()]}, "AsyncCheckpointIO",
-    ),
 }  # fmt: skip
 
 
@@ -296,11 +282,31 @@ class Two(Manual):
         return torch.optim.SGD(half[:3], lr=0.1), torch.optim.SGD(half[3:], lr=0.1)
 
 
-@pytest.mark.parametrize(("kind", "message"), [(Rms, "RMSprop has no rule"), (Two, "2 optimizers")])
-def test_optimizers_without_a_rule_are_refused(kind: Any, message: str, tmp_path: Path) -> None:
+ASYNC = lightning.pytorch.plugins.io.AsyncCheckpointIO
+NO_COUNTERPART: list[tuple[Any, Any, dict[str, Any]]] = [
+    (row("Lightning", "Trainer, OffloadStrategy, RMSprop", "any",
+         refused="UnsupportedError: RMSprop has no rule here, and its states could not be kept in "
+         "tiers; use one of AdamW, Adam, Adagrad, SGD, Muon"), Rms, {}),
+    (row("Lightning", "Trainer, OffloadStrategy, several optimizers", "any",
+         refused="UnsupportedError: configure_optimizers returned 2 optimizers, an engine has one; "
+         "use one with several param groups, or offload.initialize for each model in a loop of "
+         "your own"), Two, {}),
+    (row("Lightning", "Trainer(sync_batchnorm=True), OffloadStrategy", "any",
+         refused="UnsupportedError: sync_batchnorm=True replaces modules for DDP; convert the "
+         "model before (torch.nn.SyncBatchNorm.convert_sync_batchnorm)"),
+     Lit, {"sync_batchnorm": True}),
+    (row("Lightning", "Trainer, OffloadStrategy, AsyncCheckpointIO", "any",
+         refused="UnsupportedError: AsyncCheckpointIO: checkpoints are streamed into a folder by "
+         "the engine; leave the plugin out"), Lit, {"plugins": [ASYNC()]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "kind", "keys"), NO_COUNTERPART)
+def test_what_has_no_counterpart_is_refused(
+    check: Any, kind: Any, keys: dict[str, Any], tmp_path: Path
+) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
-    with pytest.raises(UnsupportedError, match=message):
-        fit(tmp_path, strategy, kind(), accumulate_grad_batches=1)
+    check(lambda *_: fit(tmp_path, strategy, kind(), accumulate_grad_batches=1, **keys))(tmp_path)
 
 
 def test_folders_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -367,10 +373,8 @@ def fabric(model: Any, optimizer: Any) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_fabric_loop_trains_as_without_an_engine(placement: str, tmp_path: Path) -> None:
-    expected_model, model = tiny_llama(), tiny_llama()
-    expected = fabric(expected_model, plain_optimizer(expected_model))
-    with offload.initialize(model, settings(tmp_path, PLACEMENTS[placement])) as engine:
-        assert_close(fabric(model, engine.optimizer), expected)
-        assert_close(values_of(model), values_of(expected_model))
+@row("Lightning", "a loop of Fabric", "Llama")
+def test_a_fabric_loop_trains_as_without_an_engine(place: str, folder: Path) -> Result:
+    model = tiny_llama()
+    with adamw(place, folder, model, NUMBERS, **BLOCKS) as optimizer:
+        return fabric(model, optimizer), values_of(model)

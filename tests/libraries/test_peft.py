@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import offload
+from offload.engine_lookup import engine_of
+from tests.libraries.rows import Result, adamw, row
 from tests.outside.test_pretrained_save import assert_same_files
 from tests.outside.trainer_cases import (
+    BLOCKS,
     LENGTH,
+    NUMBERS,
     PLACEMENTS,
     VOCABULARY,
     Rows,
@@ -76,29 +81,37 @@ def without_engine(kind: str, values: dict[str, Tensor]) -> Any:
     return model
 
 
+CASES = {
+    "lora": row("PEFT", "plain loop, saved and merged", "Llama, LoRA"),
+    "dora": row("PEFT", "plain loop, saved and merged", "Llama, DoRA"),
+    "head": row("PEFT", "plain loop, saved and merged", "Llama, LoRA, `modules_to_save`"),
+    "embedding": row("PEFT", "plain loop, saved and merged", "Llama, LoRA of the embedding"),
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_lora_trains_saves_and_merges(kind: str, placement: str, tmp_path: Path) -> None:
-    expected_model, model = adapted(kind), adapted(kind)
-    expected = train(expected_model, plain_optimizer(expected_model))
-    with offload.initialize(model, settings(tmp_path, PLACEMENTS[placement])) as engine:
-        assert_close(train(model, engine.optimizer), expected)
-        trained = values_of(model)
-        assert_close(trained, values_of(expected_model))
+def test_lora_trains_saves_and_merges(kind: str, tmp_path: Path) -> None:
+    def run(place: str, folder: Path) -> Result:
+        model = adapted(kind)
+        # an embedding's lora_B magnifies updates of gradients near 1e-8, which are of rounding
+        with adamw(place, folder, model, {**NUMBERS, "eps": 1e-6}, **BLOCKS) as optimizer:
+            logged, trained = train(model, optimizer), values_of(model)
+            model.save_pretrained(folder / "adapter")
+            base = without_engine(kind, trained).unload()
+            loaded = peft.PeftModel.from_pretrained(base, folder / "adapter")
+            assert torch.equal(logits(loaded), logits(model))
 
-        model.save_pretrained(tmp_path / "adapter")
-        base = without_engine(kind, trained).unload()
-        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-        assert torch.equal(logits(loaded), logits(model))
+            engine = engine_of(model)
+            with engine.gathered(model) if engine else nullcontext():
+                merged = model.merge_and_unload()
+            plain = without_engine(kind, trained).merge_and_unload()
+            assert torch.equal(logits(merged), logits(plain))
+            merged.save_pretrained(folder / "merged")
+            again = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
+            assert torch.equal(logits(again), logits(plain))
+            return logged, trained, values_of(merged)
 
-        with engine.gathered(model):
-            merged = model.merge_and_unload()
-        plain = without_engine(kind, trained).merge_and_unload()
-        assert torch.equal(logits(merged), logits(plain))
-        assert_close(values_of(merged), values_of(plain))
-        merged.save_pretrained(tmp_path / "merged")
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        assert torch.equal(logits(again), logits(plain))
+    CASES[kind](run)(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "pissa"])

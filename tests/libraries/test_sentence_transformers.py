@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import offload
-from tests.libraries.rows import PLACEMENTS, row
+from tests.libraries.rows import PLACEMENTS, Result, adamw, row
 from tests.libraries.test_trl import sentences, tokenizer
 from tests.offload.engine_cases import assert_same_bits, config, seeded
-from tests.outside.trainer_cases import assert_close, transformers, values_of
+from tests.outside.trainer_cases import transformers, values_of
 
 st = pytest.importorskip("sentence_transformers")
 datasets = pytest.importorskip("datasets")
@@ -55,38 +54,26 @@ def rows_of(*columns: str, labels: list[Any] | None = None) -> Any:
     return made if labels is None else made.add_column("label", labels)
 
 
-def trained(
-    kind: Any, arguments: Any, folder: Path, model: Any, loss: Any, data: Any, **keys: Any
-) -> Any:
-    args = arguments(str(folder), **ARGUMENTS)
-    trainer = kind(model=model, args=args, train_dataset=data, loss=loss, **keys)
-    trainer.train()
-    return trainer
-
-
 Made = Callable[[Path], tuple[Any, Any, Any]]  # folder -> (model, loss, data)
 
 
-def assert_as_plain(
-    placement: str, folder: Path, made: Made, kind: Any = None, arguments: Any = None
-) -> Any:
-    """Compare a training with a plain one, and return the plain one's trainer."""
+def trained(made: Made, place: str, folder: Path, resume: str | None = None) -> Result:
+    """The losses, and the values of the model and of losses beside it."""
     from offload.integrations.transformers import OffloadMixin
 
-    kind = kind or st.SentenceTransformerTrainer
-    train = partial(trained, arguments=arguments or st.SentenceTransformerTrainingArguments)
-    mixed = type("Mixed", (OffloadMixin, kind), {})
-    plain = train(kind, folder=folder / "plain", **named(made(folder)))
-    keys = config(folder, PLACEMENTS[placement])
-    trainer = train(mixed, folder=folder / "mixed", **named(made(folder)), offload=keys)
-    assert_close(logged(trainer), logged(plain))
-    assert_close(everything(trainer), everything(plain))
-    trainer.engine.close()
-    return plain
-
-
-def named(parts: tuple[Any, Any, Any]) -> dict[str, Any]:
-    return dict(zip(("model", "loss", "data"), parts, strict=True))
+    model, loss, data = made(folder)
+    name, keys = type(model).__name__, {}
+    kind = getattr(st, f"{name}Trainer")
+    if place != "plain":
+        kind = type("Mixed", (OffloadMixin, kind), {})
+        keys["offload"] = config(folder, PLACEMENTS[place])
+    args = getattr(st, f"{name}TrainingArguments")(str(folder), **ARGUMENTS)
+    trainer = kind(model=model, args=args, train_dataset=data, loss=loss, **keys)
+    trainer.train(resume_from_checkpoint=resume)
+    found = logged(trainer), everything(trainer)
+    if place != "plain":
+        trainer.engine.close()
+    return found
 
 
 def logged(trainer: Any) -> list[float]:
@@ -118,24 +105,6 @@ def simple(name: str, folder: Path) -> tuple[Any, Any, Any]:
     return model, LOSSES[name](model), rows_of("anchor", "positive")
 
 
-@row("sentence-transformers", "SentenceTransformerTrainer, MultipleNegativesRankingLoss", "BERT")
-def test_ranking(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, partial(simple, "ranking"))
-
-
-@row("sentence-transformers", "SentenceTransformerTrainer, MatryoshkaLoss", "BERT")
-def test_matryoshka(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, partial(simple, "matryoshka"))
-
-
-@row(
-    "sentence-transformers",
-    "SentenceTransformerTrainer, CachedMultipleNegativesRankingLoss (GradCache)", "BERT",
-)  # fmt: skip
-def test_gradients_in_a_cache(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, partial(simple, "cached"))
-
-
 def classified(folder: Path) -> tuple[Any, Any, Any]:
     model = encoder(folder)
     loss = seeded(lambda: losses.SoftmaxLoss(model, 32, LABELS))
@@ -143,41 +112,10 @@ def classified(folder: Path) -> tuple[Any, Any, Any]:
     return model, loss, rows_of("premise", "hypothesis", labels=labels)
 
 
-@row("sentence-transformers", "SentenceTransformerTrainer, SoftmaxLoss: its classifier", "BERT")
-def test_a_loss_with_parameters(placement: str, tmp_path: Path) -> None:
-    plain = assert_as_plain(placement, tmp_path, classified)
-    first = classified(tmp_path)[1].classifier.weight
-    assert not torch.equal(plain.loss.classifier.weight, first), "it trains"
-
-
-def test_a_loss_with_parameters_resumes(tmp_path: Path) -> None:
-    from offload.integrations.transformers import OffloadMixin
-
-    class Mixed(OffloadMixin, st.SentenceTransformerTrainer): ...  # type: ignore[misc, name-defined]
-
-    found = []
-    for resumed in (False, True):
-        parts = named(classified(tmp_path))
-        args = st.SentenceTransformerTrainingArguments(str(tmp_path / "run"), **ARGUMENTS)
-        trainer = Mixed(
-            model=parts["model"], args=args, train_dataset=parts["data"], loss=parts["loss"],
-            offload=config(tmp_path, PLACEMENTS["nvme"]),
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=resumed and str(tmp_path / "run/checkpoint-2"))
-        found.append(everything(trainer))
-        trainer.engine.close()
-    assert_same_bits(*found)
-
-
 def of_two(folder: Path) -> tuple[Any, Any, Any]:
     model, loss, pairs = classified(folder)
     data = datasets.DatasetDict({"pairs": rows_of("anchor", "positive"), "labelled": pairs})
     return model, {"pairs": ranking(model), "labelled": loss}, data
-
-
-@row("sentence-transformers", "SentenceTransformerTrainer, a dict of datasets and losses", "BERT")
-def test_several_losses(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, of_two)
 
 
 def guided(folder: Path) -> tuple[Any, Any, Any]:
@@ -189,11 +127,6 @@ def guided(folder: Path) -> tuple[Any, Any, Any]:
     )
 
 
-@row("sentence-transformers", "SentenceTransformerTrainer, GISTEmbedLoss: a guide", "BERT")
-def test_a_guide(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, guided)
-
-
 def with_adapters(folder: Path) -> tuple[Any, Any, Any]:
     peft = pytest.importorskip("peft")
     model = encoder(folder)
@@ -202,22 +135,11 @@ def with_adapters(folder: Path) -> tuple[Any, Any, Any]:
     return model, ranking(model), rows_of("anchor", "positive")
 
 
-@row("sentence-transformers", "SentenceTransformerTrainer, `model.add_adapter`", "BERT, LoRA")
-def test_adapters(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, with_adapters)
-
-
 def reranker(folder: Path) -> tuple[Any, Any, Any]:
     path = saved(folder, "BertForSequenceClassification")
     model = st.CrossEncoder(path, device="cpu", num_labels=1)
     loss = st.cross_encoder.losses.BinaryCrossEntropyLoss(model)
     return model, loss, rows_of("query", "passage", labels=[float(n % 2) for n in range(COUNT)])
-
-
-@row("sentence-transformers", "CrossEncoderTrainer, BinaryCrossEntropyLoss", "BERT")
-def test_a_cross_encoder(placement: str, tmp_path: Path) -> None:
-    kinds = st.CrossEncoderTrainer, st.CrossEncoderTrainingArguments
-    assert_as_plain(placement, tmp_path, reranker, *kinds)
 
 
 def sparse(folder: Path) -> tuple[Any, Any, Any]:
@@ -230,10 +152,50 @@ def sparse(folder: Path) -> tuple[Any, Any, Any]:
     return model, loss, rows_of("anchor", "positive")
 
 
-@row("sentence-transformers", "SparseEncoderTrainer, SpladeLoss", "BERT")
-def test_a_sparse_encoder(placement: str, tmp_path: Path) -> None:
-    kinds = st.SparseEncoderTrainer, st.SparseEncoderTrainingArguments
-    assert_as_plain(placement, tmp_path, sparse, *kinds)
+CASES: dict[str, tuple[Any, Made]] = {
+    "ranking": (
+        row("sentence-transformers", "SentenceTransformerTrainer, MultipleNegativesRankingLoss",
+            "BERT"), partial(simple, "ranking")),
+    "matryoshka": (
+        row("sentence-transformers", "SentenceTransformerTrainer, MatryoshkaLoss", "BERT"),
+        partial(simple, "matryoshka")),
+    "cached": (
+        row("sentence-transformers",
+            "SentenceTransformerTrainer, CachedMultipleNegativesRankingLoss (GradCache)", "BERT"),
+        partial(simple, "cached")),
+    "softmax": (
+        row("sentence-transformers", "SentenceTransformerTrainer, SoftmaxLoss: its classifier",
+            "BERT"), classified),
+    "several": (
+        row("sentence-transformers", "SentenceTransformerTrainer, a dict of datasets and losses",
+            "BERT"), of_two),
+    "guide": (
+        row("sentence-transformers", "SentenceTransformerTrainer, GISTEmbedLoss: a guide", "BERT"),
+        guided),
+    "adapters": (
+        row("sentence-transformers", "SentenceTransformerTrainer, `model.add_adapter`",
+            "BERT, LoRA"), with_adapters),
+    "reranker": (
+        row("sentence-transformers", "CrossEncoderTrainer, BinaryCrossEntropyLoss", "BERT"),
+        reranker),
+    "sparse": (row("sentence-transformers", "SparseEncoderTrainer, SpladeLoss", "BERT"), sparse),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trainers(case: str, tmp_path: Path) -> None:
+    check, made = CASES[case]
+    check(partial(trained, made))(tmp_path)
+
+
+def test_a_loss_with_parameters_resumes(tmp_path: Path) -> None:
+    (_, whole), (_, again) = (
+        trained(classified, "nvme", tmp_path, resume=saved)
+        for saved in (None, str(tmp_path / "checkpoint-2"))
+    )
+    assert_same_bits(again, whole)
+    first = classified(tmp_path)[1].classifier.weight
+    assert not torch.equal(whole[".classifier.weight"], first), "it trains"
 
 
 # --------------------------------------------------------------------------- a loop of one's own
@@ -272,13 +234,7 @@ def cached_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[flo
 
 
 @row("PyTorch", "GradCache by hand: a backward inside a backward hook", "BERT")
-def test_gradient_cache_by_hand(placement: str, tmp_path: Path) -> None:
-    def bert() -> Any:
-        return seeded(lambda: transformers.BertModel(transformers.BertConfig(**BERT)))
-
-    plain, model = bert(), bert()
-    expected = cached_steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
-    keys = config(tmp_path, PLACEMENTS[placement], optimizer={"lr": 1e-3, "weight_decay": 0.01})
-    with offload.initialize(model, keys) as engine:
-        assert_close(cached_steps(model, engine.optimizer), expected)
-        assert_close(values_of(model), values_of(plain))
+def test_gradient_cache_by_hand(place: str, folder: Path) -> Result:
+    model = seeded(lambda: transformers.BertModel(transformers.BertConfig(**BERT)))
+    with adamw(place, folder, model, {"lr": 1e-3, "weight_decay": 0.01}) as optimizer:
+        return cached_steps(model, optimizer), values_of(model)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from offload.zero.groups.group import ParamGroup
-from tests.libraries.rows import PLACEMENTS, row
+from tests.libraries.rows import PLACEMENTS, Result, row
 from tests.offload.engine_cases import assert_same_bits, config, seeded
 from tests.outside.trainer_cases import (
     ARGUMENTS,
-    assert_close,
+    BLOCKS,
     logged,
     tiny_llama,
     transformers,
@@ -70,7 +70,6 @@ def preferences(count: int, seed: int) -> Any:
 
 # --------------------------------------------------------------------------- trainers
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
-BLOCKS = {"blocks": ["LlamaDecoderLayer"]}
 ROLLOUT: dict[str, Any] = {  # of GRPO and RLOO: generation inside the step
     **ARGUMENTS, "max_steps": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
     "num_generations": 4, "max_completion_length": 8, "bf16": False, "save_steps": 2,
@@ -148,50 +147,74 @@ relative = partial(rollouts, "GRPO")
 leave_one_out = partial(rollouts, "RLOO")
 
 
-def assert_as_plain(
-    placement: str, folder: Path, make: Train, *, adapters: bool = False, **homes: str
-) -> None:
-    """Compare with the plain trainer, and a resumed run with the whole one; a folder of adapters
-    has PEFT's files."""
+ADAPTERS = {"adapters": True}
+
+
+def trained(
+    make: Train, place: str, folder: Path, adapters: bool = False, caches: bool = False
+) -> Result:
+    """What is logged, weights and the last folder's adapters. An engine's run that is resumed has
+    the bits of the whole one."""
     peft = pytest.importorskip("peft")
 
-    def made(name: str, wrap: Any = mixed, **keys: Any) -> Any:
+    def run(name: str, resume: Path | None = None) -> Result:
+        keys: dict[str, Any] = {}
         if adapters:
             keys["peft_config"] = seeded(lambda: peft.LoraConfig(**LORA))
-        return make(wrap, folder / name, **keys)
+        if place == "plain":
+            trainer = make(lambda kind: kind, folder / name, **keys)
+        else:
+            homes = {**PLACEMENTS[place], "kv": place} if caches else PLACEMENTS[place]
+            keys["offload"] = config(folder, homes, **BLOCKS)
+            trainer = make(mixed, folder / name, **keys)
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+        found = logged(trainer), values_of(trainer.model)
+        assert len(found[0]["loss"]) == trainer.args.max_steps
+        if place != "plain":
+            trainer.engine.close()
+        return found
 
-    keys = {"offload": config(folder, {**PLACEMENTS[placement], **homes}, groups=BLOCKS)}
-    plain = made("plain", lambda kind: kind)
-    plain.train()
-    trainer = made("whole", **keys)  # seeds the random numbers of rollouts
-    trainer.train()
-    whole, weights = logged(trainer), values_of(trainer.model)
-    trainer.engine.close()
-    assert len(whole["loss"]) == trainer.args.max_steps
-    assert_close(whole, logged(plain))
-    assert_close(weights, values_of(plain.model))
-    saved = [sorted((folder / name).glob("checkpoint-*")) for name in ("plain", "whole")]
-    if adapters:
-        files = [sorted(path.name for path in folders[-1].iterdir()) for folders in saved]
-        assert files[0] == files[1]
-        values = [safetensors.load_file(f[-1] / "adapter_model.safetensors") for f in saved]
-        assert_close(values[1], values[0])
-    again = made("again", **keys)
-    first = min(saved[1], key=lambda path: int(path.name.split("-")[1]))
-    again.train(resume_from_checkpoint=str(first))
-    assert logged(again) == whole
-    assert_same_bits(values_of(again.model), weights)
-    again.engine.close()
-
-
-@row("TRL", "SFTTrainer", "Llama")
-def test_fine_tuning(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, fine_tuning)
+    found = run("whole")  # seeds the random numbers of rollouts
+    saved = (folder / "whole").glob("checkpoint-*")
+    first, last = sorted(saved, key=lambda path: int(path.name.split("-")[1]))
+    if place != "plain":
+        again = run("again", first)
+        assert again[0] == found[0]
+        assert_same_bits(again[1], found[1])
+    if not adapters:
+        return found
+    files = dict.fromkeys((path.name for path in last.iterdir()), 0)  # are PEFT's
+    return *found, files, safetensors.load_file(last / "adapter_model.safetensors")
 
 
-@row("TRL", "SFTTrainer", "Llama, LoRA")
-def test_fine_tuning_of_adapters(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, fine_tuning, adapters=True)
+CASES: dict[str, tuple[Any, Train, dict[str, bool]]] = {
+    "sft": (row("TRL", "SFTTrainer", "Llama"), fine_tuning, {}),
+    "sft-lora": (row("TRL", "SFTTrainer", "Llama, LoRA"), fine_tuning, ADAPTERS),
+    "dpo": (row("TRL", "DPOTrainer, a reference model", "Llama"), preference, {}),
+    "dpo-lora": (
+        row("TRL", "DPOTrainer, the base as reference", "Llama, LoRA"), preference, ADAPTERS),
+    "kto": (row("TRL", "KTOTrainer, a reference model", "Llama"), unpaired, {}),
+    "kto-lora": (
+        row("TRL", "KTOTrainer, the base as reference", "Llama, LoRA"), unpaired, ADAPTERS),
+    "reward": (row("TRL", "RewardTrainer", "Llama with a head for one score"), reward, {}),
+    "reward-lora": (
+        row("TRL", "RewardTrainer", "Llama with a head for one score, LoRA"), reward, ADAPTERS),
+    "grpo": (row("TRL", "GRPOTrainer, generation in the step", "Llama"), relative, {}),
+    "grpo-lora": (
+        row("TRL", "GRPOTrainer, the base as reference", "Llama, LoRA"), relative, ADAPTERS),
+    "grpo-kv": (
+        row("TRL", "GRPOTrainer, KV caches of rollouts in tiers", "Llama, LoRA"), relative,
+        {**ADAPTERS, "caches": True}),
+    "rloo": (row("TRL", "RLOOTrainer, generation in the step", "Llama"), leave_one_out, {}),
+    "rloo-lora": (
+        row("TRL", "RLOOTrainer, the base as reference", "Llama, LoRA"), leave_one_out, ADAPTERS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trainers(case: str, tmp_path: Path) -> None:
+    check, make, how = CASES[case]
+    check(partial(trained, make, **how))(tmp_path)
 
 
 def test_the_chunked_loss_reads_the_head_once_in_each_pass(
@@ -214,66 +237,11 @@ def test_the_chunked_loss_reads_the_head_once_in_each_pass(
         model=seeded(lambda: transformers.LlamaForCausalLM(settings)),
         args=trl.SFTConfig(str(tmp_path), **arguments), train_dataset=texts(16, 1),
         processing_class=tokenizer(),
-        offload=config(tmp_path, PLACEMENTS["nvme"], groups=BLOCKS),
+        offload=config(tmp_path, PLACEMENTS["nvme"], **BLOCKS),
     )  # fmt: skip
     trainer.train()
     assert read.count("lm_head.weight") == 2 * trainer.args.gradient_accumulation_steps
     trainer.engine.close("drop")
-
-
-@row("TRL", "DPOTrainer, a reference model", "Llama")
-def test_preferences(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, preference)
-
-
-@row("TRL", "DPOTrainer, the base as reference", "Llama, LoRA")
-def test_preferences_of_adapters(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, preference, adapters=True)
-
-
-@row("TRL", "KTOTrainer, a reference model", "Llama")
-def test_unpaired_preferences(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, unpaired)
-
-
-@row("TRL", "KTOTrainer, the base as reference", "Llama, LoRA")
-def test_unpaired_preferences_of_adapters(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, unpaired, adapters=True)
-
-
-@row("TRL", "RewardTrainer", "Llama with a head for one score")
-def test_rewards(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, reward)
-
-
-@row("TRL", "RewardTrainer", "Llama with a head for one score, LoRA")
-def test_rewards_of_adapters(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, reward, adapters=True)
-
-
-@row("TRL", "GRPOTrainer, generation in the step", "Llama")
-def test_group_relative(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, relative)
-
-
-@row("TRL", "GRPOTrainer, the base as reference", "Llama, LoRA")
-def test_group_relative_of_adapters(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, relative, adapters=True)
-
-
-@row("TRL", "GRPOTrainer, KV caches of rollouts in tiers", "Llama, LoRA")
-def test_group_relative_with_caches_in_tiers(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, relative, adapters=True, kv=placement)
-
-
-@row("TRL", "RLOOTrainer, generation in the step", "Llama")
-def test_leave_one_out(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, leave_one_out)
-
-
-@row("TRL", "RLOOTrainer, the base as reference", "Llama, LoRA")
-def test_leave_one_out_of_adapters(placement: str, tmp_path: Path) -> None:
-    assert_as_plain(placement, tmp_path, leave_one_out, adapters=True)
 
 
 # --------------------------------------------------------------------------- every method

@@ -60,11 +60,13 @@ def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, **NUMBERS)
 
 
+BLOCKS = {"groups": {"blocks": ["LlamaDecoderLayer"]}}  # each is a group of its own
+
+
 def settings(folder: Path, placement: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
-    """A configuration in which each block is a group of its own."""
-    optimizer = {"type": "adamw", **NUMBERS}
-    blocks = {"blocks": ["LlamaDecoderLayer"]}
-    return config(folder, placement, **{"optimizer": optimizer, "groups": blocks, **keys})
+    return config(
+        folder, placement, **{"optimizer": {"type": "adamw", **NUMBERS}, **BLOCKS, **keys}
+    )
 
 
 def logged(trainer: Any) -> dict[str, list[float]]:
