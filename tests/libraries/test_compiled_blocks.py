@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,7 @@ def tokens(length: int) -> Tensor:
 
 def compiled(model: Any, **keys: Any) -> Any:
     for block in model.model.layers:
-        block.compile(backend="eager", **{"fullgraph": True, **keys})
+        block.compile(**{"backend": "eager", "fullgraph": True, **keys})
     return model
 
 
@@ -61,17 +64,54 @@ def losses(model: Any, optimizer: Any, lengths: list[int] = LENGTHS) -> Losses:
     return {"loss": logged}
 
 
-@row("transformers", "a loop, blocks compiled, 20 lengths", "Llama")
-def test_blocks_are_one_graph_for_all_lengths(place: str, folder: Path) -> Result:
-    model = tiny_llama()
-    with adamw(place, folder, model, NUMBERS, **BLOCKS) as optimizer:
-        if place == "plain":
-            return losses(model, optimizer), values_of(model)
-        found = losses(compiled(model), optimizer), values_of(model)
-    assert graphs() == 2  # of the first length, and of all
-    torch._dynamo.utils.counters.clear()
+def in_place(backend: str, trains: bool, place: str, folder: Path) -> Result:
+    """Losses and weights of a training with the backend's blocks, or logits of a dispatched model;
+    no step makes a graph anew."""
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model, found = tiny_llama(), []
+    del model.model.layers[2:]  # inductor takes seconds for each
+    if trains:
+        with adamw(place, folder, model, {**NUMBERS, "eps": 1e-6}, **BLOCKS) as optimizer:
+            compiled(model, backend=backend)
+            found += [losses(model, optimizer), values_of(model)]
+    else:
+        if place != "plain":
+            offload.dispatch(model, config(folder, {"parameters": place}, **BLOCKS))
+        compiled(model, backend=backend)
+        with torch.no_grad():
+            found += [model(tokens(length), use_cache=False).logits for length in LENGTHS]
+        if place != "plain":
+            offload.dispatched(model).close("host")
+    assert place == "plain" or graphs() == 2  # of the first length, and of all
     return found
+
+
+ON_INDUCTOR = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))),
+    reason="torch's inductor backend needs a C++ compiler",
+)
+CASES = [
+    pytest.param(
+        row("transformers", "a loop, 20 lengths, blocks compiled", "Llama"),
+        "eager", True, id="loop"),
+    pytest.param(
+        row("transformers", "a loop, 20 lengths, blocks compiled by inductor", "Llama"),
+        "inductor", True, marks=ON_INDUCTOR, id="loop-inductor"),
+    pytest.param(
+        row("transformers", "dispatch, 20 lengths, blocks compiled", "Llama", exact=True),
+        "eager", False, id="dispatch"),
+    pytest.param(
+        row("transformers", "dispatch, 20 lengths, blocks compiled by inductor", "Llama",
+            exact=True), "inductor", False, marks=ON_INDUCTOR, id="dispatch-inductor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "backend", "trains"), CASES)
+def test_blocks_are_one_graph_for_all_lengths(
+    check: Any, backend: str, trains: bool, tmp_path: Path
+) -> None:
+    check(partial(in_place, backend, trains))(tmp_path)
 
 
 def checkpointed(model: Any) -> Any:
@@ -121,15 +161,3 @@ def test_compiled_blocks_train_as_plain_ones(
         assert_close({"loss": first["loss"] + then["loss"]}, expected)
         inner = model.model.layers[0].mlp.up_proj
         assert inner(torch.ones(1, 32)).shape == (1, 48)  # its hooks are back
-
-
-def test_dispatched_blocks_are_not_compiled_for_each_length(tmp_path: Path) -> None:
-    plain, model = tiny_llama().eval(), tiny_llama().eval()
-    offload.dispatch(model, config(tmp_path, {"parameters": "nvme"}, **BLOCKS))
-    compiled(model, dynamic=True)
-    with torch.no_grad():
-        for length in LENGTHS:
-            keys = {"input_ids": tokens(length), "use_cache": False}
-            torch.testing.assert_close(model(**keys).logits, plain(**keys).logits)
-    offload.dispatched(model).close("host")
-    assert graphs() <= 2
