@@ -7,7 +7,9 @@ of its codes is still being read:
     ├─ one 32-bit word per group ─┤ to a multiple of 64 bytes ├─ codes ─┤ to a multiple of 64 bytes
 """
 
+import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -82,6 +84,18 @@ class WeightFormat:
         if numel % self.group_size:
             raise ValueError(f"{numel} elements are no whole groups of {self.group_size}")
         return self.scales_nbytes(numel) + _lines(self.codes_nbytes(numel))
+
+    def refusal(self, shape: Sequence[int]) -> str | None:
+        """Return why a tensor of this shape cannot be stored so, as a clause; None if it can.
+
+        A group of INT8 and INT4 lies in one row (of `in_features` elements), one of NF4 anywhere.
+        """
+        if len(shape) < 2:
+            return f"it has {len(shape)} dimensions, and only matrices are stored in fewer bits"
+        numel, size = math.prod(shape), self.group_size
+        if self.quant_type is not QuantType.NF4 and shape[-1] % size:
+            return f"its rows of {shape[-1]} elements are no whole groups of {size}"
+        return f"its {numel} elements are no whole groups of {size}" if numel % size else None
 
 
 def _lines(nbytes: int) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from offload.checkpoint.engine.background import BackgroundSaves
@@ -58,7 +59,7 @@ from offload.zero.groups.model_shape import GroupShape
 from offload.zero.groups.parameter_grouping import ParameterGrouping, managed
 from offload.zero.groups.store import WeightStore
 from offload.zero.groups.values import ParameterValues
-from offload.zero.ranks.ranks import Ranks, data_ranks, end_world
+from offload.zero.ranks.ranks import Ranks, data_ranks
 from offload.zero.step.optimizer_state import OptimizerState
 from offload.zero.step.runtime import Runtime, RuntimeOptions
 from offload.zero.step.stepper import StepRules
@@ -576,8 +577,8 @@ class Engine(TieredModel):
         finally:
             if self.ranks is not None:
                 self.ranks.watch.close()
-                if self.ranks.owns_world:
-                    end_world()
+                if self.ranks.owns_world and dist.is_initialized():
+                    dist.destroy_process_group()
 
 
 def _close_all(

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from offload.tiers.cached_layer import group_of, padded_dim, vector_nbytes
 from offload.tiers.units import round_up
-from offload.zero.groups.cached_layer import group_of, padded_dim, vector_nbytes
 
 _ALIGNMENT = 64  # parts begin at its multiples: any dtype, any vector
 _TOKENS_AT_ONCE = 256  # are quantized in one go: bounds what that takes beside the page

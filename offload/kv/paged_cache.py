@@ -30,7 +30,7 @@ from transformers.cache_utils import (
 from offload.errors import StateError, UnsupportedError
 from offload.kv.pages import KVPages
 from offload.kv.store import KVStore
-from offload.zero.groups.cached_layer import CachedLayer
+from offload.tiers.cached_layer import CachedLayer
 
 # layer types without keys and values
 _STATELESS = ("linear_attention", "conv", "moe", "mlp")

@@ -18,11 +18,11 @@ from offload.planning.plan.plan import Plan, kv_room_nbytes
 from offload.process import machine
 from offload.swap.states.fetching import Fetcher
 from offload.swap.states.state import State
+from offload.tiers.cached_layer import CachedLayer
 from offload.tiers.errors import StateError, TierFullError, UnsupportedError
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
-from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.store import WeightStore
 
 

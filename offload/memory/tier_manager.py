@@ -50,8 +50,7 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import format_bytes, round_up
-from offload.zero.groups.layout import Layout
-from offload.zero.groups.quantized_layout import lay_out_quantized
+from offload.zero.groups.layout import Layout, lay_out_quantized
 from offload.zero.groups.store import NextUse
 from offload.zero.groups.weight_quantizer import WeightQuantizer
 from offload.zero.ranks.collectives import SharedMemory, Workspace

@@ -25,7 +25,6 @@ from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.quantized import bitsandbytes, compressed_tensors
 from offload.quantized.matrix import Grouped, packed, piece_rows, unpacked
 from offload.tiers.errors import CheckpointError, ConfigError
-from offload.zero.groups.quantized_layout import refusal
 
 # whose files hold which format
 LIBRARIES = {
@@ -55,7 +54,7 @@ def described(
 ) -> dict[str, Tensor]:
     """Return the parts of a weight, on the meta device, by the ends of their names (after the
     module's). Raise ConfigError for a weight that cannot be stored so."""
-    why = refusal(tensor.shape, weights)
+    why = weights.refusal(tensor.shape)
     if why is None and tensor.dtype not in FLOAT_OF:
         why = f"it is {tensor.dtype}"
     if why is not None:

@@ -32,7 +32,7 @@ class World:
     @contextmanager
     def joined(cls, config: OffloadConfig, device: torch.device) -> Iterator[World]:
         """Join the world given by the environment, until the block ends."""
-        from offload.zero.ranks.ranks import control_device, end_world, start_world
+        from offload.zero.ranks.ranks import start_world
         from offload.zero.ranks.sharding import ALONE, Sharding
 
         zero = config.zero
@@ -43,10 +43,11 @@ class World:
                 return
             rank, size = dist.get_rank(), dist.get_world_size()
             sharding = Sharding.of(zero.stage, zero.shard_group, size, rank)
-            yield cls(rank, size, control_device(device), sharding)
+            gloo = "gloo" in str(dist.get_backend_config())
+            yield cls(rank, size, torch.device("cpu") if gloo else device, sharding)
         finally:
-            if made:
-                end_world()
+            if made and dist.is_initialized():
+                dist.destroy_process_group()
 
     def tell(self, text: str) -> str:
         """Return the first rank's value on every rank."""

@@ -8,8 +8,7 @@ from offload.kernels.floats import Float
 from offload.kernels.gpu.triton_dequantize import dequantize_weights
 from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.zero.groups import weight_quantizer
-from offload.zero.groups.layout import ParamShape, lay_out
-from offload.zero.groups.quantized_layout import lay_out_quantized
+from offload.zero.groups.layout import ParamShape, lay_out, lay_out_quantized
 from offload.zero.groups.weight_quantizer import WeightQuantizer
 from tests.kernels import reference, triton_device
 from tests.kernels.quantization_cases import any_codes, dequantized

@@ -10,7 +10,7 @@ from offload.kernels.bits import FLOAT_OF, flat_array
 from offload.kernels.cpu.quantization import dequantize_weights, quantize_weights
 from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.kv.page_format import KVShape, PageFormat, dequantize_int8, quantize_int8
-from offload.zero.groups.cached_layer import CachedLayer
+from offload.tiers.cached_layer import CachedLayer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BATCH, TOKENS = 3, 5

@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from offload.errors import StateError, TierFullError
 from offload.kv.paged_cache import cached_layers, keep_in_tiers
+from offload.tiers.cached_layer import CachedLayer
 from offload.tiers.tier import Tier
-from offload.zero.groups.cached_layer import CachedLayer
 from tests.offload.kv_cases import Homes
 
 TIERS = {"host": (Tier.HOST,), "nvme": (Tier.NVME,), "mixed": (Tier.NVME, Tier.HOST, Tier.NVME)}

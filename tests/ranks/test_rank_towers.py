@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import OffloadError
+from offload.zero.ranks.rank_work import SharedWork
 from tests.offload.engine_cases import HOST, NVME, assert_same_bits, config, seeded, states_of
 from tests.ranks.processes import run_ranks
 from tests.ranks.programs import BUDGET
@@ -127,13 +129,14 @@ class Program:
         return dict(self.model.state_dict())
 
     def on_rank(
-        self, folder: str, stage: int, ahead: bool = False, loads: bool = False, **keys: Any
-    ) -> dict[str, Tensor]:
+        self, folder: str, stage: int, ahead: bool = False, loads: bool = False,
+        timeout_s: float = 30, **keys: Any,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Run this rank's part; its states in the end. `loads`: first from a checkpoint, and the
         second rank is slow in backward."""
         keys = {"budget": BUDGET, "placement": HOST, "optimizer": OPTIMIZER, **keys}
         keys |= {
-            "zero": {"stage": stage, "timeout_s": 30},
+            "zero": {"stage": stage, "timeout_s": timeout_s},
             "groups": {"blocks": ["Block", "TowerBlock"]},
         }
         with offload.initialize(self.model, config(Path(folder), **keys)) as engine:
@@ -185,6 +188,61 @@ def test_ranks_with_other_modules_train_what_one_process_does(ranks: int, tmp_pa
                 close: Any = {"rtol": 1e-6, "atol": 1e-6 * float(value.abs().max())}
                 said = f"{name}: {kind} {seed}, {variant}"
                 torch.testing.assert_close(states[name], value, **close, msg=said)
+
+
+# ------------------------------------------------------------------------- as on GPUs
+IMAGE, RAISES, SLEEPS = torch.ones(3, 5), -1, -2
+CHANGES: dict[str, dict[str, Any]] = {
+    "skips": {"images": ()}, "twice": {"images": (IMAGE, IMAGE)}, "drops": {"dropped": (2,)},
+    "evaluates first": {"evaluations": (1, 0)}, "evaluates last": {"evaluations": (0, 1)},
+    "raises": {"evaluations": (RAISES, 0)}, "sleeps": {"evaluations": (0, SLEEPS)},
+}  # fmt: skip
+
+
+class Alike(Program):
+    """All ranks gather together and call the same modules, but for one change of the last rank."""
+
+    def __init__(self, seed: int, ranks: int, kind: str) -> None:
+        super().__init__(seed, ranks, "one image")
+        like: dict[str, Any] = {"images": (IMAGE,), "dropped": (), "evaluations": (0, 0)}
+        for batches in (each for passes in self.steps for each in passes):
+            batches[:] = [replace(b, **like, recomputes=seed % 2 > 0) for b in batches]
+        changed = self.steps[seed % len(self.steps)][-1]
+        changed[-1] = replace(changed[-1], **CHANGES[kind])
+
+    def evaluate(self, batch: Batch, times: int) -> None:
+        if times == RAISES:
+            raise ValueError("no more data")
+        time.sleep(2.5 if times == SLEEPS else 0)  # longer than what others wait for is in doubt
+        super().evaluate(batch, times)
+
+
+def together(folder: str, seed: int, kind: str) -> Any:
+    SharedWork._service = lambda _: None  # type: ignore[assignment,method-assign]
+    program = Alike(seed, dist.get_world_size(), kind)
+    try:
+        return program.on_rank(folder, stage=3, timeout_s=3600)  # an error comes long before
+    except (OffloadError, ValueError) as error:
+        time.sleep(2.0)  # others get theirs while this process lives on
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(("ranks", "seed", "kind"), [
+    (2, 0, "skips"), (2, 1, "twice"), (2, 2, "evaluates last"), (2, 1, "raises"), (2, 2, "sleeps"),
+    *(pytest.param(3, n, kind, marks=pytest.mark.slow) for n, kind in enumerate(CHANGES)),
+])  # fmt: skip
+def test_ranks_that_gather_together_are_told_soon_when_they_part(
+    ranks: int, seed: int, kind: str, tmp_path: Path
+) -> None:
+    by_rank = run_ranks(ranks, tmp_path, together, str(tmp_path), seed, kind)
+    if kind == "sleeps":
+        for name, value in Alike(seed, ranks, kind).alone().items():
+            torch.testing.assert_close(by_rank[-1][name], value, rtol=1e-6, atol=1e-6)
+        return
+    if kind == "raises":
+        assert by_rank.pop() == "ValueError: no more data"
+    for said in by_rank:
+        assert re.match(f"RankError: .* different ways: .*rank {ranks - 1} has begun ", said), said
 
 
 class Reads(Program):

@@ -8,8 +8,8 @@ from offload.config import OffloadConfig
 from offload.config.training import MAX_TOKENS
 from offload.planning.activations.facts import ActivationFacts
 from offload.planning.plan.estimate import Workload
+from offload.tiers.cached_layer import CachedLayer
 from offload.tiers.errors import ConfigError
-from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.model_shape import ModelShape
 
 _USUAL = {"batch": 1, "prompt": 512, "new tokens": 128}

@@ -15,6 +15,14 @@ in several ranks' shards:
 
 Matrices that are updated whole (Muon) lie in one rank's shard each, the largest first, each in the
 shard that has the fewest elements so far.
+
+At home, parameters that are stored quantized are shorter:
+
+    in a slot   ├─── q_proj ───┤├─ norm ─┤├────── up_proj ──────┤
+    stored      ├ int4 ─┤├─ norm ─┤├─── int4 ────┤                  `kernels.weight_formats`, or raw
+
+Parts follow each other in the same order, each on a cache line, so that a part can be dequantized
+once the stored bytes up to its end are there. Padding of the slot is not stored; it reads as zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.kernels.weight_formats import WeightFormat
+from offload.kernels.weight_formats import LINE_NBYTES, WeightFormat
 from offload.tiers.units import round_up
 
 if TYPE_CHECKING:
@@ -149,3 +157,37 @@ def _lay_out_whole(params: Sequence[ParamShape], ranks: int, replicas: int) -> L
         for rank, its in enumerate(shards) for param, offset in its
     )  # fmt: skip
     return Layout(specs, ranks * shard, ranks * shard, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPart:
+    """One parameter. Ranges are bytes of the two buffers."""
+
+    spec: ParamSpec
+    values: slice
+    stored: slice
+    weights: WeightFormat | None  # None: stored as it is
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayout:
+    """The stored buffer of a group, 1D."""
+
+    parts: tuple[QuantizedPart, ...]
+    nbytes: int  # of the group's buffer in a slot
+    stored_nbytes: int
+
+
+def lay_out_quantized(layout: Layout, itemsize: int) -> QuantizedLayout:
+    """Return the stored buffer of one rank's group, whose elements have `itemsize` bytes in a slot.
+    Each parameter can be stored as its spec says (see `WeightFormat.refusal`)."""
+    parts, end = [], 0
+    for spec in layout.params:
+        weights, nbytes = spec.stored, spec.numel * itemsize
+        stored = nbytes if weights is None else weights.stored_nbytes(spec.numel)
+        begin = spec.offset * itemsize
+        values, there = slice(begin, begin + nbytes), slice(end, end + stored)
+        parts.append(QuantizedPart(spec, values, there, weights))
+        end = round_up(there.stop, LINE_NBYTES)
+    # no state is empty
+    return QuantizedLayout(tuple(parts), layout.numel * itemsize, max(end, LINE_NBYTES))

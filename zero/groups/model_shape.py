@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from offload.tiers.cached_layer import CachedLayer
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.layout import Layout, ParamShape, lay_out
 from offload.zero.groups.storage import Storage
 from offload.zero.ranks.sharding import ALONE, Sharding

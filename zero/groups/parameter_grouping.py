@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.tiers.cached_layer import CachedLayer
 from offload.tiers.errors import ConfigError, UnsupportedError
 from offload.zero.experts.packed import PackedParam
-from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.layout import ParamShape
 from offload.zero.groups.model_shape import (
     SMALL_TABLE_NUMEL,

@@ -9,7 +9,6 @@ from itertools import chain
 from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.errors import ConfigError
 from offload.zero.groups.layout import ParamShape
-from offload.zero.groups.quantized_layout import refusal
 
 HEAD = "lm_head"  # stays as it is where nothing is said: its rounding is seen in every logit
 # Adapters of PEFT are small, and not rounded with the weights that they adapt, also where frozen.
@@ -57,7 +56,7 @@ class Storage:
         stored = [param for param in params if self.stores(param)]
         if not stored:
             raise ConfigError(f"storage.weights: {self.format.name}: {self._why_none(params)}")
-        refused = {p.name: why for p in stored if (why := refusal(p.shape, self.format))}
+        refused = {p.name: why for p in stored if (why := self.format.refusal(p.shape))}
         for name, why in refused.items():
             raise ConfigError(
                 f"storage.group_size: {self.format.group_size}: {name} cannot be stored in "

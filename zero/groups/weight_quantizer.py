@@ -12,7 +12,7 @@ from offload.kernels.gpu import triton_dequantize as device_kernels
 from offload.kernels.weight_formats import WeightFormat
 from offload.tiers.accelerator import is_accelerator
 from offload.tiers.errors import UnsupportedError
-from offload.zero.groups.quantized_layout import QuantizedLayout, QuantizedPart
+from offload.zero.groups.layout import QuantizedLayout, QuantizedPart
 
 _SHARED_NUMEL = 1 << 20
 

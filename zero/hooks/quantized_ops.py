@@ -21,7 +21,7 @@ from torch.nn import functional
 from offload.kernels.bits import flat_array
 from offload.kernels.cpu.quantization import dequantize_weights
 from offload.kernels.cpu.weight_products import MAX_ROWS, in_lane_order, multiply
-from offload.zero.groups.quantized_layout import QuantizedPart
+from offload.zero.groups.layout import QuantizedPart
 from offload.zero.groups.weight_quantizer import WeightQuantizer, split_codes
 
 # Operations whose result is no view of what they read (`float` of other dtypes), and that write to

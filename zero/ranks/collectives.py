@@ -151,13 +151,10 @@ def _sum_in_order(parts: torch.Tensor, out: torch.Tensor) -> None:
 def _all_gather(
     whole: torch.Tensor, own: torch.Tensor, group: Group, what: str, limit: timedelta
 ) -> None:
-    ranks = group.size()
     # Gloo's own all-gather takes two to three times as long
     is_gloo = whole.device.type == "cpu" and dist.get_backend(group) == "gloo"
-    if ranks == 1 or is_gloo:
-        place = _place_of(whole, own, group)
-        if ranks > 1:
-            _send_to_all(whole, place, group, what, limit)
+    if group.size() == 1 or is_gloo:
+        _send_to_all(whole, _place_of(whole, own, group), group, what, limit)
         return
     all_gather_flat(whole, own, group)
 
@@ -186,8 +183,7 @@ def _send_to_all(
     moves, tag = [], crc32(what.encode()) & 0x7FFFFFFF
     for distance in range(1, ranks):
         to, source = (rank + distance) % ranks, (rank - distance) % ranks
-        moves.append(dist.P2POp(dist.isend, own, group=group, tag=tag, group_peer=to))
-        arriving = whole[source * step : (source + 1) * step]
-        moves.append(dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=source))
-    for work in dist.batch_isend_irecv(moves):
+        moves.append(group.send([own], to, tag))
+        moves.append(group.recv([whole[source * step : (source + 1) * step]], source, tag))
+    for work in moves:
         work.wait(limit)

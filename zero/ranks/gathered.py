@@ -205,6 +205,8 @@ class GatheredState(SharedState):
         fetch: Fetch | None = None
         if service is not None:
             fetch = partial(self._fetch, service, service.phase, self._is_ahead)
+        else:
+            self._gatherer.collectives.watch.follow(f"the all-gather of {self.name}")
         self._submit(partial(self._gather, whole, update, before, fetch))
 
     def _gather(

@@ -16,6 +16,9 @@ no rank reads them. When a collective fails - a connection is closed because a r
 silent, has left, or is not in it is named in the RankError that replaces the backend's error. After
 that no collective is begun any more: each raises at once.
 
+Where ranks gather together, one that waits compares what it has begun with the next rank's: two
+that differ wait for ever, and all ranks are told so at once (`RankWatch.follow`).
+
 No rank waits longer than `timeout_s`, plus what it takes to ask: a collective that begins while
 another one waits is given what that one has left, so that all of a rank's threads are free at about
 the same time, and closing does not wait a second time.
@@ -32,6 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,13 +51,17 @@ _log = logging.getLogger("offload")
 BEAT_S = 0.5
 PATIENCE_S = 2.5  # a rank that lives has spoken within it: five beats
 _ASKING_S = 3.5  # the longest that asking may take, also if the store hangs
+_SOON_S = 1.0  # what has begun earlier may wait for what never comes
+_MOST = 1024  # begun in a turn: in evaluation, ranks exchange nothing
+_STOP = 4  # the tag of a message that is never sent
 _MIN_WAIT_S = 2.0  # for a collective that begins just before another one's time is over
 _GONE = "it ended, or was killed, stopped or cut off"
 _REMEDY = (
     ". Forward and backward passes, optimizer.step(), evaluations, checkpoints and state dicts are "
     "for all ranks alike, and equally many on each (a sampler with drop_last=True): take them out "
     "of what only one rank runs. At stage 3 on GPUs all ranks call the same modules in the same "
-    "order: give a rank without an image for a tower a blank one whose loss counts 0"
+    "order: give a rank without an image for a tower a blank one whose loss counts 0, or set "
+    "zero.stage: 2"
 )
 
 
@@ -72,31 +80,30 @@ class RankRecord:
     left: str | None = None  # why, "" if it has simply closed its engine
 
 
-class RankRecords:
-    """The records of all ranks that made the same engine. Calls may block for as long as the
-    process behind the store is stopped, and raise RuntimeError once it is gone."""
+class Notices:
+    """What the ranks that made the same engine tell each other. For one thread. Calls may block for
+    as long as the process behind the store is stopped, and raise RuntimeError once it is gone."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        """Every rank makes its engines in the same order: their number tells them apart."""
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        self.store = store
-        self._rank = rank
-        number = self.store.add(f"offload/engines/{rank}", 1)
-        self._prefix = f"offload/records/{number}"
-        # A client does one thing at a time: one that is stuck must not keep the other from it, nor
+    def __init__(self, store: Store, prefix: str) -> None:
+        # A client does one thing at a time: one that is stuck must not keep another from it, nor
         # the process group.
-        self._publishing, self._reading = _client(self.store), _client(self.store)
+        self._store = PrefixStore(prefix, _client(store))
 
-    def publish(self, record: RankRecord) -> None:
-        """Publish a record. For one thread."""
-        self._publishing.set(f"{self._prefix}/{self._rank}", json.dumps(asdict(record)))
+    def put(self, key: str, value: object) -> None:
+        self._store.set(key, json.dumps(value))
 
-    def read(self, rank: int) -> RankRecord | None:
-        """Return a rank's last record, None if there is none. For one thread."""
-        key = f"{self._prefix}/{rank}"
-        there = self._reading.check([key])
-        return RankRecord(**json.loads(self._reading.get(key))) if there else None
+    def get(self, key: str) -> Any:
+        """Return what was last put there, None if nothing was."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def record(self, rank: int) -> RankRecord | None:
+        told = self.get(str(rank))
+        return told and RankRecord(**told)
+
+    def verdict(self) -> Findings | None:
+        """Return what one rank has found for all of them."""
+        told = self.get("verdict")
+        return told and Findings(tuple(told[0]), told[1])
 
 
 @dataclass(slots=True)
@@ -122,7 +129,14 @@ class RankWatch:
         self._rank = rank
         self._others = [other for other in ranks if other != rank]
         self._device = device
-        self._records = RankRecords(store, rank)
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        # every rank makes its engines in the same order: their number tells them apart
+        prefix = f"offload/records/{store.add(f'offload/engines/{rank}', 1)}"
+        self._told, self._asked = Notices(store, prefix), Notices(store, prefix)
+        self.follows = False  # ranks gather together
+        self.begun: tuple[int, list[str]] = 0, []  # in order; a turn ends when all ranks agree
+        self._next = ranks[(ranks.index(rank) + 1) % len(ranks)]
         self.lane = Lane(WaitFor.RANKS)
         self._lock = threading.Lock()  # guards the fields below; never held while anything blocks
         self._beat = 0
@@ -134,7 +148,7 @@ class RankWatch:
         self._asking = threading.Lock()  # one thread asks, the others take over what it found
         self._findings: Findings | None = None
         self._wake, self._told_all = threading.Event(), threading.Event()
-        self._records.publish(self._record())
+        self._publish()
         self._thread = threading.Thread(target=self._tell, name="offload-ranks", daemon=True)
         self._thread.start()
 
@@ -162,7 +176,8 @@ class RankWatch:
         if watched.is_queued:
             watched.mark = mark_here(self._device)  # in it until the GPU is
         else:
-            self._end(watched)
+            with self._lock:
+                self._doing.remove(watched)
 
     def _begin(
         self, what: str, groups: tuple[dist.ProcessGroup, ...], members: tuple[int, ...],
@@ -181,10 +196,6 @@ class RankWatch:
             left = self.timeout_s - (now - min(waiting, default=now))
             self._doing.append(watched)
         return watched, timedelta(seconds=max(left, min(self.timeout_s, _MIN_WAIT_S)))
-
-    def _end(self, watched: _Watched) -> None:
-        with self._lock:
-            self._doing.remove(watched)
 
     def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
         """Return the error for a collective that failed. This rank's record stays in it."""
@@ -206,6 +217,27 @@ class RankWatch:
             self._failure = self._failure or explained
         self._wake.set()
         return explained
+
+    def follow(self, what: str) -> None:
+        """Note that this rank begins what all ranks begin in the same order, that of the program:
+        gathers where ranks gather together, and exchanges of numbers. Ranks that differ in it wait
+        for each other for ever, however slow they are; those that do not are only slow.
+
+            rank 0   embed │ tower.0 │ tower.1 ...     rank 1 skips the tower
+            rank 1   embed │ layers.0 │ layers.1 ...
+
+        Not reductions: they come in other places where gradients are missing."""
+        if self.follows:
+            turn, begun = self.begun
+            self.begun = (turn + 1, [what]) if len(begun) == _MOST else (turn, [*begun, what])
+
+    def await_difference(self) -> NoReturn:
+        """Wait inside `during` while the watches of ranks that differ find out where; raises the
+        RuntimeError that becomes their RankError."""
+        deadline = time.monotonic() + 2 * PATIENCE_S
+        while self._findings is None and time.monotonic() < deadline:
+            time.sleep(BEAT_S / 2)
+        raise RuntimeError("the ranks went different ways")
 
     def parted(self, why: str) -> RankError:
         """Return the error for this and all other ranks: no collective is begun any more."""
@@ -233,13 +265,15 @@ class RankWatch:
         return Findings((), f"{text}of what hosts it (the launcher, or rank 0) holds: {_GONE}")
 
     def _ask(self, watched: _Watched) -> Findings:
-        before = {rank: self._records.read(rank) for rank in self._others}
+        if (verdict := self._asked.verdict()) is not None:
+            return verdict
+        before = {rank: self._asked.record(rank) for rank in self._others}
         after, unsure = dict(before), set(self._others)
         deadline = time.monotonic() + PATIENCE_S
         while unsure and time.monotonic() < deadline:
             time.sleep(BEAT_S / 2)
             for rank in tuple(unsure):
-                first, now = before[rank], self._records.read(rank)
+                first, now = before[rank], self._asked.record(rank)
                 after[rank] = now
                 spoke = now is not None and (first is None or now.beat > first.beat)
                 if spoke or (now is not None and now.left is not None):
@@ -247,10 +281,11 @@ class RankWatch:
         return _find_missing(watched, before, after)
 
     # ---------------------------------------------------------------- telling the others
-    def _record(self) -> RankRecord:
+    def _publish(self) -> None:
         with self._lock:
             self._beat += 1
-            return RankRecord(self._beat, [each.what for each in self._doing], self._left)
+            record = RankRecord(self._beat, [each.what for each in self._doing], self._left)
+        self._told.put(str(self._rank), asdict(record))
 
     def _tell(self) -> None:
         """Publish this rank's record, on the telling thread."""
@@ -259,7 +294,8 @@ class RankWatch:
             self._wake.clear()
             leaving, closing = self._left is not None, self._closing
             try:
-                self._records.publish(self._record())
+                self._publish()
+                self._compare_orders(leaving)
             except RuntimeError as error:  # its host has ended: perhaps all have
                 _log.debug("rank %d cannot be heard any more: %s", self._rank, error)
                 closing = True
@@ -269,6 +305,31 @@ class RankWatch:
                 return
             self._look_at_device()
 
+    def _compare_orders(self, leaving: bool) -> None:
+        """Tell what this rank has begun if it waits, or leaves; and compare it with the next rank's
+        while it waits. If all wait, some rank differs from the next one."""
+        soon = time.monotonic() - _SOON_S
+        with self._lock:
+            waiting = [each for each in self._doing if each.began < soon]
+        if not (self.follows and (waiting or leaving)):
+            return
+        turn, mine = self.begun
+        self._told.put(f"order/{self._rank}", (turn, mine))
+        if not waiting or self._aborting:
+            return
+        found, theirs = self._told.verdict(), self._told.get(f"order/{self._next}")
+        if found is None and theirs is not None and theirs[0] == turn:
+            pairs = zip(mine, theirs[1], strict=False)
+            for here, there in (each for each in pairs if each[0] != each[1]):
+                text = f"rank {self._rank} has begun {here}; rank {self._next} has begun {there}"
+                said = f"the ranks went different ways: {text}{_REMEDY}"
+                found = Findings((self._rank, self._next), said)
+                self._told.put("verdict", (found.ranks, found.text))
+                break
+        if found is not None:
+            self._findings = self._findings or found
+            self._abort(waiting[0])
+
     def leave(self) -> None:
         """Tell the others that this rank takes part in nothing any more, and why: the exception
         that is being handled, if any. The first call counts. Blocks for 1.5 s at most."""
@@ -276,7 +337,9 @@ class RankWatch:
         with self._lock:
             if self._left is not None:
                 return
-            self._left = "" if error is None else f"{type(error).__name__}: {_first_line(error)}"
+            said = "" if error is None else f"{type(error).__name__}: {_first_line(error)}"
+            self.follow(f"its end ({said or 'it has closed its engine'})")
+            self._left = said
             if isinstance(error, RankError) and self._failure is None:
                 self._failure = error
         self._wake.set()
@@ -301,21 +364,29 @@ class RankWatch:
     # (Written for several GPUs and not yet run on any.)
     def _look_at_device(self) -> None:
         with self._lock:
-            queued = [each for each in self._doing if each.mark is not None]
-        for watched in queued:
-            assert watched.mark is not None, "just chosen so"
-            if watched.mark.done():
-                self._end(watched)
+            queued = [(each, each.mark) for each in self._doing if each.mark is not None]
+        for watched, mark in queued:
+            if mark.done():
+                with self._lock:
+                    self._doing.remove(watched)
             elif time.monotonic() - watched.began > self.timeout_s and not self._aborting:
-                self._aborting = True
-                # asked on another thread: this one has to go on telling
-                threading.Thread(target=self._abort, args=(watched,), daemon=True).start()
+                self._abort(watched)
                 return
 
     def _abort(self, watched: _Watched) -> None:
-        _log.error("%s", self._explain(watched, None))
-        for group in watched.groups:
-            group.abort()
+        """End `watched` and all else that this rank is in, on another thread: this one has to go on
+        telling."""
+        self._aborting = True
+
+        def abort() -> None:
+            _log.error("%s", self._explain(watched, None))
+            with self._lock:
+                doing = list(self._doing)  # nothing is begun any more
+            for each in doing:
+                for group in each.groups:
+                    _abort_group(group, is_queued=each.is_queued)
+
+        threading.Thread(target=abort, daemon=True).start()
 
 
 def _find_missing(
@@ -344,6 +415,16 @@ def _find_missing(
             texts = [f"rank {rank} {text}" for rank, text in reasons.items()]
             return Findings(tuple(reasons), "; ".join(texts) + remedy)
     return Findings((), "no rank is missing")
+
+
+def _abort_group(group: dist.ProcessGroup, *, is_queued: bool) -> None:
+    """End what this rank waits for in a group; nothing more is done in it."""
+    if is_queued:
+        group.abort()
+        return
+    for other in set(range(group.size())) - {group.rank()}:
+        with suppress(RuntimeError):  # gloo closes all connections where a message does not come
+            group.recv([torch.empty(1)], other, _STOP).wait(timedelta(milliseconds=1))
 
 
 def _place_of(record: RankRecord) -> str:

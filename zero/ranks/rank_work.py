@@ -41,7 +41,7 @@ class RankWork(RankWeights):
         the order of use."""
 
     def note(self, what: str) -> None:
-        """Note that all ranks should do this now (see `Ranks.note`)."""
+        """Note that all ranks should do this now (see `Ranks.notes`)."""
 
 
 class SharedWork(RankWork):
@@ -72,6 +72,8 @@ class SharedWork(RankWork):
         self._gatherer = Gatherer(
             self.collectives, memory.pool, room, ranks.device, memory.fences, self._service()
         )
+        together = self.sharding.parameters and self._gatherer.service is None
+        ranks.watch.follows |= together and self.sharding.replicas == 1
         same = ranks.same_experts(ep_size) if ep_size > 1 else None
         self._experts = RankWork()
         if same is not None:
@@ -171,7 +173,7 @@ class SharedWork(RankWork):
         self._experts.refresh_updated()
 
     def note(self, what: str) -> None:
-        self.ranks.note(what)
+        self.ranks.notes.append(what)
 
     def moved_nbytes(self) -> dict[str, int]:
         own, theirs = self.collectives.moved_nbytes, self._experts.moved_nbytes()

@@ -36,7 +36,8 @@ class Ranks:
     control: Group  # all ranks, between CPUs
     watch: RankWatch
     owns_world: bool  # the process group was made here
-    notes: list[str] = field(default_factory=list)  # since the last exchange
+    # actions of all ranks since the last exchange: the next one compares them
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def join(
@@ -130,10 +131,6 @@ class Ranks:
             gather, reduce, across = (_group_of(each, limit) for each in (shards, shards, replicas))
         return Collectives(gather, reduce, across, self.watch)
 
-    def note(self, what: str) -> None:
-        """Note an action of all ranks without an exchange: the next exchange compares notes."""
-        self.notes.append(what)
-
     def exchange(
         self, numbers: Sequence[int], what: str = "what each rank has", name: str = ""
     ) -> np.ndarray:
@@ -164,12 +161,17 @@ class Ranks:
         with self.watch.during(what, self.control):
             asked = "\n".join([what, *self.notes])
             few = [*numbers[:_FEW], *[0] * (_FEW - len(numbers))]
-            question = [crc32(asked.encode()), len(numbers), *few]
+            turn, begun = self.watch.begun
+            self.watch.follow(what)
+            question = [crc32("\n".join(begun).encode()), crc32(asked.encode()), len(numbers), *few]
             rows = self._gather(torch.tensor(question, dtype=torch.int64))
-            if (rows[:, :2] != rows[0, :2]).any():
+            if (rows[:, 0] != rows[0, 0]).any():
+                self.watch.await_difference()
+            if (rows[:, 1:3] != rows[0, 1:3]).any():
                 self._refuse_to_part(f"{what}{name and f' ({name})'}")
             self.notes.clear()
-            yield rows[:, 2:]
+            self.watch.begun = turn + 1, []
+            yield rows[:, 3:]
 
     def _refuse_to_part(self, what: str) -> NoReturn:
         if self.notes:
@@ -224,19 +226,14 @@ class Ranks:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a tensor (1D) to another rank, which must `receive` it."""
-        moved = tensor.cpu().contiguous()
         with self._between(self.rank, to) as limit:
-            work = dist.isend(moved, group=self.control, group_dst=to)
-            assert work is not None, "of this group"
-            work.wait(limit)
+            self.control.send([tensor.cpu().contiguous()], to, 0).wait(limit)
 
     def receive(self, numel: int, dtype: torch.dtype, source: int) -> torch.Tensor:
         """Return a tensor that another rank sends, in host memory."""
         received = torch.empty(numel, dtype=dtype)
         with self._between(source, self.rank) as limit:
-            work = dist.irecv(received, group=self.control, group_src=source)
-            assert work is not None, "of this group"
-            work.wait(limit)
+            self.control.recv([received], source, 0).wait(limit)
         return received
 
     def all_succeeded(self, error: BaseException | None) -> str | None:
@@ -308,14 +305,3 @@ def _group_of(ranks: Sequence[int], limit: timedelta, backend: str | None = None
     )
     assert group is not None, "this rank is one of them"
     return group
-
-
-def end_world() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def control_device(device: torch.device) -> torch.device:
-    """Return the device where all ranks, which compute on `device`, can exchange numbers."""
-    gloo = "gloo" in str(dist.get_backend_config())
-    return torch.device("cpu") if gloo else device

@@ -357,7 +357,7 @@ class SharedReductions(Reductions):
         for index in indices:
             if group.had[index]:
                 group.had[index] = False
-                self._ranks.note(f"{group.specs[index].name}.grad is cleared")
+                self._ranks.notes.append(f"{group.specs[index].name}.grad is cleared")
 
     def _put_in_order(self, order: list[int]) -> None:
         self._order = order
@@ -523,7 +523,7 @@ class SharedReductions(Reductions):
         for group in self._groups:
             group.had[:] = False
         if not self._wait_for_complete_groups:
-            self._ranks.note("all gradients are cleared")
+            self._ranks.notes.append("all gradients are cleared")
         self._kept_passes = False
         self._arrivals.clear()
         self._experts.discard()

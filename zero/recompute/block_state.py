@@ -101,7 +101,8 @@ class BlockState:
         """Drop the copies of large tensors that the forward, which is over, left as they were."""
         for name, tensor in self._tensors():
             kept = self._kept.get(id(tensor))
-            if kept is not None and _is_large(kept) and _same_bits(kept, tensor):
+            is_large = kept is not None and kept.nbytes > KEPT_NBYTES and not kept.is_inference()
+            if kept is not None and is_large and _same_bits(kept, tensor):
                 del self._kept[id(tensor)]
                 self._watched.append(_Watched(name, tensor, tensor._version))
         self._exchange(lambda value: self._kept.get(id(value), value))
@@ -161,21 +162,14 @@ def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
             copies.update((id(view), view.clone()) for view in views)
         else:
             memory = views[0].untyped_storage().clone()
-            copies.update((id(view), _view_of(memory, view)) for view in views)
+            for view in views:
+                place = view.storage_offset(), view.shape, view.stride()
+                copies[id(view)] = view.detach().new_empty(0).set_(memory, *place)
     return copies
-
-
-def _view_of(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(memory, like.storage_offset(), like.shape, like.stride())
 
 
 def _copied(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     return copy.copy(value) if type(value) in _CONTAINERS else copies.get(id(value), value)
-
-
-def _is_large(tensor: torch.Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() > KEPT_NBYTES and not tensor.is_inference()
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

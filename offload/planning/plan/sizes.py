@@ -14,9 +14,8 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.placement import Placement
 from offload.tiers.tier import PAGE_NBYTES, TIERS, Tier
 from offload.tiers.units import round_up
-from offload.zero.groups.layout import Layout
+from offload.zero.groups.layout import Layout, lay_out_quantized
 from offload.zero.groups.model_shape import GroupShape, ModelShape
-from offload.zero.groups.quantized_layout import lay_out_quantized
 from offload.zero.ranks.sharding import ALONE, Sharding
 from offload.zero.step.records import RecordFormat
 

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from offload.config.training import MAX_LAYERS, MAX_PARAMS, ModelConfig
 from offload.process.disk_cache import remembered
+from offload.tiers.cached_layer import CachedLayer
 from offload.tiers.errors import ConfigError
 from offload.tools.memest.generation import CacheShape
 from offload.tools.memest.source.model_source import key_of
-from offload.zero.groups.cached_layer import CachedLayer
 from offload.zero.groups.model_shape import ModelShape
 
 if TYPE_CHECKING:
