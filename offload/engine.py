@@ -46,7 +46,7 @@ from offload.swap.states.fetching import Fetcher
 from offload.swap.threads.lanes import waits_s
 from offload.swap.threads.worker import ParallelRunner, available_cores
 from offload.tiered_model import DTYPES, Closed, TieredModel, refuse_shared
-from offload.tiers.errors import OffloadError, UnsupportedError
+from offload.tiers.errors import OffloadError, StateError, UnsupportedError
 from offload.weights.initialisation import WeightInitialisation
 from offload.weights.lazy_tensors import LazyWeights
 from offload.weights.safetensors_weights import first_weights
@@ -471,8 +471,9 @@ class Engine(TieredModel):
         save reads them all to hash them, the next ones those that were written since.
 
         Raises StateError while gradients wait for a step, inside `gathered`, or with `frozen=False`
-        if all parameters are frozen; PathError for a folder that holds anything else or cannot be
-        written; UnsupportedError if parameters are DTensors, whose `state_dict()` is complete.
+        if all parameters are frozen, or if ranks differ in `frozen`; PathError for a folder that
+        holds anything else or cannot be written; UnsupportedError if parameters are DTensors, whose
+        `state_dict()` is complete.
         """
         path = local_path_of(path, "path")
         _refuse_parts("save_checkpoint", self._open())
@@ -491,6 +492,12 @@ class Engine(TieredModel):
                 live_engine.last_checkpoint = saved
 
         if wait or not self._saves.begin(self, path, state, note, frozen=frozen):
+            said = self.store.ranks.exchange([int(frozen)], "whether frozen parameters are saved")
+            if (said != said[0]).any():
+                raise StateError(
+                    f"{path} was not saved: save_checkpoint(frozen=) has to be the same on all "
+                    f"ranks, and is {frozen} on this one"
+                )
             save_engine(self, path, state, frozen=frozen)
             note()
         if earlier is not None:  # of the one before; this one is saved all the same

@@ -75,6 +75,8 @@ def fail_to_save(folder: str) -> list[str]:
         steps(engine, 0, 1)
         told = []
         (Path(folder) / "file").touch()
+        with pytest.raises(StateError, match=r"save_checkpoint\(frozen=\) has to be the same"):
+            engine.save_checkpoint(Path(folder) / "part", frozen=dist.get_rank() == 0)
         for call, path in (
             (engine.save_checkpoint, Path(folder) / "file"),
             (engine.load_checkpoint, Path(folder) / "nowhere"),
