@@ -462,8 +462,8 @@ class Engine(TieredModel):
         there is room, updates of others wait until the thread has passed them. The folder appears
         when it is complete. One is under way at a time: the next save, a load, `close` and
         `checkpoint_saved` wait for it, and raise its error (the next save when it is
-        complete itself). On several ranks, or where a state to be saved is at home on a GPU or
-        quantized, it waits all the same, and says so once.
+        complete itself). On several ranks each has such a thread, and an error of one is raised on
+        all. Where a state to be saved is quantized it waits all the same, and says so once.
 
         With `frozen=False` the frozen parameters are left out, and named by a hash of each: the
         checkpoint of adapters has adapters, their masters and optimizer states, and all else, in
@@ -471,9 +471,9 @@ class Engine(TieredModel):
         save reads them all to hash them, the next ones those that were written since.
 
         Raises StateError while gradients wait for a step, inside `gathered`, or with `frozen=False`
-        if all parameters are frozen, or if ranks differ in `frozen`; PathError for a folder that
-        holds anything else or cannot be written; UnsupportedError if parameters are DTensors, whose
-        `state_dict()` is complete.
+        if all parameters are frozen, or if ranks differ in `frozen` or `wait`; PathError for a
+        folder that holds anything else or cannot be written; UnsupportedError if parameters are
+        DTensors, whose `state_dict()` is complete.
         """
         path = local_path_of(path, "path")
         _refuse_parts("save_checkpoint", self._open())
@@ -491,13 +491,13 @@ class Engine(TieredModel):
             if (live_engine := engine()) is not None:
                 live_engine.last_checkpoint = saved
 
+        asked = self.store.ranks.exchange([int(frozen), int(wait)], "how a checkpoint is saved")
+        if (asked != asked[0]).any():
+            raise StateError(
+                f"{path} was not saved: save_checkpoint(frozen=, wait=) has to be the same on all "
+                f"ranks, and is frozen={frozen}, wait={wait} on this one"
+            )
         if wait or not self._saves.begin(self, path, state, note, frozen=frozen):
-            said = self.store.ranks.exchange([int(frozen)], "whether frozen parameters are saved")
-            if (said != said[0]).any():
-                raise StateError(
-                    f"{path} was not saved: save_checkpoint(frozen=) has to be the same on all "
-                    f"ranks, and is {frozen} on this one"
-                )
             save_engine(self, path, state, frozen=frozen)
             note()
         if earlier is not None:  # of the one before; this one is saved all the same
@@ -516,12 +516,15 @@ class Engine(TieredModel):
         )
 
     def checkpoint_saved(self, *, wait: bool = True) -> bool:
-        """Return whether no save of `save_checkpoint(wait=False)` is in progress any more: with
-        `wait` it is True on return. Raises the error of the last save, once."""
+        """Return whether no save of `save_checkpoint(wait=False)` is in progress any more, on any
+        rank: with `wait` it is True on return. Raises the error of the last save, once. All ranks
+        call it together."""
         self._check_open()
-        under_way = self._saves.under_way
-        if not wait and under_way is not None and not under_way.has_ended:
-            return False
+        if not wait:
+            under_way = self._saves.under_way
+            goes_on = under_way is not None and not under_way.has_ended
+            if self.store.ranks.exchange([int(goes_on)], "whether a save is in progress").any():
+                return False
         self._saves.wait()
         return True
 

@@ -359,7 +359,7 @@ class Trainer:
         self.folder.metrics.flush()  # a run that goes on from there finds all steps before it
         self.engine.save_checkpoint(
             self.folder.checkpoint_path(done), state={"step": done},
-            wait=now or last or self.world.size > 1,  # ranks would wait all the same, and say so
+            wait=now or last,
         )  # fmt: skip
         self._prune()
 

@@ -9,7 +9,8 @@ import torch
 from offload.swap.device.device_slot import Links
 from offload.swap.device.streams import StreamEvent, keeping, mark_here
 from offload.swap.io.io_backend import Priority
-from offload.swap.states.state import HostPiece, State
+from offload.swap.states.memory_state import HomeSnapshot
+from offload.swap.states.state import HostPiece, Snapshot, State
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.errors import StateError
 from offload.tiers.memory_tier import Lease
@@ -17,12 +18,11 @@ from offload.tiers.tier import Residency
 
 
 class DeviceHomeState(State):
-    """Device memory is the home. What other streams do in it is remembered by marks: the stream
-    that works in it next waits for them. It has no snapshots: the device's work is queued, and
-    overwrites it at any time."""
+    """Device memory is the home. Work in it waits for the marks of what other streams do in it."""
 
     in_place = True
     at_home_on_device = True
+    can_snapshot = True
 
     def __init__(
         self, name: str, nbytes: int, piece_nbytes: int, lease: Lease, links: Links,
@@ -104,6 +104,19 @@ class DeviceHomeState(State):
         mark = self._links.to_device.copy(self._lease.tensor[span], source)
         self._worked(mark)
         return self._links.to_device.transfer(mark, f"{self.name} to the device", keeping(source))
+
+    # ---------------------------------------------------------------- a save in the background
+    def snapshot(self) -> Snapshot:
+        self.settle()
+        mark_here(self._links.device).wait()  # it may have been written to in place
+        return HomeSnapshot(self._read_unchanged)
+
+    def _read_unchanged(self, piece: int, pages: torch.Tensor) -> HostPiece:
+        """Copy a piece on any thread. What wrote it is done, and nothing overwrites it meanwhile:
+        the copy waits for no mark, and leaves none."""
+        source = self._lease.tensor[self.span(piece)]
+        self._links.to_host.copy(pages[: source.numel()], source, after=()).wait()
+        return HostPiece(pages)
 
     # ---------------------------------------------------------------- update on the device
     def device_piece(self, piece: int) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -109,7 +110,7 @@ class MemoryState(State):
         self.drop_old()
 
     def snapshot(self) -> Snapshot:
-        return MemorySnapshot(lambda piece: HostPiece(self._memory[self.span(piece)]))
+        return HomeSnapshot(lambda piece, pages: HostPiece(self._memory[self.span(piece)]))
 
     def discard(self) -> None:
         """Keep the memory, which is a permanent home; its content no longer counts."""
@@ -123,22 +124,12 @@ class MemoryState(State):
             self._lease.free()
 
 
-class MemorySnapshot:
-    """A snapshot of a home in host memory. It is the home itself: a piece must not be overwritten
-    before it was let go."""
+@dataclass(frozen=True)
+class HomeSnapshot:
+    """A snapshot that is the home itself: a piece must not be overwritten before it was let go."""
 
+    read: Callable[[int, torch.Tensor], HostPiece]
     is_versioned = False
-
-    def __init__(self, piece_of: Callable[[int], HostPiece]) -> None:
-        self._piece_of = piece_of
-
-    def host_piece(self, piece: int) -> HostPiece | None:
-        return self._piece_of(piece)
-
-    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
-        view = self._piece_of(piece).view
-        destination[: view.numel()].copy_(view)
-        return Transfer.completed(None)
 
     def let_go(self, piece: int) -> None:
         """Do nothing: the memory is the home's."""

@@ -81,11 +81,9 @@ class Snapshot(Protocol):
 
     is_versioned: bool  # the state may be overwritten meanwhile
 
-    def host_piece(self, piece: int) -> HostPiece | None:
-        """The piece in host memory; None where it has to be read."""
-
-    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
-        """Fill `destination` (host memory, whole pages, at least the piece's bytes)."""
+    def read(self, piece: int, pages: torch.Tensor) -> HostPiece:
+        """Start to read a piece into `pages` (host memory, whole pages, at least the piece's
+        bytes), unless it is in host memory anyway."""
 
     def let_go(self, piece: int) -> None:
         """Let go of a piece that is not needed any more. Idempotent."""

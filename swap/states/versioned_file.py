@@ -145,14 +145,12 @@ class FileSnapshot:
         for block in blocks:
             store.keep(block)
 
-    def host_piece(self, piece: int) -> HostPiece | None:
-        return None
-
-    def read_piece(self, piece: int, destination: torch.Tensor) -> Transfer[None]:
+    def read(self, piece: int, pages: torch.Tensor) -> HostPiece:
         block = self._blocks[piece]
         assert block is not None, "not let go yet"
-        pages = destination.numpy().data[: round_up(block.nbytes, PAGE_NBYTES)]
-        return self._store.read(block, pages, priority=Priority.BACKGROUND)
+        destination = pages.numpy().data[: round_up(block.nbytes, PAGE_NBYTES)]
+        reading = self._store.read(block, destination, priority=Priority.BACKGROUND)
+        return HostPiece(pages, (reading,))
 
     def let_go(self, piece: int) -> None:
         block, self._blocks[piece] = self._blocks[piece], None

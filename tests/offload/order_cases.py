@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -106,6 +108,21 @@ def loading(engine: offload.Engine, data: list[Tensor], accumulate: int) -> None
     model, optimizer = engine.module, engine.optimizer
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+def saving(engine: offload.Engine, data: list[Tensor], accumulate: int) -> None:
+    """After the step comes a save beside the next one: its bytes are those of the step before."""
+    losses_of(engine, data, accumulate)
+    with TemporaryDirectory() as name:
+        waited, behind = Path(name) / "waited", Path(name) / "behind"
+        engine.save_checkpoint(waited)
+        gc.disable()  # garbage of the save's thread, found here, would count as not ordered
+        engine.save_checkpoint(behind, wait=False)
+        losses_of(engine, data, accumulate)
+        engine.checkpoint_saved()
+        gc.enable()
+        for file in waited.rglob("*.safetensors"):
+            assert file.read_bytes() == (behind / file.relative_to(waited)).read_bytes()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import offload
@@ -78,8 +80,8 @@ class Held:
 
 
 # ------------------------------------------------------------------------- the same bytes and bits
-def drawn_keys(draw: random.Random, folder: Path) -> tuple[dict[str, Any], int]:
-    """A configuration, and how many batches a step has."""
+def drawn_keys(draw: random.Random, folder: Path, stage: int | None) -> tuple[dict[str, Any], int]:
+    """A configuration, and how many batches a step has; with a `stage` for several ranks."""
     precision = draw.choice(["fp32", "bf16", "bf16", "fp16"])
     accumulate = draw.choice([1, 1, 3])
     homes = dict(PLACEMENTS[draw.choice(sorted(PLACEMENTS))])
@@ -97,7 +99,9 @@ def drawn_keys(draw: random.Random, folder: Path) -> tuple[dict[str, Any], int]:
         folder, homes, precision=precision, gradient_accumulation_steps=accumulate,
         clip_grad_norm=clip, optimizer=optimizer, prefetch=draw.choice([0, "auto", 8]),
     )  # fmt: skip
-    if draw.random() < 0.5 and homes["activations"]["tier"] == "device":
+    if stage is not None:
+        keys |= {"zero": {"stage": stage}, "budget": {"host": "64MiB", "nvme": "64MiB"}}
+    elif draw.random() < 0.5 and homes["activations"]["tier"] == "device":
         keys["budget"] = min_budget(TinyLM, keys)
     if draw.random() < 0.5:  # nvme, too, has no more than is needed
         with offload.initialize(seeded(TinyLM), keys) as engine:
@@ -109,10 +113,12 @@ def drawn_keys(draw: random.Random, folder: Path) -> tuple[dict[str, Any], int]:
 
 def trained(keys: Mapping[str, Any], accumulate: int, between: Callable[[Any], None]) -> Any:
     """Losses and states after six steps, with `between(engine)` after each."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with offload.initialize(seeded(TinyLM), dict(keys)) as engine:
         losses = []
         for step in range(6):
-            losses += losses_of(engine, batches(accumulate, seed=step), accumulate)
+            data = batches(accumulate * size, seed=step)[rank * accumulate :]
+            losses += losses_of(engine, data[:accumulate], accumulate)
             between(engine)
         engine.checkpoint_saved()
         states = states_of(engine)
@@ -127,35 +133,36 @@ def trained(keys: Mapping[str, Any], accumulate: int, between: Callable[[Any], N
 def test_it_has_the_bytes_of_one_that_is_waited_for_and_training_its_bits(
     tmp_path: Path, seed: int, long: bool
 ) -> None:
-    for number in range(seed * 100, seed * 100 + (18 if long else 1)):
-        _compare_drawn(number, tmp_path)
+    compare_drawn(range(seed * 100, seed * 100 + (18 if long else 1)), str(tmp_path))
 
 
-def _compare_drawn(number: int, folder: Path) -> None:
-    draw = random.Random(number)
-    keys, accumulate = drawn_keys(draw, folder)
-    expected = trained(keys, accumulate, lambda engine: None)
+def compare_drawn(numbers: range, parent: str, *, ranks: bool = False) -> None:
+    for number in numbers:
+        draw, folder = random.Random(number), Path(parent) / str(number)
+        keys, accumulate = drawn_keys(draw, folder, draw.randrange(4) if ranks else None)
+        expected = trained(keys, accumulate, lambda engine: None)
+        with slow(number):
+            losses, states = trained(keys, accumulate, partial(_save_and_compare, draw, folder))
+        assert files_of(folder / "behind") == files_of(folder / "waited"), keys
+        assert losses == expected[0], keys
+        assert_same_bits(states, expected[1])
+
+
+def _save_and_compare(draw: random.Random, folder: Path, engine: offload.Engine) -> None:
     waited, behind = folder / "waited", folder / "behind"
-
-    def compare() -> None:
-        assert files_of(behind) == files_of(waited), keys
-
-    def save(engine: offload.Engine) -> None:
-        if waited.exists() and draw.random() < 0.4:
-            return
-        engine.checkpoint_saved()
-        if waited.exists():
-            compare()
-        engine.save_checkpoint(waited)
-        engine.save_checkpoint(behind, wait=False)
-
-    with slow(number):
-        losses, states = trained(keys, accumulate, save)
-    compare()
-    assert losses == expected[0], keys
-    assert_same_bits(states, expected[1])
-    shutil.rmtree(waited)
-    shutil.rmtree(behind)
+    if waited.exists() and draw.random() < 0.4:
+        engine.checkpoint_saved(wait=False)
+        return
+    engine.checkpoint_saved()
+    if waited.exists():
+        assert files_of(behind) == files_of(waited), engine.config
+    engine.save_checkpoint(waited)
+    engine.save_checkpoint(behind, wait=False)
+    if draw.random() < 0.4:
+        next_one = draw.choice(
+            [engine.load_checkpoint, partial(engine.save_checkpoint, wait=False)]
+        )
+        next_one(behind)
 
 
 # ------------------------------------------------------------------------- writes meanwhile
@@ -285,24 +292,6 @@ def test_buffers_steps_and_numbers_are_those_of_the_call(
 
 
 # ------------------------------------------------------------------------- one at a time
-def test_the_next_save_a_load_and_close_wait_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with slow(max_s=0.05), offload.initialize(seeded(TinyLM), config(tmp_path, NVME)) as engine:
-        losses_of(engine, batches(1))
-        for name in ("a", "b"):
-            engine.save_checkpoint(tmp_path / name, wait=False)
-        assert (tmp_path / "a").is_dir()
-        engine.save_checkpoint(tmp_path / "c")
-        assert (tmp_path / "b").is_dir()
-        engine.save_checkpoint(tmp_path / "d", wait=False)
-        engine.load_checkpoint(tmp_path / "a")
-        assert (tmp_path / "d").is_dir()
-        engine.save_checkpoint(tmp_path / "h", wait=False)
-    assert sorted(os.listdir(tmp_path)) == list("abcdh")
-    assert "offload-checkpoint_0" not in {t.name for t in threading.enumerate()}
-
-
 def test_an_engine_that_is_dropped_completes_it(tmp_path: Path) -> None:
     with slow(max_s=0.05):
         engine = offload.initialize(seeded(TinyLM), config(tmp_path, HOST))
@@ -327,7 +316,7 @@ def test_where_it_cannot_go_on_beside_training_it_waits_and_says_so_once(
                 assert (tmp_path / name).is_dir()
     said = [r.getMessage() for r in caplog.records if "wait=False" in r.getMessage()]
     assert len(said) == 1
-    assert "parameters is at home in the device's memory, or quantized" in said[0]
+    assert "parameters is quantized" in said[0]
 
 
 # ------------------------------------------------------------------------- what goes wrong

@@ -301,7 +301,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(saving.Saver, "write_groups", interrupted)
+    monkeypatch.setattr(saving.Saver, "write_group", interrupted)
     losses_of(engine, batches(1))
     with pytest.raises(KeyboardInterrupt):
         engine.save_checkpoint(path)

@@ -144,17 +144,17 @@ def test_a_checkpoint_with_something_else_in_it_is_neither_replaced_nor_pruned(
 def test_what_comes_into_the_folder_during_the_save_is_kept(
     engine: offload.Engine, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.checkpoint.engine.saving import Saver
+    from offload.checkpoint.format.writer import CheckpointWriter
 
     path = Path(shutil.copytree(original, tmp_path / "saved"))
     before = tree(path)
-    finish = Saver.finish
+    finish = CheckpointWriter.finish
 
-    def finishing(saver: Saver) -> None:
-        finish(saver)
+    def finishing(files: CheckpointWriter) -> None:
+        finish(files)
         written(path, "notes.txt")
 
-    monkeypatch.setattr(Saver, "finish", finishing)
+    monkeypatch.setattr(CheckpointWriter, "finish", finishing)
     with pytest.raises(PathError, match=r"notes\.txt"):
         engine.save_checkpoint(path)
     assert os.listdir(tmp_path) == ["saved"]

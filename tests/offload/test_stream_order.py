@@ -6,6 +6,7 @@ tests/swap/happens_before.py for what counts as a race.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import time
@@ -25,6 +26,7 @@ from tests.offload.order_cases import (
     forward_last,
     loading,
     on_a_checked_device,
+    saving,
     writing,
 )
 
@@ -103,15 +105,25 @@ def test_nothing_races_where_updates_of_the_host_are_undone(number: int, tmp_pat
         assert undone
 
 
+def check(case: Case, folder: Path, chance: random.Random) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        world = on_a_checked_device(patch, prompt=chance.choice((0.0, 0.3)))
+        case.train(world, folder)
+        assert not world.races, f"{case}\n{world.order.report()}"
+        assert world.delayed > 5
+
+
+@pytest.mark.parametrize("number", range(0, len(PLACEMENTS), 12), ids=lambda n: str(PLACEMENTS[n]))
+def test_nothing_races_beside_a_save(number: int, tmp_path: Path) -> None:
+    chance = random.Random(number)
+    case = case_of(PLACEMENTS[number], DRAWN[number], chance)
+    check(dataclasses.replace(case, loop=saving), tmp_path, chance)
+
+
 @pytest.mark.parametrize("number", range(len(PLACEMENTS)), ids=lambda n: str(PLACEMENTS[n]))
 def test_nothing_races(number: int, tmp_path: Path, long: bool):
     if not long and sum(map(TIERS.index, PLACEMENTS[number])) % len(TIERS):
         pytest.skip("every fourth placement, in which all pairs of tiers are: --long has all")
     chance = random.Random(number)
     for way in WAYS if long else [DRAWN[number]]:
-        case = case_of(PLACEMENTS[number], way, chance)
-        with pytest.MonkeyPatch.context() as patch:
-            world = on_a_checked_device(patch, prompt=chance.choice((0.0, 0.3)))
-            case.train(world, tmp_path)
-            assert not world.races, f"{case}\n{world.order.report()}"
-            assert world.delayed > 5
+        check(case_of(PLACEMENTS[number], way, chance), tmp_path, chance)

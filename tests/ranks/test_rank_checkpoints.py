@@ -1,7 +1,6 @@
 """A checkpoint does not say how many ranks wrote it, nor at which stage."""
 
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import offload
 from offload.checkpoint.engine.shards import PieceAccess
-from offload.checkpoint.format.safetensors_file import SafetensorsWriter
 from offload.errors import CheckpointError, PathError, StateError, StorageError
 from offload.integrations.transformers.hub_format import stream_weights
 from tests.offload.engine_cases import (
@@ -26,6 +24,7 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
+from tests.offload.test_background_saves import compare_drawn
 from tests.ranks.processes import run_ranks
 from tests.ranks.programs import BUDGET, OPTIMIZER
 
@@ -75,7 +74,7 @@ def fail_to_save(folder: str) -> list[str]:
         steps(engine, 0, 1)
         told = []
         (Path(folder) / "file").touch()
-        with pytest.raises(StateError, match=r"save_checkpoint\(frozen=\) has to be the same"):
+        with pytest.raises(StateError, match=r"frozen=, wait=\) has to be the same"):
             engine.save_checkpoint(Path(folder) / "part", frozen=dist.get_rank() == 0)
         for call, path in (
             (engine.save_checkpoint, Path(folder) / "file"),
@@ -93,29 +92,6 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, tmp_path, fail_to_save, str(tmp_path))
     assert len(first) == len(second) == 2
     assert "rank 0: " in second[0]
-
-
-def save_slowly(folder: str) -> float:
-    """A save that takes longer than the longest wait for another rank; seconds."""
-    finish = SafetensorsWriter.finish
-
-    def slowly(writer: SafetensorsWriter) -> Any:
-        time.sleep(0.8)
-        return finish(writer)
-
-    SafetensorsWriter.finish = slowly  # type: ignore[method-assign]
-    with offload.initialize(
-        seeded(lambda: TinyLM(2)), keys_of(folder, 0, HOST, timeout_s=3)
-    ) as engine:
-        steps(engine, 0, 1)
-        started = time.monotonic()
-        engine.save_checkpoint(Path(folder) / "slow")
-        return time.monotonic() - started
-
-
-@pytest.mark.slow
-def test_a_save_may_take_longer_than_the_longest_wait(tmp_path: Path) -> None:
-    assert min(run_ranks(2, tmp_path, save_slowly, str(tmp_path))) > 3
 
 
 def load_damaged(folder: str, damaged: list[str]) -> list[str]:
@@ -189,7 +165,7 @@ def test_ranks_that_open_different_checkpoints_load_none(tmp_path: Path) -> None
 
 def fail_to_read(folder: str, placement: dict[str, Any]) -> list[str]:
     """Saves of which each rank in turn cannot read one of its parts, at each stage."""
-    read, told = PieceAccess._take, []
+    read, told = PieceAccess.reading, []
     left = 0
 
     def failing(access: PieceAccess, *piece: Any) -> Any:
@@ -199,7 +175,7 @@ def fail_to_read(folder: str, placement: dict[str, Any]) -> list[str]:
             raise StorageError(f"{folder}: this part cannot be read")
         return read(access, *piece)
 
-    PieceAccess._take = failing  # type: ignore[method-assign]
+    PieceAccess.reading = failing  # type: ignore[method-assign]
     for stage, culprit, at in ((0, 0, 4), (1, 1, 1), (2, 0, 2), (3, 1, 3), (3, 0, 1)):
         with offload.initialize(seeded(TinyLM), keys_of(folder, stage, placement)) as engine:
             steps(engine, 0, 1)
@@ -233,3 +209,12 @@ def test_a_part_that_cannot_be_read_is_an_error_of_the_save_on_all_ranks(
         assert texts[culprit] == own
         assert texts[1 - culprit].startswith("CheckpointError: ")
         assert texts[1 - culprit].endswith(f"not saved; rank {culprit}: {own}")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_saves_beside_steps_have_the_bytes_of_their_step(
+    tmp_path: Path, size: int, long: bool
+) -> None:
+    numbers = range(100 * size, 100 * size + (24 if long else 2))
+    drawn = partial(compare_drawn, ranks=True)
+    run_ranks(size, tmp_path, drawn, numbers, str(tmp_path), timeout_s=600 if long else 60)

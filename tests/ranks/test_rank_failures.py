@@ -23,7 +23,7 @@ WORDS = {
     "raised": "has left: ValueError: the data of this rank has come to its end",
     "sleeping": "lives and has not come to it, but is in none of the engine's collectives",
     # each waits for the other, and the first one to give up blames it
-    "saves alone": "whether frozen parameters are saved.*take them out of what only",
+    "saves alone": "how a checkpoint is saved.*take them out of what only",
     "ends earlier": "has closed its engine.*drop_last=True",
 }
 CASES = [

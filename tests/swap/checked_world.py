@@ -43,6 +43,7 @@ from offload.swap.states.cached_file_state import CachedFileState
 from offload.swap.states.versioned_file import VersionedFile
 from offload.swap.threads import transfer, worker
 from offload.swap.threads.lanes import Lane
+from offload.swap.threads.save_gate import SaveGate
 from offload.swap.threads.transfer import Transfer
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
@@ -64,6 +65,7 @@ _HAND_OVERS = (
     ([(UpdateQueue, "_announce")], [(UpdateQueue, "is_pending")]),
     ([(DeferredUpdates, "_done")], [(DeferredUpdates, "clear")]),
     ([(Codes, "_written")], [(Codes, "free")]),
+    ([(SaveGate, "passed"), (SaveGate, "open")], [(SaveGate, "admits")]),
     ([(CachedFileState, "mark_dirty")], [(CachedFileState, "write_back")]),
     ([(VersionedFile, "_commit")], [(CachedFileState, name) for name in _LOOK_AT_DEPARTURES]),
     (

@@ -114,10 +114,14 @@ class Ranks:
         sharding = self.sharding.of_experts(ep_size)
         if sharding.world_size == 1:
             return None
-        ranks = self.in_world[self.rank % ep_size :: ep_size]
+        return replace(self.apart(self.in_world[self.rank % ep_size :: ep_size]), sharding=sharding)
+
+    def apart(self, ranks: Sequence[int] | None = None) -> Ranks:
+        """Return these ranks, or some of them, with a process group of their own, which another
+        thread may use. Every rank has to call this."""
         with self.watch.during("the making of process groups") as limit:
-            control = _group_of(ranks, limit, "gloo")
-        return replace(self, sharding=sharding, control=control, owns_world=False, notes=[])
+            control = _group_of(ranks or self.in_world, limit, "gloo")
+        return replace(self, control=control, owns_world=False, notes=[])
 
     def collectives(self) -> Collectives:
         """Return process groups for gathering and reducing threads. Every rank has to call this."""
@@ -195,15 +199,13 @@ class Ranks:
     def combine(self, parts: torch.Tensor, name: str) -> torch.Tensor:
         """Return the whole of the tensor `name`, of which each rank of this shard group has its
         part, and zeros for the rest. Bit for bit, in place."""
-        moved = parts.cpu()
-        bits = moved.view(torch.int32 if parts.element_size() == 4 else torch.int16)
-        if bits.dtype is torch.int16:
-            bits = bits.to(torch.int32)
+        moved, wide = parts.cpu(), parts.element_size() == 4
+        bits = moved.view(torch.int32) if wide else moved.view(torch.int16).to(torch.int32)
         if self.sharding.replica:  # every replica has the whole: one of them is enough
             bits.zero_()
         with self._together(f"the all-reduce of the parts of {name}"):
             dist.all_reduce(bits, group=self.control)
-        if parts.element_size() == 2:
+        if not wide:
             bits = bits.to(torch.int16)
         return bits.view(parts.dtype).to(parts.device)
 

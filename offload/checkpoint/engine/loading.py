@@ -109,7 +109,7 @@ class _Loader:
         self._entries = model.Entries(engine)
         self._saved_format = model.saved_format(engine)
         self._states = engine.optimizer_states
-        self._access = PieceAccess(model.saved_states(engine))
+        self._access = PieceAccess()
 
     def check_alike(self, ranks: RankWeights) -> None:
         """Raise CheckpointError, on every rank, unless all of them have opened the same checkpoint:

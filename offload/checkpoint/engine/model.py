@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from offload.checkpoint.engine.shards import whole_state
 from offload.checkpoint.format.manifest import (
     MasterName,
     ModelRecord,
@@ -70,10 +70,14 @@ class SavedGroup:
 
 
 def saved_states(engine: Trained, *, frozen: bool = True) -> list[State]:
-    """The states with a checkpoint's tensors: of each group the parameters, then the records.
-    Without `frozen` those of groups with trained parameters."""
-    trained = [s for s in engine.optimizer_states if frozen or s.group.layout.numel_trainable]
-    states = chain(*((each.group.state, *each.records) for each in trained))
+    """The states that this rank reads for a checkpoint: of each group the parameters, which one
+    rank alone reads where all have them whole, then the records. Without `frozen` those of groups
+    with trained parameters."""
+    states, rank = list[State](), engine.store.ranks.rank
+    for each in engine.optimizer_states:
+        if frozen or each.group.layout.numel_trainable:
+            is_read = each.part.is_shard or rank < each.group.ep_size
+            states += [whole_state(each.group)] * is_read + [*each.records]
     return [state for state in states if state.nbytes]
 
 

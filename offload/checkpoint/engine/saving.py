@@ -5,8 +5,9 @@ Every rank goes through the same groups: rank 0 writes, the others send their pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,11 @@ import torch
 
 from offload.checkpoint.engine import model
 from offload.checkpoint.engine.run_state import RunState
-from offload.checkpoint.engine.shards import PieceAccess, ShardReader, on_all, refresh
+from offload.checkpoint.engine.shards import PieceAccess, ShardReader, Snapshots, on_all, refresh
 from offload.checkpoint.format.folder import PendingFolder
 from offload.checkpoint.format.manifest import (
     BUFFERS,
     RUN,
-    BaseRecord,
     GroupRecord,
     LossScaleRecord,
     Manifest,
@@ -37,9 +37,11 @@ from offload.checkpoint.format.user_state import tensor_records
 from offload.checkpoint.format.writer import CheckpointWriter, Sections, group_record
 from offload.display.byte_progress import progress
 from offload.kernels.floats import Array
-from offload.swap.states.state import Snapshot, State
+from offload.swap.states.state import State
 from offload.tiers.errors import IntegrityError
 from offload.zero.groups.group import ParamGroup
+from offload.zero.ranks.ranks import Ranks
+from offload.zero.step.optimizer_state import OptimizerState
 
 if TYPE_CHECKING:
     from offload.models.trained import Trained
@@ -62,17 +64,16 @@ def save_engine(
     Raises StateError while gradients wait for a step, inside `engine.gathered`, or after a load
     that failed half-way; PathError if `path` cannot be written or holds something else;
     NoSpaceError and StorageError for errors of the disk. The old checkpoint is intact then. With
-    several ranks an error of writing, or of reading on any rank, is raised on every rank after all
-    parts were sent, so that none hangs.
+    several ranks an error of writing, or of reading on any rank, is raised on every rank, where
+    they meet behind a group, so that none hangs.
     """
-    check_savable(engine)
-    run, failed = RunState.of(engine, state), f"{path} was not saved"
-    refresh(engine.store)
-    with on_all(engine.ranks, failed):
-        base = None if frozen else engine.frozen_base.record(engine)
-    saver = Saver(engine, run, base)
-    with on_all(engine.ranks, failed):
-        saver.save(path)
+    saver = Saver(engine, path, state, engine.ranks, frozen=frozen)
+    shown = progress(f"saving {path.name}", saver.nbytes())
+    with on_all(engine.ranks, saver.failed), shown as saver.on_bytes, ExitStack() as held:
+        saver.begin(held)
+        for number in range(len(saver.saved)):
+            saver.write_group(number)
+        saver.commit()
 
 
 def check_savable(engine: Trained) -> None:
@@ -96,12 +97,18 @@ class Saver:
     """Writes one checkpoint. `__init__` raises every error that is known before writing."""
 
     def __init__(
-        self, engine: Trained, run: RunState, base: BaseRecord | None,
-        snapshots: Mapping[State, Snapshot] | None = None,
+        self, engine: Trained, path: Path, state: Mapping[str, Any] | None, ranks: Ranks | None,
+        snapshots_of: Callable[[Sequence[State]], Snapshots] = lambda states: {}, *, frozen: bool,
     ) -> None:  # fmt: skip
-        """Prepare to save the engine's states as they are when they are read, or `snapshots` of all
-        of them, which keep their bytes and can be read in any order. With a `base` the frozen
-        parameters, which it names, are left out."""
+        """Prepare to save the engine's states as they are when they are read, or of those that
+        `snapshots_of` returns the snapshots, which keep their bytes and can be read in any order.
+        Without `frozen` the frozen parameters are left out. Parts are sent between `ranks`."""
+        check_savable(engine)
+        run, self._path, self.failed = RunState.of(engine, state), path, f"{path} was not saved"
+        refresh(engine.store)
+        with on_all(engine.ranks, self.failed):
+            base = None if frozen else engine.frozen_base.record(engine)
+            self.snapshots = snapshots_of(model.saved_states(engine, frozen=base is None))
         self._states = engine.optimizer_states
         self._run = run
         self._saved_format = model.saved_format(engine)
@@ -126,51 +133,46 @@ class Saver:
             run=run.record,
             base=base,
         )
-        access = PieceAccess(model.saved_states(engine, frozen=base is None), snapshots)
-        self._reader = ShardReader(access, engine.ranks, engine.store.own.nbytes)
-        self._has_parameters: set[int] = set()  # groups whose parameters were written
+        access = PieceAccess(self.snapshots)
+        self.reader = ShardReader(access, ranks, engine.store.own.nbytes)
+        self.has_parameters: set[int] = set()  # groups whose parameters were written
         self.on_bytes: Callable[[int], None] = lambda nbytes: None  # called after each write
         # set by `begin`, on the rank that writes
-        self._folder: PendingFolder
+        self.folder: PendingFolder
         self._files: CheckpointWriter
         self._file: SafetensorsWriter  # the one that is being filled
 
-    def save(self, path: Path) -> None:
-        """Write the checkpoint `path`; on ranks other than 0, send this rank's parts to rank 0."""
-        reader = self._reader
-        with ExitStack() as stack:
-            reader.attempt(self._begin_beside, path, stack)
-            reader.meet()
-            self.write_groups(range(len(self.saved)))
-            reader.attempt(self.finish)
-            reader.raise_failure()
-            if reader.writes:
-                self._folder.commit()
+    def begin(self, held: ExitStack) -> None:
+        """Make the checkpoint's folder, which is removed when `held` is closed after an error, and
+        write the tensors that are in no group: buffers, random states and the caller's state."""
+        self.reader.attempt(self._begin, held)
+        self.reader.meet()
 
-    def _begin_beside(self, path: Path, stack: ExitStack) -> None:
-        self._folder = stack.enter_context(PendingFolder(path))
-        self.on_bytes = stack.enter_context(progress(f"saving {path.name}", self.nbytes()))
-        self.begin(self._folder.path)
-
-    def begin(self, folder: Path) -> None:
-        """Begin the files in `folder`, and write the tensors that are in no group: buffers,
-        random states and the caller's state."""
-        self._files = CheckpointWriter(folder, self._manifest, self.nbytes())
+    def _begin(self, held: ExitStack) -> None:
+        self.folder = held.enter_context(PendingFolder(self._path))
+        self._files = CheckpointWriter(self.folder.path, self._manifest, self.nbytes())
         self._files.write_tensors(BUFFERS, self._manifest.buffers, self._run.others.values())
         run = self._run
         self._files.write_tensors(RUN, run.record.tensors, run.tensors.values())
 
-    def write_groups(self, numbers: Sequence[int]) -> None:
-        """Write the files of groups, except parameters already written by `write_parameters`."""
-        for number in numbers:
-            if number not in self._has_parameters and self.has_weights(number):
-                self.write_parameters(number)
-            if self.saved[number].is_trained:
-                self._write_records(number)
+    def write_group(self, number: int) -> None:
+        """Write the files of a group, except parameters already written by `write_parameters`."""
+        self.write_parameters(number)
+        name = self._manifest.groups[number].optimizer
+        if name is not None:
+            self._write(
+                number, name, self._states_of(number), {}, self._records, self._append_records
+            )  # fmt: skip
 
-    def finish(self) -> None:
-        """Write the manifest."""
+    def commit(self) -> None:
+        """Write the manifest and give the folder its name, if no rank has failed."""
+        self.reader.meet()
+        self.reader.attempt(self._commit)
+        self.reader.meet()
+
+    def _commit(self) -> None:
         self._files.finish()
+        self.folder.commit()
 
     def nbytes(self) -> int:
         """The number of bytes of all tensors."""
@@ -193,53 +195,43 @@ class Saver:
     def _of(self, number: int) -> list[ParameterRecord]:
         return [record for record in self._manifest.stored if record.group == number]
 
-    def has_weights(self, number: int) -> bool:
-        """Whether the checkpoint has parameters of a group."""
-        return self._manifest.groups[number].parameters is not None
-
-    def _sections(self, number: int, sections: Sections) -> Sections:
-        """Return the sections of a group's file. Each packed parameter gets its own section, which
-        holds the rows of one expert after another."""
-        if not self.saved[number].packed:
-            return sections
-        return [[info] for info in chain(*sections)]
-
     # ---------------------------------------------------------------- writing
     def write_parameters(self, number: int) -> None:
-        """Write one group's file of parameters, one expert after another."""
-        saved, name = self.saved[number], self._manifest.groups[number].parameters
-        reader, frozen = self._reader, None if self._manifest.base is None else False
-        sections = self._sections(number, [[info_of(record) for record in self._of(number)]])
-        reader.attempt(self._open, name, sections, {"format": "pt", "group": saved.name})
-        for group, rank in saved.of_all_ranks():
-            state = self._states[group.index]
-            for elements, raw in reader.weights(state, rank, frozen=frozen):
-                reader.attempt(self._append_weights, group, elements, raw, rank)
-                del raw
-            reader.meet()
-        reader.attempt(self._close, name)
-        self._has_parameters.add(number)
+        """Write a group's file of parameters, if it has one, and not yet."""
+        name = self._manifest.groups[number].parameters
+        if name is None or number in self.has_parameters:
+            return
+        sections = [[info_of(record) for record in self._of(number)]]
+        weights = partial(
+            self.reader.weights, frozen=None if self._manifest.base is None else False
+        )
+        self._write(number, name, sections, {"format": "pt"}, weights, self._append_weights)
+        self.has_parameters.add(number)
 
-    def _write_records(self, number: int) -> None:
-        saved, record = self.saved[number], self._manifest.groups[number]
-        reader, name = self._reader, record.optimizer
-        sections = self._sections(number, self._states_of(number))
-        reader.attempt(self._open, name, sections, {"group": record.name})
+    def _write(
+        self, number: int, name: str, sections: Sections, metadata: Mapping[str, str],
+        parts: Callable[[OptimizerState, int], Iterator[tuple[range, Any]]],
+        append: Callable[[ParamGroup, range, Any, int], None],
+    ) -> None:  # fmt: skip
+        """Write one file of a group, one expert after another."""
+        saved, reader = self.saved[number], self.reader
+        if saved.packed:  # each parameter gets a section of its own: rows of one after another
+            sections = [[info] for info in chain(*sections)]
+        reader.attempt(self._open, name, sections, {**metadata, "group": saved.name})
         for group, rank in saved.of_all_ranks():
-            if group.layout.numel_trainable:
-                state = self._states[group.index]
-                kept = self._saved_format.of(matrices=group.matrices)
-                for elements, arrays in reader.records(state, kept, rank):
-                    reader.attempt(self._append_records, group, elements, arrays, rank)
-                    arrays.clear()
-                reader.meet()
-        reader.attempt(self._close, name)
+            for elements, part in parts(self._states[group.index], rank):
+                reader.attempt(append, group, elements, part, rank)
+                del part
+            reader.meet()
+        reader.attempt(lambda: self._files.close(name, self._file))
+
+    def _records(self, state: OptimizerState, rank: int) -> Iterator[tuple[range, Any]]:
+        if state.group.layout.numel_trainable:
+            kept = self._saved_format.of(matrices=state.group.matrices)
+            yield from self.reader.records(state, kept, rank)
 
     def _open(self, name: str, sections: Sections, metadata: Mapping[str, str]) -> None:
         self._file = self._files.open(name, sections, metadata)
-
-    def _close(self, name: str) -> None:
-        self._files.close(name, self._file)
 
     def _append_weights(
         self, group: ParamGroup, elements: range, raw: torch.Tensor, rank: int

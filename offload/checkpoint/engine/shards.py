@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from offload.kernels.floats import Array
@@ -29,13 +30,12 @@ from offload.zero.step.records import RecordFormat
 
 Weights = Iterator[tuple[range, torch.Tensor]]
 Records = Iterator[tuple[range, dict[str, Array]]]
+Snapshots = Mapping[State, Snapshot]
 P = TypeVar("P")
 
-_END, _MISSING = 0, -1  # in the place of a number of bytes: all of a part was sent, or not
 
-
-class PartMissingError(OffloadError):
-    """Another rank could not read its part; that rank reports the reason."""
+class ElsewhereError(OffloadError):
+    """Another rank failed; that rank reports the reason."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def on_all(ranks: Ranks | None, failed: str) -> Iterator[None]:
         if ranks is None:
             raise
         error = failure
-    if isinstance(error, PartMissingError):  # another rank's
+    if isinstance(error, ElsewhereError):
         error = None
     told = None if ranks is None else ranks.all_succeeded(error)
     if error is not None:
@@ -97,16 +97,17 @@ class PieceAccess:
     group. It takes memory beyond the engine's budgets: a buffer for the largest piece.
     """
 
-    def __init__(
-        self, states: Sequence[State], snapshots: Mapping[State, Snapshot] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, snapshots: Snapshots | None = None) -> None:
         """States with a snapshot are read from it, and each piece is let go afterwards."""
         self._snapshots = snapshots or {}
-        plain = [state for state in states if not isinstance(state, QuantizedState)]
-        largest = max((min(state.piece_nbytes, state.nbytes) for state in plain), default=0)
-        # page-aligned, as direct I/O wants it, and returned to the system with this object
-        size = round_up(max(1, largest), PAGE_NBYTES)
-        self._buffer = HostRegion(size).tensor(0, size)
+        self._buffer = torch.empty(0)
+
+    def _pages(self, span: slice) -> torch.Tensor:
+        """Return memory for a piece, page-aligned, as direct I/O wants it."""
+        size = round_up(span.stop - span.start, PAGE_NBYTES)
+        if self._buffer.numel() < size:
+            self._buffer = HostRegion(size).tensor(0, size)
+        return self._buffer[:size]
 
     @contextmanager
     def reading(self, state: State, piece: int) -> Iterator[torch.Tensor]:
@@ -114,18 +115,18 @@ class PieceAccess:
         if isinstance(state, QuantizedState):  # dequantized into memory of its own budget
             yield state.host_tensor()[state.span(piece)]
             return
-        snapshot = self._snapshots.get(state)
-        source = state if snapshot is None else snapshot
-        in_memory = source.host_piece(piece)
+        snapshot, span = self._snapshots.get(state), state.span(piece)
+        if snapshot is not None:
+            yield snapshot.read(piece, self._pages(span)).wait()[: span.stop - span.start]
+            snapshot.let_go(piece)
+            return
+        in_memory = state.host_piece(piece)
         if in_memory is not None:
             yield in_memory.wait()
-            in_memory = None  # a view of a slot would keep it
         else:
-            span = state.span(piece)
-            source.read_piece(piece, _pages(self._buffer, span)).wait()
-            yield self._buffer[: span.stop - span.start]
-        if snapshot is not None:
-            snapshot.let_go(piece)
+            pages = self._pages(span)
+            state.read_piece(piece, pages).wait()
+            yield pages[: span.stop - span.start]
 
     @contextmanager
     def overwriting(self, state: State, piece: int, *, keeps: bool) -> Iterator[torch.Tensor]:
@@ -142,14 +143,11 @@ class PieceAccess:
             yield in_memory.wait()
             state.mark_piece_dirty(piece)
             return
+        pages = self._pages(span)
         if keeps:
-            state.read_piece(piece, _pages(self._buffer, span)).wait()
-        yield self._buffer[: span.stop - span.start]
-        state.write_piece(piece, _pages(self._buffer, span)).wait()
-
-
-def _pages(buffer: torch.Tensor, span: slice) -> torch.Tensor:
-    return buffer[: round_up(span.stop - span.start, PAGE_NBYTES)]
+            state.read_piece(piece, pages).wait()
+        yield pages[: span.stop - span.start]
+        state.write_piece(piece, pages).wait()
 
 
 def elements_of(state: State, piece: int, itemsize: int) -> range:
@@ -163,9 +161,9 @@ class ShardReader:
     """Reads groups for the writing rank. On the others, the same iterations send their parts and
     yield nothing.
 
-    With several ranks no error is raised before `raise_failure`: the others go on sending and
-    receiving, and would wait for a rank that left. After one, nothing of this rank's is read, and
-    nothing is attempted.
+    With several ranks no error is raised before they `meet`: the others go on sending and
+    receiving until then, and would wait for a rank that left. After one, nothing of this rank's is
+    read, and nothing is attempted.
     """
 
     def __init__(self, access: PieceAccess, ranks: Ranks | None, itemsize: int) -> None:
@@ -173,15 +171,16 @@ class ShardReader:
         self._ranks = ranks
         self._itemsize = itemsize
         self._failure: Exception | None = None
+        self._meetings = 0
 
     @property
     def writes(self) -> bool:
         """Whether this rank is the one that writes."""
         return self._ranks is None or self._ranks.rank == 0
 
-    def attempt(self, step: Callable[..., object], *args: object) -> None:
-        """Call `step(*args)`, a part of writing, on the rank that writes."""
-        if not self.writes or self._failure is not None:
+    def attempt(self, step: Callable[..., object], *args: object, by_all: bool = False) -> None:
+        """Call `step(*args)`, a part of writing, on the rank that writes, or on all of them."""
+        if self._failure is not None or not (by_all or self.writes):
             return
         try:
             step(*args)
@@ -190,10 +189,20 @@ class ShardReader:
                 raise
             self._failure = error
 
-    def raise_failure(self) -> None:
-        """Raise the first error of reading or writing, once all parts were sent."""
-        if self._failure is not None:
-            raise self._failure
+    def meet(self, wish: int = -1) -> int:
+        """Let all ranks meet, after each group: those with nothing to send must not wait for the
+        whole of a long save, which `zero.timeout_s` would end. Raises the first error of reading or
+        writing; on ranks without one, ElsewhereError. Returns a wish that a rank has, not always
+        the same rank's; -1 if none has one."""
+        if self._ranks is None:
+            return wish
+        mine = [wish, int(self._failure is not None)]
+        rows = self._ranks.exchange(mine, "which group is saved")
+        if rows[:, 1].any():
+            raise self._failure or ElsewhereError("another rank")
+        self._meetings += 1
+        wishes = np.roll(rows[:, 0], self._meetings).tolist()
+        return next((each for each in wishes if each >= 0), -1)
 
     def weights(self, state: OptimizerState, owner: int, frozen: bool | None = None) -> Weights:
         """A group's parameters: elements, and their bytes (1D uint8), valid until the next ones.
@@ -246,12 +255,6 @@ class ShardReader:
                 array[:] = arrays[name]
             yield elements, packed
 
-    def meet(self) -> None:
-        """Let all ranks meet, after each group: those with nothing to send must not wait for the
-        whole of a long save, which `zero.timeout_s` would end."""
-        if self._ranks is not None:
-            self._ranks.exchange([1], "which group is saved")
-
     def _in_turn(self, own: Callable[[], Weights], senders: Sequence[int]) -> Weights:
         """The parts of a group that the `senders` have, one rank after the other."""
         ranks = self._ranks
@@ -265,7 +268,7 @@ class ShardReader:
                 for elements, raw in self._unless_failed(own):
                     ranks.send(torch.tensor([elements.start, elements.stop, raw.numel()]), 0)
                     ranks.send(raw, 0)
-                ranks.send(torch.tensor([0, 0, _END if self._failure is None else _MISSING]), 0)
+                ranks.send(torch.tensor([0, 0, 0]), 0)  # the end, also where a part is missing
             elif self.writes:
                 yield from self._received(ranks, rank)
 
@@ -277,14 +280,12 @@ class ShardReader:
             return
         try:
             yield from own()
-        except Exception as error:  # noqa: BLE001 - raised on every rank, once all have ended
+        except Exception as error:  # noqa: BLE001 - raised on every rank, where they meet
             self._failure = error
 
     def _received(self, ranks: Ranks, rank: int) -> Weights:
         while True:
             start, stop, nbytes = ranks.receive(3, torch.int64, rank).tolist()
-            if nbytes == _MISSING:
-                self._failure = self._failure or PartMissingError(f"the part of rank {rank}")
-            if nbytes <= _END:
+            if not nbytes:
                 return
             yield range(start, stop), ranks.receive(nbytes, torch.uint8, rank)

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from offload.checkpoint.engine import model as engine_model
-from offload.checkpoint.engine.shards import PieceAccess, ShardReader, on_all, refresh, whole_state
+from offload.checkpoint.engine.shards import PieceAccess, ShardReader, on_all, refresh
 from offload.checkpoint.foreign.exporting import Write
 from offload.display.byte_progress import progress
 from offload.engine import Engine
@@ -197,8 +197,7 @@ def stream_weights(engine: Engine, take: Take) -> None:
         )
     groups, itemsize = engine.store.groups, engine.store.own.nbytes
     nbytes = itemsize * sum(spec.numel for group in groups for spec in group.layout.params)
-    access = PieceAccess([whole_state(group) for group in groups])
-    reader = ShardReader(access, engine.ranks, itemsize)
+    reader = ShardReader(PieceAccess(), engine.ranks, itemsize)
     with (
         on_all(engine.ranks, "the model's weights were not saved"),
         progress("saving weights", nbytes) as on_bytes,
@@ -218,4 +217,3 @@ def stream_weights(engine: Engine, take: Take) -> None:
                     del part
                 del raw
             reader.meet()
-        reader.raise_failure()

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from offload.planning.activations.facts import fragmentation_nbytes
@@ -252,7 +251,8 @@ class PlannedMemory:
         plan, by_class = self._plan, self._expected(Tier.NVME)
         left = max(0, plan.budgets[Tier.NVME] - sum(by_class.values()))
         replaced = by_class[MemoryClass.PARAMETERS] + by_class[MemoryClass.OPTIMIZER]
-        if self._saves_beside:  # old versions of saves and of speculative updates share the room
+        # old versions of saves beside training and of speculative updates share the room
+        if self._config.train.checkpoint_every > 0:
             versions, kept = 2, spare_nbytes(plan).files
         else:
             versions = 1
@@ -268,16 +268,6 @@ class PlannedMemory:
         if self._copies_are_exact and plan.sharding.world_size == 1:
             by_class[MemoryClass.GRADIENTS] = self._copies.written_nbytes
         return by_class
-
-    @property
-    def _saves_beside(self) -> bool:
-        """Whether `offload train` saves while it trains (`checkpoint/engine/background.py`)."""
-        plan = self._plan
-        on_device = {Tier.DEVICE} & {*plan.parameters, *chain.from_iterable(plan.records)}
-        return (
-            self._config.train.checkpoint_every > 0 and plan.sharding.world_size == 1
-            and not (plan.gpu and on_device)
-        )  # fmt: skip
 
     def _disk(self, by_class: ByClass) -> ByClass:
         """Disk space: files are reserved, or extended by 256 MiB at a time."""
