@@ -302,9 +302,7 @@ NO_COUNTERPART: list[tuple[Any, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("check", "kind", "keys"), NO_COUNTERPART)
-def test_what_has_no_counterpart_is_refused(
-    check: Any, kind: Any, keys: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_has_no_counterpart(check: Any, kind: Any, keys: Any, tmp_path: Path) -> None:
     strategy = strategies.OffloadStrategy(keys_for(tmp_path))
     check(lambda *_: fit(tmp_path, strategy, kind(), accumulate_grad_batches=1, **keys))(tmp_path)
 

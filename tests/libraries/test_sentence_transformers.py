@@ -120,11 +120,8 @@ def of_two(folder: Path) -> tuple[Any, Any, Any]:
 
 def guided(folder: Path) -> tuple[Any, Any, Any]:
     model = encoder(folder)
-    return (
-        model,
-        losses.GISTEmbedLoss(model, encoder(folder), temperature=0.1),
-        rows_of("anchor", "positive"),
-    )
+    loss = losses.GISTEmbedLoss(model, encoder(folder), temperature=0.1)
+    return model, loss, rows_of("anchor", "positive")
 
 
 def with_adapters(folder: Path) -> tuple[Any, Any, Any]:

@@ -34,11 +34,6 @@ from offload.zero.hooks.handles import HandleTable, Session, in_backward, leave_
 from offload.zero.hooks.one_thread import OneThread
 from offload.zero.hooks.transforms import refuse_transforms
 
-_GLOBAL_HOOKS = (
-    _of_all._global_forward_pre_hooks, _of_all._global_forward_hooks,
-    _of_all._global_backward_pre_hooks, _of_all._global_backward_hooks,
-)  # fmt: skip
-
 _log = logging.getLogger("offload")
 
 # Modules that compute in another way where one of their parameters is no plain tensor.
@@ -74,7 +69,7 @@ class UnitHooks:
         _leave_the_fast_path(model)
         hooked = {id(unit.module) for unit in units}
         wholes = [*_whole_models(model, hooked), *parts]
-        self._whole = {id(whole) for whole in wholes}
+        self._whole = {id(whole._forward_pre_hooks) for whole in wholes}  # copies share them
         for whole in wholes:
             if id(whole) not in hooked:
                 self._install(whole, [])  # the whole model's forward is one session
@@ -83,7 +78,6 @@ class UnitHooks:
             of_unit = [groups[index] for index in unit.groups]
             self._install(unit.module, of_unit, is_expert=bool(unit.table))
         for unit, inner in _inner_modules(units):
-            hooked.add(id(inner))
             of_unit = [groups[index] for index in unit.groups]
             owners = dict.fromkeys(self._where.get(id(param)) for param in inner.parameters())
             needed = [group for group in owners if group in of_unit]
@@ -156,7 +150,7 @@ class UnitHooks:
         """Begin a pass if the whole model is called, or a part. A part's methods (`vae.decode`)
         call modules in it: that is a pass if another part was called before."""
         part = self._parts.get(id(module), self._part)
-        if id(module) in self._whole or part != self._part:
+        if id(module._forward_pre_hooks) in self._whole or part != self._part:
             self._part = part
             self._begin_forward(part)
 
@@ -317,16 +311,12 @@ class _Hook:
     __slots__ = ("_function", "owner")  # the function is told first whether code is compiled
 
     def __init__(self, function: Callable[..., None], owner: object) -> None:
-        self._function = function
+        self._function = uncompiled(function)
         self.owner = owner
 
     @break_graph
     def __call__(self, *args: Any) -> None:
-        self._run(compilers.is_active(), *args)
-
-    @uncompiled
-    def _run(self, *args: Any) -> None:
-        self._function(*args)
+        self._function(compilers.is_active(), *args)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(NO_COPIES)
@@ -364,6 +354,15 @@ class _Guard:
                 return self._ending_calls(self.module.forward, args, kwargs)
             return self._ending_calls(self._between_hooks, (args, kwargs), {})
         return self._ending_calls(self.call, args, kwargs)
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module
+
+    def __func__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a copy of the module that has its hooks: accelerate's `compile_regions` makes one,
+        and gives it the methods among the module's attributes, which it knows by `__self__`."""
+        return self._ending_calls(module._call_impl, args, kwargs)
 
     @break_graph
     def _ending_calls(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -404,7 +403,7 @@ class _Guard:
             or len(module._forward_hooks) > 1
             or module._backward_hooks
             or module._backward_pre_hooks
-            or any(_GLOBAL_HOOKS)
+            or _of_all._has_any_global_hook()
             or torch._C._get_tracing_state()
             or compilers.is_active()
         )
@@ -434,8 +433,7 @@ class _Guard:
         for handle in self.registered:
             handle.remove()
         if self.module._compiled_call_impl is self:
-            # an entry of the module's own: the class has one, too
-            del self.module._compiled_call_impl
+            del self.module._compiled_call_impl  # the module's own: the class has one, too
             if self.installed is not None:
                 self.module._compiled_call_impl = self.installed
 

@@ -224,9 +224,14 @@ class PagedTensor(torch.Tensor):
     def is_shared(self) -> bool:
         return False
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """For torch.compile, which describes a parameter's gradient with it; otherwise refused."""
+        is_traced = torch._guards.TracingContext.try_get() is not None
+        return torch.UntypedStorage(0, device="meta") if is_traced else self._storage()
+
     apply_, map_ = _refusing("apply_"), _refusing("map_")
     data_ptr, const_data_ptr = _refusing("data_ptr"), _refusing("const_data_ptr")
-    storage, untyped_storage = _refusing("storage"), _refusing("untyped_storage")
+    storage, _storage = _refusing("storage"), _refusing("untyped_storage")
     share_memory_, __dlpack__ = _refusing("share_memory_"), _refusing("__dlpack__")
 
 
