@@ -76,15 +76,6 @@ def test_threads_and_lengths_change_nothing(states: StateFormat, threads: Runner
         check(RULES["adamw"], formats, run=threads, numel=numel)
 
 
-def test_a_step_without_a_gradient_reads_none() -> None:
-    stored = drawn(RULES["lion"], Formats(), 300, calm)
-    one_by_one = stored.copy()
-    step = later(RULES["lion"], 0)
-    one_by_one.step(np.zeros(300, np.uint16), step.scalars, step.noise)
-    replay(stored, None, [step])
-    stored.assert_same(one_by_one)
-
-
 MOMENTUM = SgdScalars(1e-2, 0.9, 0.1, step=3)
 
 

@@ -183,13 +183,6 @@ def test_show_prints_a_file_that_reads_back(config_file: Path, capsys: Any, tmp_
     assert (config.seed, config.optimizer.master) == (1, "split")
 
 
-@pytest.mark.parametrize("name", ["demo", "llama-151m", "llama-3b"])
-def test_every_example_is_valid(name: str) -> None:
-    from offload.config import OffloadConfig
-
-    OffloadConfig.load(REPOSITORY / "examples" / f"{name}.yaml")
-
-
 def test_a_plan_for_a_gpu_that_is_not_here_names_the_command_of_memest(
     config_file: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

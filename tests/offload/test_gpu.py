@@ -33,7 +33,6 @@ from tests.offload.engine_cases import HOST, batches, config, plan_for_a_gpu, se
 from tests.offload.engine_states import assert_same_bits, losses_of, states_of
 from tests.offload.order_cases import Net
 from tests.offload.storage_cases import adapted, round_to
-from tests.swap.stream_simulation import World
 
 __all__ = ["launches"]
 pytestmark = triton_device.MARKS
@@ -243,36 +242,6 @@ def test_a_checkpoint_of_drawn_shares_trains_on_with_others_and_bytes_are_as_pla
         expected = trained({}, load=True)
     assert last == expected[0]
     assert_same_bits(states, expected[1])
-
-
-@pytest.mark.sample(10)
-@pytest.mark.skipif(ON_GPU, reason="there the links are real")
-@pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize(
-    "placement",
-    [
-        {},
-        {"parameters": "nvme", "gradients": "nvme", "optimizer": SPLIT},
-        {"parameters": SPLIT, "gradients": SPLIT, "optimizer": SPLIT},
-    ],
-    ids=str,
-)
-def test_copies_that_take_their_time_change_no_bit(
-    tmp_path, device, monkeypatch, placement, in_backward, passes
-):
-    """Copies happen when they are waited for, or a while later: a reader that does not wait reads
-    the bytes before the copy, and memory that is freed too early is written over."""
-    on_nvme = placement.get("gradients") == "nvme"  # never sums of 16-bit gradients
-    keys: dict[str, Any] = {
-        "precision": "fp32" if on_nvme and passes > 1 else "bf16", "accumulate": passes,
-        "optimizer": {"in_backward": in_backward}, "gradient_accumulation_steps": passes,
-    }  # fmt: skip
-    expected = on_host(tmp_path, device, **keys)
-    world = World(monkeypatch, eager_model=True)
-    monkeypatch.setattr(offload.memory.tier_manager, "DeviceHomes", world.device_homes)
-    assert_same(run(tmp_path, placement, device, **keys), expected)
-    assert world.delayed > 10
 
 
 @pytest.mark.slow

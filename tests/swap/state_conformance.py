@@ -30,7 +30,6 @@ from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import PAGE_NBYTES, Residency, Tier
 from offload.tiers.units import round_up
-from tests.swap.stream_simulation import CUDA, World
 
 NBYTES = 10 * PAGE_NBYTES  # of a state
 PIECE_NBYTES = 4 * PAGE_NBYTES  # the last piece is shorter
@@ -78,8 +77,7 @@ class Places:
         return CachedFileState(self.store, slot, PIECE_NBYTES, trainable, stride)
 
 
-def make_places(folder: Path, world: World | None = None) -> Iterator[Places]:
-    """`world`: with streams that lag behind, else every copy is done at once."""
+def make_places(folder: Path) -> Iterator[Places]:
     disk_fails, disk_lags = threading.Event(), threading.Event()
 
     def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -97,12 +95,11 @@ def make_places(folder: Path, world: World | None = None) -> Iterator[Places]:
     store = BlockStore(
         [file], store_tier, ThreadsBackend(pwritev=pwritev), lock=lock, growth_nbytes=1 << 20
     )
-    at = CPU if world is None else CUDA
-    links = Links(CopyStream(at), CopyStream(at), at)
+    links = Links(CopyStream(CPU), CopyStream(CPU), CPU)
     host_pool = SlotPool(host, lock)
     host_pool.await_progress = links.to_device.await_oldest  # a copy keeps its source
     yield Places(
-        ledger, homes, host_pool, SlotPool(device, lock), store, links, OpenReads(at),
+        ledger, homes, host_pool, SlotPool(device, lock), store, links, OpenReads(CPU),
         disk_fails, disk_lags,
     )  # fmt: skip
     links.close()
@@ -136,9 +133,6 @@ class StateConformance:
     def begin_update(self, state: State) -> None:
         """What a step does with a state before the update works on its pieces."""
 
-    def synchronize(self) -> None:
-        """The device has done what it was given."""
-
     # ---------------------------------------------------------------- how each side works
     @pytest.fixture
     def places(self, tmp_path: Path) -> Iterator[Places]:
@@ -161,13 +155,11 @@ class StateConformance:
     def computed_with(self, state: State) -> torch.Tensor:
         """A copy of what the compute side reads."""
         view = state.tensor()
-        self.synchronize()
         return view.clone()
 
     def compute(self, state: State, values: torch.Tensor) -> None:
         """The compute side writes `values`."""
         view = state.tensor()
-        self.synchronize()
         view.copy_(values)
         state.mark_dirty()
         del view  # not before: a copy without views may be dropped
@@ -385,7 +377,6 @@ class StateConformance:
         self, filled: Callable[[int], State]
     ) -> None:
         view = filled(0).tensor()
-        self.synchronize()
         for seed in range(1, 2 * SLOTS):
             filled(seed).tensor()
         assert torch.equal(view, content(0, view.numel()))
@@ -480,7 +471,6 @@ class BorrowingConformance(StateConformance):
         for state in held:
             state.tensor()
             state.settle()
-        self.synchronize()
         fresh = filled(SLOTS)
         fresh.settle()
         if fresh.residency() is not Residency.ABSENT:
@@ -489,7 +479,6 @@ class BorrowingConformance(StateConformance):
             state.tensor()  # the one that made room for the fresh one is back
             state.settle()
             places.next_use[state.name] = 2.0 + number
-        self.synchronize()
         assert not fresh.prefetch(next_use=9.0)
         assert fresh.prefetch(next_use=1.0)
         there = [state.residency() is not Residency.ABSENT for state in held]

@@ -1,6 +1,6 @@
 """Every kind of state, with every kind of home, passes the conformance class."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,6 @@ from tests.swap.state_conformance import (
     make_places,
     staging,
 )
-from tests.swap.stream_simulation import World
 
 
 class TestMemoryState(InPlaceConformance):
@@ -64,7 +63,6 @@ class OnADevice(StateConformance):
         expected[state.span(1)] = 7
         piece = state.device_piece(1)
         assert piece is not None
-        self.synchronize()
         piece.fill_(7)
         state.used_device_piece(1, StreamEvent())
         if not state.at_home_on_device:  # the caller takes the bytes home, too
@@ -81,7 +79,6 @@ class OnADevice(StateConformance):
         self.update_all(state, content(2, state.nbytes))
         for piece in range(state.pieces):
             there = state.device_piece(piece)
-            self.synchronize()
             if there is not None:
                 assert torch.equal(there, content(2, state.nbytes)[state.span(piece)])
         assert state.at_home_on_device is (there is not None)
@@ -109,7 +106,6 @@ class TestMirrorOfMemory(BorrowingConformance, OnADevice):
         state.tensor()
         piece = state.device_piece(1)
         assert piece is not None
-        self.synchronize()
         piece.fill_(7)
         state.used_device_piece(1, StreamEvent())
         del piece
@@ -136,36 +132,6 @@ class TestDeviceRecord(OnADevice):
     def make(self, places: Places, name: str) -> State:
         lease = places.homes.lease(NBYTES, owner=name, state_class=StateClass.OPTIMIZER)
         return DeviceHomeState(name, NBYTES, PIECE_NBYTES, lease, places.links, is_record=True)
-
-
-class OnALaggingDevice(StateConformance):
-    """Copies happen only when something waits for them: a missing wait is a wrong byte."""
-
-    world: World
-
-    @pytest.fixture
-    def places(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
-        self.world = World(monkeypatch, eager_model=False)
-        yield from make_places(tmp_path, self.world)
-
-    def synchronize(self) -> None:
-        self.world.model.synchronize()
-
-
-class TestLaggingMirrorOfMemory(OnALaggingDevice, TestMirrorOfMemory):
-    pass
-
-
-class TestLaggingMirrorOfAFile(OnALaggingDevice, TestMirrorOfAFile):
-    pass
-
-
-class TestLaggingDeviceHomeState(OnALaggingDevice, TestDeviceHomeState):
-    pass
-
-
-class TestLaggingDeviceRecord(OnALaggingDevice, TestDeviceRecord):
-    pass
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
