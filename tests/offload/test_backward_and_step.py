@@ -73,17 +73,6 @@ def test_a_step_with_fewer_passes_than_configured_is_refused_but_for_the_last(
         step(1)  # so it was not the last
 
 
-def test_losses_of_two_forwards_may_go_back_in_any_order(make: MakeEngine) -> None:
-    first, second = batches(2)
-
-    def loss_of(model: Any, _: Tensor) -> Tensor:
-        a, b = tokens_loss(model, first), tokens_loss(model, second)
-        a.backward(retain_graph=True)
-        return b
-
-    check(make, TinyLM, loss_of, batches(2))
-
-
 def test_a_non_finite_gradient_is_applied_where_no_step_is_skipped_and_is_said_once(
     make: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -184,28 +184,6 @@ def test_modules_of_torch_begin_as_their_constructors_begin_them(tmp_path: Path)
     assert begun(tmp_path, on_meta(lambda: nn.Transformer(WIDTH, 2, 1, 1, WIDTH, batch_first=True)))
 
 
-@pytest.mark.filterwarnings("ignore:RNN module weights:UserWarning")  # cuDNN would copy them
-def test_a_recurrent_model_trains_from_the_meta_device(tmp_path: Path) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.LSTM(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.rnn(x)[0].square().mean()
-            return y
-
-    with offload.initialize(on_meta(Model), config(tmp_path, NVME)) as engine:
-        losses = []
-        for _ in range(3):
-            loss = engine.module(torch.ones(2, 3, WIDTH, device=ON))
-            engine.backward(loss)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
-
-
 def test_what_already_has_values_keeps_them(tmp_path: Path) -> None:
     def build() -> Any:
         model: Any = on_meta(NanoGPT)

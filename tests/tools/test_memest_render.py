@@ -43,15 +43,6 @@ def page_of(case: Estimate) -> str:
     return to_html(estimate_page(case))
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(512, "512"), (2941, "2,941"), (124e6, "124 M"), (6.738e9, "6.74 B"), (999.9e9, "1.00 T"),
-     (30.2e12, "30.2 T"), (5e15, "5,000 T")],
-)  # fmt: skip
-def test_counts(value: float, text: str) -> None:
-    assert counted(value) == text
-
-
 # ---------------------------------------------------------------- table
 @every_case
 def test_a_narrow_table_keeps_every_number(case: Estimate) -> None:
