@@ -99,18 +99,6 @@ def test_an_expert_without_tokens_is_not_called() -> None:
     assert [expert.up.weight.grad is None for expert in moe.experts] == [n != 2 for n in range(6)]
 
 
-def test_dropped_tokens_get_zeros() -> None:
-    moe = layer(k=1, capacity_factor=0.5, min_capacity=0, use_rts=False)
-    x = x_of(30)
-    output = moe(x)[0]
-    lost = ~moe.gate(x).kept.any(1)
-    assert 0 < lost.sum() < 30
-    assert not output[lost].any()
-    assert output[~lost].any(1).all()
-    assert sum(sum(expert.seen) for expert in moe.experts) == 30 - lost.sum()
-    assert max(max(expert.seen, default=0) for expert in moe.experts) <= 3
-
-
 def test_evaluation_has_a_capacity_of_its_own() -> None:
     moe = layer(k=1, capacity_factor=0.5, eval_capacity_factor=6.0, min_capacity=0)
     x = x_of(30)

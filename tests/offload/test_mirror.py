@@ -115,8 +115,6 @@ def test_what_needs_a_gpu_kernel_is_refused(tmp_path, mirrored, state_class):
 
 pytestmark = on_the_cpu_alone("a GPU is stood in for")
 
-SPLIT = {"device": "30%", "host": "30%", "nvme": "40%"}
-
 
 @on_the_cpu_alone("a GPU is stood in for")
 @pytest.mark.sample(4)

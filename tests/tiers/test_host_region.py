@@ -3,9 +3,8 @@
 import mmap
 import os
 import threading
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,26 +16,9 @@ from offload.tiers.ledger import Ledger, StateClass
 from offload.tiers.memory import HostMemory
 from offload.tiers.memory_tier import Lease, MemoryTier
 from offload.tiers.tier import Tier
+from tests.offload.test_threads_and_forks import child_says
 
 MIB, PAGE = 1 << 20, mmap.PAGESIZE
-
-
-def in_child(work: Callable[[], object]) -> str:
-    """What `work` returned or raised in a forked child; how that ended, if not by itself."""
-    read, write = os.pipe()
-    child = fork()
-    if child == 0:
-        try:
-            said = repr(work())
-        except BaseException:  # noqa: BLE001 - told to the parent
-            said = traceback.format_exc()
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        said = pipe.read()
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return said if ended == 0 else f"ended with {ended}"
 
 
 @contextmanager
@@ -97,12 +79,12 @@ def test_a_child_has_what_somebody_views_as_it_was_and_nothing_else():
     views = [seen.tensor[8:12], freed.tensor.view(torch.float32).data[1:], seen.tensor.numpy()]
     expected = [view.tolist() for view in views]
     freed.free()
-    assert in_child(lambda: [view.tolist() for view in views]) == repr(expected)
+    assert child_says(lambda: [view.tolist() for view in views]) == repr(expected)
     for use in (lambda t: t.max(), lambda t: t[:4], lambda t: t.view(torch.float32), Tensor.numpy):
-        assert "StateError: this memory belongs to the process that" in in_child(
+        assert "StateError: this memory belongs to the process that" in child_says(
             lambda use=use: use(unseen.tensor)
         )
-    assert "StateError" in in_child(unseen.in_use)
+    assert "StateError" in child_says(unseen.in_use)
     assert int(unseen.tensor.min()) == 2
     with child() as other:
         seen.tensor.fill_(7)
@@ -120,7 +102,7 @@ def test_a_child_keeps_its_values_whatever_the_parent_does_meanwhile():
 
     thread = threading.Timer(0.1, lambda: (lease.tensor.fill_(9), os.write(write, b"x")))
     thread.start()
-    said = in_child(wait_and_look)
+    said = child_says(wait_and_look)
     thread.join()
     assert said == "[1, 1, 1]"
 
@@ -144,7 +126,7 @@ def test_children_forked_by_several_threads_at_once_have_what_is_seen():
     view, seen = lease.tensor[:2], []
 
     def work() -> None:
-        seen.extend(in_child(view.tolist) for _ in range(5))
+        seen.extend(child_says(view.tolist) for _ in range(5))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
