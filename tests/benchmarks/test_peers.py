@@ -14,12 +14,7 @@ import pytest
 
 from benchmarks import peers, trained
 from offload.config import OffloadConfig
-
-TINY_MODEL = [
-    "-o", "train.model.layers=2", "-o", "train.model.hidden=64", "-o", "train.model.heads=2",
-    "-o", "train.model.mlp=128", "-o", "train.model.vocab=256", "-o", "train.batch=1",
-    "-o", "train.sequence=16", "-o", "budget.host=80MiB", "-o", "budget.nvme=256MiB",
-]  # fmt: skip
+from tests.offload.test_bench import TINY_MODEL
 
 
 def run(*arguments: str) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -221,11 +222,10 @@ def test_the_chunked_loss_reads_the_head_once_in_each_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a step of four passes, each forward and backward; not once for each chunk."""
-    read: list[str] = []
-    flat = ParamGroup.flat
+    read, flat = Counter[str](), ParamGroup.flat
 
     def counted(group: ParamGroup) -> Tensor:
-        read.append(group.layout.params[0].name)
+        read[group.layout.params[0].name] += 1
         return flat(group)
 
     monkeypatch.setattr(ParamGroup, "flat", counted)
@@ -236,11 +236,10 @@ def test_the_chunked_loss_reads_the_head_once_in_each_pass(
     trainer = mixed(trl.SFTTrainer)(
         model=seeded(lambda: transformers.LlamaForCausalLM(settings)),
         args=trl.SFTConfig(str(tmp_path), **arguments), train_dataset=texts(16, 1),
-        processing_class=tokenizer(),
-        offload=config(tmp_path, PLACEMENTS["nvme"], **BLOCKS),
+        processing_class=tokenizer(), offload=config(tmp_path, PLACEMENTS["nvme"], **BLOCKS),
     )  # fmt: skip
     trainer.train()
-    assert read.count("lm_head.weight") == 2 * trainer.args.gradient_accumulation_steps
+    assert read["lm_head.weight"] == 2 * trainer.args.gradient_accumulation_steps
     trainer.engine.close("drop")
 
 

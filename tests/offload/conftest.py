@@ -1,5 +1,6 @@
 """Engines that are closed when their test ends."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from torch import nn
 
 import offload
-from tests.offload.engine_cases import NVME, config
+from tests.offload.engine_cases import HOST, NVME, config, saved_step
 from tests.offload.plain_training import DECAY, LR, MakeEngine
 
 
@@ -28,3 +29,14 @@ def make(tmp_path: Path) -> Iterator[MakeEngine]:
     yield make_engine
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    return saved_step(folder, config(folder, HOST, precision="bf16"))
+
+
+@pytest.fixture
+def saved(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "saved"))

