@@ -1,6 +1,8 @@
 """A checkpoint does not say how many ranks wrote it, nor at which stage."""
 
+import os
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import offload
+from offload.checkpoint.engine.background import BackgroundSave
 from offload.checkpoint.engine.shards import PieceAccess
 from offload.errors import CheckpointError, PathError, StateError, StorageError
 from offload.integrations.transformers.hub_format import stream_weights
+from offload.zero.ranks.rank_work import SharedWork
 from tests.offload.engine_cases import (
     HOST,
     NVME,
@@ -24,8 +28,8 @@ from tests.offload.engine_cases import (
     seeded,
     states_of,
 )
-from tests.offload.test_background_saves import compare_drawn
-from tests.ranks.processes import run_ranks
+from tests.offload.test_background_saves import compare_drawn, files_of, slow
+from tests.ranks.processes import RanksFailed, run_ranks
 from tests.ranks.programs import BUDGET, OPTIMIZER
 
 States = dict[str, Tensor]
@@ -85,6 +89,11 @@ def fail_to_save(folder: str) -> list[str]:
             except (CheckpointError, PathError) as error:
                 told.append(str(error))
         steps(engine, 1, 2)
+        with engine.no_sync():
+            if dist.get_rank() == 0:
+                engine.backward(engine.module.loss(batches(1)[0]))  # type: ignore[operator]
+        with pytest.raises((CheckpointError, StateError), match="gradients wait for"):
+            engine.save_checkpoint(Path(folder) / "part")
         return told
 
 
@@ -180,7 +189,13 @@ def fail_to_read(folder: str, placement: dict[str, Any]) -> list[str]:
         with offload.initialize(seeded(TinyLM), keys_of(folder, stage, placement)) as engine:
             steps(engine, 0, 1)
             path = Path(folder) / f"{stage} {culprit}"
-            saves = [partial(engine.save_checkpoint, path)]
+
+            def save_beside(engine: offload.Engine = engine, path: Path = path) -> None:
+                engine.save_checkpoint(path, wait=False)
+                steps(engine, 1, 3)
+                engine.checkpoint_saved()
+
+            saves = [partial(engine.save_checkpoint, path), save_beside]
             if stage == 3:  # in others the first rank has all weights
                 saves.append(partial(stream_weights, engine, lambda *_: None))
             for save in saves:
@@ -190,9 +205,9 @@ def fail_to_read(folder: str, placement: dict[str, Any]) -> list[str]:
                 told.append(f"{type(caught.value).__name__}: {caught.value}")
                 assert left <= 0
                 assert not path.exists()
-            steps(engine, 1, 2)
-            engine.save_checkpoint(path)
+            save_beside()
             before = states_of(engine)
+            engine.save_checkpoint(path)
             engine.load_checkpoint(path)
             assert_same_bits(states_of(engine), before)
     return told
@@ -205,16 +220,57 @@ def test_a_part_that_cannot_be_read_is_an_error_of_the_save_on_all_ranks(
 ) -> None:
     first, second = run_ranks(2, tmp_path, fail_to_read, str(tmp_path), placement)
     own = f"StorageError: {tmp_path}: this part cannot be read"
-    for culprit, texts in zip((0, 1, 0, 1, 1, 0, 0), zip(first, second, strict=True), strict=True):
+    culprits = (0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0)
+    for culprit, texts in zip(culprits, zip(first, second, strict=True), strict=True):
         assert texts[culprit] == own
         assert texts[1 - culprit].startswith("CheckpointError: ")
         assert texts[1 - culprit].endswith(f"not saved; rank {culprit}: {own}")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+def compare_beside(together: bool, numbers: range, folder: str) -> None:
+    if together:  # as on GPUs
+        SharedWork._service = lambda _: None  # type: ignore[assignment,method-assign]
+    compare_drawn(numbers, folder, ranks=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "together"), [(2, 200, False), (3, 300, False), (2, 204, True)]
+)
 def test_saves_beside_steps_have_the_bytes_of_their_step(
-    tmp_path: Path, size: int, long: bool
+    tmp_path: Path, size: int, first: int, together: bool, long: bool
 ) -> None:
-    numbers = range(100 * size, 100 * size + (24 if long else 2))
-    drawn = partial(compare_drawn, ranks=True)
+    numbers, drawn = range(first, first + (24 if long else 2)), partial(compare_beside, together)
     run_ranks(size, tmp_path, drawn, numbers, str(tmp_path), timeout_s=600 if long else 60)
+
+
+def train_until_killed(folder: str, culprit: int, left: int) -> None:
+    """The culprit is killed somewhere in a save beside the third step."""
+    check, path = BackgroundSave._check, Path(folder) / "saved"
+
+    def checked(save: BackgroundSave, nbytes: int) -> None:
+        nonlocal left
+        left -= dist.get_rank() == culprit
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        check(save, nbytes)
+
+    BackgroundSave._check = checked  # type: ignore[method-assign]
+    with slow(), offload.initialize(seeded(TinyLM), keys_of(folder, 3, NVME)) as engine:
+        steps(engine, 0, 2)
+        engine.save_checkpoint(path)
+        engine.save_checkpoint(Path(folder) / "same")
+        steps(engine, 2, 3)
+        engine.save_checkpoint(path, wait=False)
+        steps(engine, 3, 100)
+
+
+@pytest.mark.parametrize(("culprit", "left"), [(0, 9), (1, 2)])
+def test_a_killed_rank_leaves_the_checkpoint_before(
+    tmp_path: Path, culprit: int, left: int
+) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, tmp_path, train_until_killed, str(tmp_path), culprit, left)
+    assert f"rank {culprit}: died without a word" in str(failed.value)
+    assert f"RankError: rank {1 - culprit}: " in str(failed.value)
+    assert files_of(tmp_path / "saved") == files_of(tmp_path / "same")
+    assert_same_bits(alone(tmp_path, "saved"), alone(tmp_path, "same"))

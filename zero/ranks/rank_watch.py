@@ -20,8 +20,8 @@ Where ranks gather together, one that waits compares what it has begun with the 
 that differ wait for ever, and all ranks are told so at once (`RankWatch.follow`).
 
 No rank waits longer than `timeout_s`, plus what it takes to ask: a collective that begins while
-another one waits is given what that one has left, so that all of a rank's threads are free at about
-the same time, and closing does not wait a second time.
+another one of training waits is given what that one has left, so that all of a rank's threads are
+free at about the same time, and closing does not wait a second time.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class _Watched:
     began: float  # by the monotonic clock
     groups: tuple[dist.ProcessGroup, ...]
     is_queued: bool  # on a GPU: no thread of the host waits in it
+    beside: bool  # on a thread that training does not wait for
     mark: StreamEvent | None = None  # queued up to here on a GPU
 
 
@@ -155,16 +156,20 @@ class RankWatch:
     @contextmanager
     def during(
         self, what: str, *groups: dist.ProcessGroup, members: tuple[int, ...] = (),
-        on_device: bool = False,
+        on_device: bool = False, beside: bool = False,
     ) -> Iterator[timedelta]:  # fmt: skip
         """Inside, this rank is in `what`, with the ranks of `groups`, or with `members` (neither:
         with all). Gives the longest that anything inside may wait; collectives of `groups` on a CPU
         are held to it by themselves. `on_device`: they compute where the model does, and are queued
-        there if it is a GPU.
+        there if it is a GPU. `beside`: training does not wait for this thread, nor it for training.
 
         RankError for a RuntimeError inside, and at once after an earlier one.
         """
-        watched, limit = self._begin(what, groups, members, on_device)
+        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
+        members = tuple(sorted(ranks or members or (self._rank, *self._others)))
+        is_queued = on_device and accelerator.is_accelerator(self._device)
+        watched = _Watched(what, members, time.monotonic(), groups, is_queued, beside)
+        limit = self._begin(watched)
         try:
             if not watched.is_queued:
                 for group in groups:  # not in every PyTorch: then the limit is `timeout_s`
@@ -179,23 +184,16 @@ class RankWatch:
             with self._lock:
                 self._doing.remove(watched)
 
-    def _begin(
-        self, what: str, groups: tuple[dist.ProcessGroup, ...], members: tuple[int, ...],
-        on_device: bool,
-    ) -> tuple[_Watched, timedelta]:  # fmt: skip
-        now = time.monotonic()
-        ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-        members = tuple(sorted(ranks or members or (self._rank, *self._others)))
-        is_queued = on_device and accelerator.is_accelerator(self._device)
-        watched = _Watched(what, members, now, groups, is_queued)
+    def _begin(self, watched: _Watched) -> timedelta:
         with self._lock:
             if self._failure is not None:
-                text = f"rank {self._rank}: {what} is not begun, for an earlier one failed: "
-                raise RankError(f"{text}{self._failure}", ranks=self._failure.ranks)
-            waiting = [each.began for each in self._doing if each.mark is None]
-            left = self.timeout_s - (now - min(waiting, default=now))
+                text = f"rank {self._rank}: {watched.what} is not begun, for an earlier one failed"
+                raise RankError(f"{text}: {self._failure}", ranks=self._failure.ranks)
+            alike = [each for each in self._doing if each.beside is watched.beside]
+            waiting = [each.began for each in alike if each.mark is None]
+            left = self.timeout_s - (watched.began - min(waiting, default=watched.began))
             self._doing.append(watched)
-        return watched, timedelta(seconds=max(left, min(self.timeout_s, _MIN_WAIT_S)))
+        return timedelta(seconds=max(left, min(self.timeout_s, _MIN_WAIT_S)))
 
     def _explain(self, watched: _Watched, error: RuntimeError | None) -> RankError:
         """Return the error for a collective that failed. This rank's record stays in it."""

@@ -36,6 +36,7 @@ class Ranks:
     control: Group  # all ranks, between CPUs
     watch: RankWatch
     owns_world: bool  # the process group was made here
+    beside: bool = False  # for a thread beside the model's, in an order of its own
     # actions of all ranks since the last exchange: the next one compares them
     notes: list[str] = field(default_factory=list)
 
@@ -114,14 +115,15 @@ class Ranks:
         sharding = self.sharding.of_experts(ep_size)
         if sharding.world_size == 1:
             return None
-        return replace(self.apart(self.in_world[self.rank % ep_size :: ep_size]), sharding=sharding)
+        ranks = self.in_world[self.rank % ep_size :: ep_size]
+        return replace(self.beside_training(ranks), sharding=sharding, beside=False)
 
-    def apart(self, ranks: Sequence[int] | None = None) -> Ranks:
-        """Return these ranks, or some of them, with a process group of their own, which another
-        thread may use. Every rank has to call this."""
+    def beside_training(self, ranks: Sequence[int] | None = None) -> Ranks:
+        """Return these ranks, or some of them, with a process group of their own, for a thread
+        beside the model's. Every rank has to call this."""
         with self.watch.during("the making of process groups") as limit:
             control = _group_of(ranks or self.in_world, limit, "gloo")
-        return replace(self, control=control, owns_world=False, notes=[])
+        return replace(self, control=control, owns_world=False, beside=True, notes=[])
 
     def collectives(self) -> Collectives:
         """Return process groups for gathering and reducing threads. Every rank has to call this."""
@@ -162,11 +164,12 @@ class Ranks:
         """Inside, all ranks are in the same small collective: gives the first few `numbers` of
         each. A rank that is in another one would get what was sent for that, or, of another size,
         the end of its process (gloo's)."""
-        with self.watch.during(what, self.control):
+        with self.watch.during(what, self.control, beside=self.beside):
             asked = "\n".join([what, *self.notes])
             few = [*numbers[:_FEW], *[0] * (_FEW - len(numbers))]
-            turn, begun = self.watch.begun
-            self.watch.follow(what)
+            turn, begun = (0, []) if self.beside else self.watch.begun
+            if not self.beside:
+                self.watch.follow(what)
             question = [crc32("\n".join(begun).encode()), crc32(asked.encode()), len(numbers), *few]
             rows = self._gather(torch.tensor(question, dtype=torch.int64))
             if (rows[:, 0] != rows[0, 0]).any():
@@ -174,7 +177,8 @@ class Ranks:
             if (rows[:, 1:3] != rows[0, 1:3]).any():
                 self._refuse_to_part(f"{what}{name and f' ({name})'}")
             self.notes.clear()
-            self.watch.begun = turn + 1, []
+            if not self.beside:
+                self.watch.begun = turn + 1, []
             yield rows[:, 3:]
 
     def _refuse_to_part(self, what: str) -> NoReturn:
@@ -250,7 +254,7 @@ class Ranks:
     def _between(self, source: int, to: int) -> AbstractContextManager[timedelta]:
         source, to = (dist.get_global_rank(self.control, each) for each in (source, to))
         what = f"the sending of tensors from rank {source} to rank {to}"
-        return self.watch.during(what, members=(source, to))
+        return self.watch.during(what, members=(source, to), beside=self.beside)
 
 
 def _digest(tensor: torch.Tensor) -> int:

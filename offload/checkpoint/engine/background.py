@@ -187,7 +187,7 @@ class BackgroundSaves:
                 _log.warning("save_checkpoint(wait=False) waits: %s is quantized", what)
             return False
         if engine.ranks is not None and self.ranks is None:
-            self.ranks = engine.ranks.apart()
+            self.ranks = engine.ranks.beside_training()
         BackgroundSave(engine, path, state, self, done, frozen=frozen)
         return True
 

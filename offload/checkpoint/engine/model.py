@@ -70,14 +70,16 @@ class SavedGroup:
 
 
 def saved_states(engine: Trained, *, frozen: bool = True) -> list[State]:
-    """The states that this rank reads for a checkpoint: of each group the parameters, which one
-    rank alone reads where all have them whole, then the records. Without `frozen` those of groups
-    with trained parameters."""
+    """The states that this rank reads for a checkpoint: of each group the parameters, then the
+    records; one rank alone reads what all have whole. Without `frozen` those of groups with trained
+    parameters."""
     states, rank = list[State](), engine.store.ranks.rank
     for each in engine.optimizer_states:
         if frozen or each.group.layout.numel_trainable:
-            is_read = each.part.is_shard or rank < each.group.ep_size
-            states += [whole_state(each.group)] * is_read + [*each.records]
+            senders = each.part.layout.ranks * each.group.ep_size  # the first replica's ranks
+            if rank < (senders if each.part.is_shard else each.group.ep_size):
+                states.append(whole_state(each.group))
+            states += each.records if rank < senders else ()
     return [state for state in states if state.nbytes]
 
 

@@ -103,14 +103,15 @@ class Saver:
         """Prepare to save the engine's states as they are when they are read, or of those that
         `snapshots_of` returns the snapshots, which keep their bytes and can be read in any order.
         Without `frozen` the frozen parameters are left out. Parts are sent between `ranks`."""
-        check_savable(engine)
-        run, self._path, self.failed = RunState.of(engine, state), path, f"{path} was not saved"
+        self._path, self.failed = path, f"{path} was not saved"
+        with on_all(engine.ranks, self.failed):
+            check_savable(engine)
+        self._run = RunState.of(engine, state)
         refresh(engine.store)
         with on_all(engine.ranks, self.failed):
             base = None if frozen else engine.frozen_base.record(engine)
             self.snapshots = snapshots_of(model.saved_states(engine, frozen=base is None))
         self._states = engine.optimizer_states
-        self._run = run
         self._saved_format = model.saved_format(engine)
         self.saved = model.saved_groups(engine)  # by their numbers
         self._entries = model.Entries(engine)
@@ -126,11 +127,11 @@ class Saver:
             optimizer=model.optimizer_record(engine),
             groups=[self._group_record(number, base is None) for number in range(len(self.saved))],
             parameters=model.parameter_records(engine, model.steps_everywhere(engine)),
-            buffers=tensor_records(run.others),
+            buffers=tensor_records(self._run.others),
             buffers_file=BUFFERS,
             files={},
             model=model.model_record(engine.module),
-            run=run.record,
+            run=self._run.record,
             base=base,
         )
         access = PieceAccess(self.snapshots)
@@ -152,8 +153,7 @@ class Saver:
         self.folder = held.enter_context(PendingFolder(self._path))
         self._files = CheckpointWriter(self.folder.path, self._manifest, self.nbytes())
         self._files.write_tensors(BUFFERS, self._manifest.buffers, self._run.others.values())
-        run = self._run
-        self._files.write_tensors(RUN, run.record.tensors, run.tensors.values())
+        self._files.write_tensors(RUN, self._run.record.tensors, self._run.tensors.values())
 
     def write_group(self, number: int) -> None:
         """Write the files of a group, except parameters already written by `write_parameters`."""

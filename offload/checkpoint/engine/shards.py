@@ -48,9 +48,7 @@ def on_all(ranks: Ranks | None, failed: str) -> Iterator[None]:
     except Exception as failure:
         if ranks is None:
             raise
-        error = failure
-    if isinstance(error, ElsewhereError):
-        error = None
+        error = None if isinstance(failure, ElsewhereError) else failure
     told = None if ranks is None else ranks.all_succeeded(error)
     if error is not None:
         raise error
