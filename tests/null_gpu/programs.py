@@ -268,6 +268,9 @@ def _all_features(placement: str, precision: str = "fp32", **keys: Any) -> int:
             _touch_gradients(engine)
         step()
         _touch_states(engine, Path(folder) / "checkpoint")
+        engine.save_checkpoint(Path(folder) / "beside", wait=False)
+        step()
+        engine.load_checkpoint(Path(folder) / "beside")
         step()
         with torch.no_grad():
             engine.module(_inputs(engine))
