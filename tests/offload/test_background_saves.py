@@ -292,6 +292,22 @@ def test_buffers_steps_and_numbers_are_those_of_the_call(
 
 
 # ------------------------------------------------------------------------- one at a time
+def test_the_next_save_a_load_and_close_wait_for_it(tmp_path: Path) -> None:
+    with slow(max_s=0.05), offload.initialize(seeded(TinyLM), config(tmp_path, NVME)) as engine:
+        losses_of(engine, batches(1))
+        for name in ("a", "b"):
+            engine.save_checkpoint(tmp_path / name, wait=False)
+        assert (tmp_path / "a").is_dir()
+        engine.save_checkpoint(tmp_path / "c")
+        assert (tmp_path / "b").is_dir()
+        engine.save_checkpoint(tmp_path / "d", wait=False)
+        engine.load_checkpoint(tmp_path / "a")
+        assert (tmp_path / "d").is_dir()
+        engine.save_checkpoint(tmp_path / "h", wait=False)
+    assert sorted(os.listdir(tmp_path)) == list("abcdh")
+    assert "offload-checkpoint_0" not in {t.name for t in threading.enumerate()}
+
+
 def test_an_engine_that_is_dropped_completes_it(tmp_path: Path) -> None:
     with slow(max_s=0.05):
         engine = offload.initialize(seeded(TinyLM), config(tmp_path, HOST))
