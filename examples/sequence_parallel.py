@@ -66,10 +66,10 @@ class SequenceParallel:
         self._calls = 0  # of attention, in this forward
         self._is_inside = False  # of `loss`
         self._check(model.config.get_text_config())
-        name = f"sequence_parallel_{next(self._numbers)}"
-        AttentionInterface.register(name, self._attention)
-        AttentionMaskInterface.register(name, self._mask)
-        model.set_attn_implementation(name)
+        self.name = f"sequence_parallel_{next(self._numbers)}"  # for `set_attn_implementation`
+        AttentionInterface.register(self.name, self._attention)
+        AttentionMaskInterface.register(self.name, self._mask)
+        model.set_attn_implementation(self.name)
 
     def _check(self, config: Any) -> None:
         kind = type(self.model).__name__
@@ -102,6 +102,7 @@ class SequenceParallel:
 
         All ranks of a group give the same whole batch, `[B, S]`, and S divides by the ranks.
         `attention_mask` is 1 for tokens and 0 for padding; what is padded on the right needs none.
+        A row is one document: documents that are packed into a row would attend to each other.
         """
         self._check_batch(input_ids, labels, attention_mask)
         # each token's label is the next token, also where that one is another rank's

@@ -67,7 +67,7 @@ class Collectives:
         queued on the current stream. `fetch` asks the others for their shards; without it, all
         ranks gather at the same time. Raises RankError if a rank does not take part."""
         self.moved_nbytes["all-gather"] += whole.numel()
-        what, group = f"the all-gather of {_named(name)}", self.gather_group
+        what, group = f"the all-gather of {named(name)}", self.gather_group
         with self.watch.during(what, group, on_device=True) as limit:
             if fetch is None:
                 _all_gather(whole, own, group, what, limit)
@@ -79,7 +79,7 @@ class Collectives:
         """Return the average over all ranks of the world, of this rank's shard of it: 1D fp32,
         valid until the next call. `contribution` (1D, any float format), of the group `name`, is
         equally long on every rank. Raises RankError if a rank does not take part."""
-        what = f"the reduce-scatter of {_named(name)}"
+        what = f"the reduce-scatter of {named(name)}"
         groups = self.reduce_group, self.replica_group
         with profiled(what), self.watch.during(what, *groups, on_device=True) as limit:
             return self._reduce(contribution, work, what, limit)
@@ -109,7 +109,7 @@ class Collectives:
         return summed.div_(ranks * replicas)
 
 
-def _named(name: str) -> str:
+def named(name: str) -> str:
     """Return a group's name for messages; `name` is empty for the model's own parameters."""
     return name if name and not name.startswith(" ") else f"the model's own{name or ' parameters'}"
 

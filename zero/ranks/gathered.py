@@ -31,7 +31,7 @@ from offload.tiers.ledger import StateClass
 from offload.tiers.memory_tier import Lease
 from offload.tiers.tier import Residency
 from offload.zero.groups.group import RankCopies, Update
-from offload.zero.ranks.collectives import Collectives, Fetch
+from offload.zero.ranks.collectives import Collectives, Fetch, named
 from offload.zero.ranks.shard_service import ShardService
 from offload.zero.ranks.sharding import Part
 
@@ -63,7 +63,7 @@ class SharedState(StateOverHome, RankCopies):
         return self._arrival is not None and not self._arrival.done()
 
     def _submit(self, gather: Callable[[], StreamEvent]) -> None:
-        what = f"the all-gather of {self.name}"
+        what = f"the all-gather of {named(self.name)}"
         self._arrival = self._gatherer.order.submit(what, gather)
 
     def _all_gather(
@@ -206,7 +206,7 @@ class GatheredState(SharedState):
         if service is not None:
             fetch = partial(self._fetch, service, service.phase, self._is_ahead)
         else:
-            self._gatherer.collectives.watch.follow(f"the all-gather of {self.name}")
+            self._gatherer.collectives.watch.follow(f"the all-gather of {named(self.name)}")
         self._submit(partial(self._gather, whole, update, before, fetch))
 
     def _gather(

@@ -9,25 +9,24 @@ Each rank tells the others twice a second that it lives and what it is in:
     rank 1  ── beat 40, in nothing ─────────────────────▶ │ store │ ◀── read when a collective fails
     rank 2  ── beat 12, left: BudgetError ... ──────────▶ └───────┘
 
-The store is that of the process group, which every rank has reached before. A record is replaced by
-the next one (a `FileStore` alone keeps all of them: some 20 MB per rank and day). While all is well
-no rank reads them. When a collective fails - a connection is closed because a rank was killed, or
-`timeout_s` has passed because it stalls - what the others say is read twice, and a rank that is
-silent, has left, or is not in it is named in the RankError that replaces the backend's error. After
-that no collective is begun any more: each raises at once.
+The store is that of the process group. A record is replaced by the next one (a `FileStore` alone
+keeps all: some 20 MB per rank and day). When a collective fails - a connection is closed because a
+rank was killed, or `timeout_s` has passed because it stalls - what the others say is read twice,
+and a rank that is silent, has left, or is not in it is named in the RankError that replaces the
+backend's error. After that no collective is begun any more: each raises at once.
 
 Where ranks gather together, one that waits compares what it has begun with the next rank's: two
 that differ wait for ever, and all ranks are told so at once (`RankWatch.follow`).
 
 No rank waits longer than `timeout_s`, plus what it takes to ask: a collective that begins while
-another one of training waits is given what that one has left, so that all of a rank's threads are
-free at about the same time, and closing does not wait a second time.
+another one of training waits is given what that one has left, and closing does not wait again.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -132,8 +132,11 @@ class RankWatch:
         self._device = device
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        # every rank makes its engines in the same order: their number tells them apart
-        prefix = f"offload/records/{store.add(f'offload/engines/{rank}', 1)}"
+        # every rank makes its engines in the same order: their number tells them apart, and the
+        # start does from those before a restart by a launcher that keeps its store
+        kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
+        prefix = f"offload/records/{start}/{store.add(f'offload/engines/{start}/{rank}', 1)}"
         self._told, self._asked = Notices(store, prefix), Notices(store, prefix)
         self.follows = False  # ranks gather together
         self.begun: tuple[int, list[str]] = 0, []  # in order; a turn ends when all ranks agree
@@ -171,9 +174,8 @@ class RankWatch:
         watched = _Watched(what, members, time.monotonic(), groups, is_queued, beside)
         limit = self._begin(watched)
         try:
-            if not watched.is_queued:
-                for group in groups:  # not in every PyTorch: then the limit is `timeout_s`
-                    getattr(group, "set_timeout", lambda _: None)(limit)
+            for group in () if watched.is_queued else groups:  # old PyTorch has `timeout_s` alone
+                getattr(group, "set_timeout", lambda _: None)(limit)
             with self.lane.waiting():
                 yield limit
         except RuntimeError as error:
@@ -220,14 +222,12 @@ class RankWatch:
         """Note that this rank begins what all ranks begin in the same order, that of the program:
         gathers where ranks gather together, and exchanges of numbers. Ranks that differ in it wait
         for each other for ever, however slow they are; those that do not are only slow.
-
-            rank 0   embed │ tower.0 │ tower.1 ...     rank 1 skips the tower
-            rank 1   embed │ layers.0 │ layers.1 ...
-
         Not reductions: they come in other places where gradients are missing."""
         if self.follows:
             turn, begun = self.begun
-            self.begun = (turn + 1, [what]) if len(begun) == _MOST else (turn, [*begun, what])
+            if len(begun) == _MOST:
+                turn, begun = turn + 1, [f"other calls before ({crc32(''.join(begun).encode()):x})"]
+            self.begun = turn, [*begun, what]
 
     def await_difference(self) -> NoReturn:
         """Wait inside `during` while the watches of ranks that differ find out where; raises the
