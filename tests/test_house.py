@@ -219,33 +219,33 @@ def test_the_files_begun_first_are_there() -> None:
 # as much there. Files below 60 lines, imports in a circle and the loose files are counted, too.
 LINES = {
     "benchmarks": 1985,
-    "kernels": 4452,
-    "offload": 2329,
+    "kernels": 4466,
+    "offload": 2341,
     "offload/bench": 1639,
-    "offload/checkpoint": 4299,
+    "offload/checkpoint": 4300,
     "offload/cli": 1335,
     "offload/config": 1975,
     "offload/deepspeed": 2121,
     "offload/display": 431,
-    "offload/integrations": 2700,
+    "offload/integrations": 2702,
     "offload/kv": 1210,
     "offload/losses": 865,
-    "offload/memory": 1224,
-    "offload/models": 736,
+    "offload/memory": 1223,
+    "offload/models": 745,
     "offload/moe": 701,
     "offload/optimizers": 868,
-    "offload/planning": 5776,
+    "offload/planning": 5768,
     "offload/process": 786,
-    "offload/quantized": 1058,
-    "offload/runs": 790,
+    "offload/quantized": 1057,
+    "offload/runs": 791,
     "offload/train": 815,
     "offload/weights": 1565,
     "swap": 7000,
-    "tiers": 1760,
+    "tiers": 1803,
     "tools/memest": 3972,
-    "zero": 12497,
+    "zero": 12500,
 }
-TEST_LINES = 59846
+TEST_LINES = 59611
 SMALL_FILES = 18
 LOOSE_FILES = 10
 
