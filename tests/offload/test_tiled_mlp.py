@@ -342,9 +342,9 @@ from offload.config.training import ModelConfig
 from offload.gpt import LanguageModel
 from offload.losses.tiled_mlp import tile_mlps
 from offload.process import machine
-length, tile = 4096, int(sys.argv[1])
+length, tile = 2048, int(sys.argv[1])
 model = LanguageModel(
-    ModelConfig(layers=1, hidden=64, heads=2, mlp=8192, max_sequence=length),
+    ModelConfig(layers=1, hidden=64, heads=2, mlp=16384, max_sequence=length),
     checkpoint_activations=True,
 )
 tile_mlps(model, tile or None)
@@ -358,8 +358,8 @@ print(machine.peak_rss_nbytes() - before)
 
 
 def test_a_long_sequence_in_a_process_of_its_own_takes_one_tile() -> None:
-    wide = 4 * 4096 * 8192  # six tensors of this size without tiles, in fp32
-    whole, tiled = said_by(CHILD, "0"), said_by(CHILD, "128")
+    wide = 4 * 2048 * 16384  # six tensors of this size without tiles, in fp32
+    whole, tiled = said_by(CHILD, "0"), said_by(CHILD, "64")
     assert whole > 6 * wide
     assert tiled < whole / 3  # the rest are holes in freed memory
 

@@ -233,9 +233,9 @@ def compare_beside(together: bool, numbers: range, folder: str) -> None:
     compare_drawn(numbers, folder, ranks=True)
 
 
-@pytest.mark.parametrize(
-    ("size", "first", "together"), [(2, 200, False), (3, 300, False), (2, 204, True)]
-)
+@pytest.mark.parametrize(("size", "first", "together"), [
+    (2, 200, False), pytest.param(3, 300, False, marks=pytest.mark.slow), (2, 204, True),
+])  # fmt: skip
 def test_saves_beside_steps_have_the_bytes_of_their_step(
     tmp_path: Path, size: int, first: int, together: bool, long: bool
 ) -> None:
@@ -264,7 +264,7 @@ def train_until_killed(folder: str, culprit: int, left: int) -> None:
         steps(engine, 3, 100)
 
 
-@pytest.mark.parametrize(("culprit", "left"), [(0, 9), (1, 2)])
+@pytest.mark.parametrize(("culprit", "left"), [(0, 9), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_a_killed_rank_leaves_the_checkpoint_before(
     tmp_path: Path, culprit: int, left: int
 ) -> None:
