@@ -245,7 +245,7 @@ LINES = {
     "tools/memest": 3972,
     "zero": 12500,
 }
-TEST_LINES = 59611
+TEST_LINES = 59612
 SMALL_FILES = 18
 LOOSE_FILES = 10
 
