@@ -234,7 +234,7 @@ LINES = {
     "offload/models": 745,
     "offload/moe": 701,
     "offload/optimizers": 868,
-    "offload/planning": 5768,
+    "offload/planning": 5767,
     "offload/process": 786,
     "offload/quantized": 1057,
     "offload/runs": 791,

@@ -84,9 +84,8 @@ def trace_activations(
     try:
         units = group_parameters(model, config.groups.blocks).units
         passes = partial(_passes, model, units, config, workload, run, device, trains)
-        for least in (
-            (1, 2) if skip else ()
-        ):  # of copies in flight, every second block may hold more
+        # of copies in flight, every second block may hold more than the others
+        for least in (1, 2) if skip else ():
             with suppress(CannotSkipError, LookupError):  # or blocks are called by their numbers
                 return _facts(passes, trains=trains, least=least)
         return _facts(passes, trains=trains, least=None)
