@@ -79,6 +79,10 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="Random seed. Short for -o seed=.")
     ] = None,
+    prompt_lookup: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Try N tokens a pass, found in the text so far."),
+    ] = None,
 ) -> None:
     """Generate text to standard output, with a model whose weights are in the tiers."""
     from offload.cli.generate import run_generation
@@ -86,7 +90,7 @@ def generate(
 
     seeded = [] if seed is None else [f"seed={seed}"]
     loaded = OffloadConfig.load(config or {}, [*(option or []), *seeded])
-    run_generation(folder, prompt, loaded, max_new_tokens, greedy=greedy)
+    run_generation(folder, prompt, loaded, max_new_tokens, greedy=greedy, lookup=prompt_lookup)
 
 
 @app.command()

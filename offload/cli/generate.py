@@ -24,8 +24,9 @@ from offload.train.summary import moved_line, summary_table, waits_line
 
 
 def run_generation(
-    folder: Path, prompt: str, config: OffloadConfig, new_tokens: int, *, greedy: bool
-) -> None:
+    folder: Path, prompt: str, config: OffloadConfig, new_tokens: int, *, greedy: bool,
+    lookup: int | None,
+) -> None:  # fmt: skip
     """Generate; text goes to standard output, everything else to standard error."""
     console, baseline_nbytes = PlainConsole(stderr=True), rss_nbytes()
     model = open_generating(folder)
@@ -38,7 +39,9 @@ def run_generation(
     stream = Stream(tokenizer, _write)
     offload.dispatch(model, config)
     with offload.dispatched(model) as dispatched:
-        generate(model, ids, stream, new_tokens, greedy=greedy, device=dispatched.device)
+        generate(
+            model, ids, stream, new_tokens, greedy=greedy, device=dispatched.device, lookup=lookup
+        )
         _write("\n")
         report, peak_nbytes = dispatched.report(), peak_rss_nbytes()
         for line in ("", *_rates(stream, ids.numel())):
@@ -57,9 +60,11 @@ def _rates(stream: Stream, length: int) -> list[str]:
             f"{three_digits(length / stream.prefill_s)} tokens/s"
         )
     if stream.pass_s is not None:
+        each = stream.tokens / len(stream.tokens_s)
+        several = f"{three_digits(each)} a pass, " if each > 1 else ""
         lines.append(
-            f"decoding: {len(stream.tokens_s):,} tokens, {duration(stream.pass_s)} each, "
-            f"{three_digits(1 / stream.pass_s)} tokens/s"
+            f"decoding: {stream.tokens:,} tokens, {several}passes of {duration(stream.pass_s)}, "
+            f"{three_digits(each / stream.pass_s)} tokens/s"
         )
     return lines
 

@@ -78,7 +78,7 @@ def test_the_text_is_transformers_own(
 ) -> None:
     transformers.GenerationConfig(**sampling).save_pretrained(folder)
     expected = plainly(folder, "to be or", **sampling)
-    greedy = [] if sampling else ["--greedy"]
+    greedy = [] if sampling else ["--greedy", "--prompt-lookup", "3"]
     assert run(str(folder), *placed, "--prompt", "to be or", *NEW, "--seed", "7", *greedy) == 0
     said = capsys.readouterr()
     assert said.out == expected + "\n"  # nothing but the text

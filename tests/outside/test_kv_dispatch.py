@@ -117,6 +117,40 @@ def test_tokens_and_logits_are_those_in_ram(name: str, kv: Any, tmp_path: Path, 
         assert (peaks["nvme"] > 0) == (kv != "host")
 
 
+def counting() -> Any:
+    """Generates 0 to 8 in turn: each token's row of the head is the embedding of the one before."""
+    model = llama()
+    embedded, head = model.model.embed_tokens.weight, model.lm_head.weight
+    embedded[:9] = torch.eye(9, 32)
+    head.zero_()[:9] = embedded[torch.arange(-1, 8) % 9]
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.mul_(0.1)
+        layer.mlp.down_proj.weight.mul_(0.1)
+    return model
+
+
+@on_a_gpu_too
+@pytest.mark.parametrize("kv", [None, MIXED], ids=str)
+def test_assisted_decoding_has_the_tokens_of_greedy_decoding_in_fewer_passes(
+    kv: Any, tmp_path: Path
+) -> None:
+    prompt = (torch.arange(18) % 9)[None].to(ON)
+    expected = counting().generate(prompt, max_new_tokens=20, do_sample=False)
+    assert expected[0].tolist() == [token % 9 for token in range(38)]
+    model, assistant = counting(), counting()
+    with dispatched(model, tmp_path, kv, kv={}), dispatched(assistant, tmp_path, None, kv={}):
+        passes: list[int] = []
+        model.register_forward_hook(lambda *_: passes.append(1))
+        for way in (
+            {"prompt_lookup_num_tokens": 9}, {"assistant_model": assistant},
+            {"assistant_model": counting()},
+        ):  # fmt: skip
+            passes.clear()
+            actual = model.generate(prompt, max_new_tokens=20, do_sample=False, **way)
+            assert actual.tolist() == expected.tolist(), way
+            assert len(passes) <= 5, way
+
+
 def test_a_prompt_is_computed_once_and_used_again(tmp_path: Path) -> None:
     plain, model = llama(), llama()
     with dispatched(model, tmp_path, MIXED) as owner:

@@ -76,7 +76,8 @@ class Stream(transformers.TextStreamer):  # type: ignore[misc]
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.began_s = 0.0  # on time.perf_counter, as the others
-        self.tokens_s: list[float] = []
+        self.tokens_s: list[float] = []  # of each pass, which gives a token or more
+        self.tokens = 0
         self._write = write
 
     @property
@@ -86,7 +87,7 @@ class Stream(transformers.TextStreamer):  # type: ignore[misc]
 
     @property
     def pass_s(self) -> float | None:
-        """The median seconds from one token to the next; None with fewer than two tokens."""
+        """The median seconds of a pass after the first; None without one."""
         pairs = zip(self.tokens_s, self.tokens_s[1:], strict=False)
         gaps = [after - before for before, after in pairs]
         return statistics.median(gaps) if gaps else None
@@ -94,6 +95,7 @@ class Stream(transformers.TextStreamer):  # type: ignore[misc]
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self.tokens_s.append(time.perf_counter())
+            self.tokens += value.numel()
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -102,15 +104,15 @@ class Stream(transformers.TextStreamer):  # type: ignore[misc]
 
 def generate(
     model: Any, ids: torch.Tensor, stream: Stream, new_tokens: int, *, greedy: bool,
-    device: torch.device,
+    device: torch.device, lookup: int | None = None,
 ) -> None:  # fmt: skip
     """Generate behind a prompt, into `stream`; if not `greedy` as the folder's
-    generation_config.json says."""
+    generation_config.json says. `lookup`: tokens that a pass tries, found in the text so far."""
     likeliest = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     ids = ids.to(device)
     stream.began_s = time.perf_counter()
     with torch.inference_mode():
         model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens,
-            streamer=stream, **(likeliest if greedy else {}),
+            streamer=stream, prompt_lookup_num_tokens=lookup, **(likeliest if greedy else {}),
         )  # fmt: skip
