@@ -6,20 +6,19 @@
         one and eight passes per step, clipped and not
     b   tests, kernels, copies, inference
     c   a long sequence, 24 GiB of a larger GPU, 13 B on three tiers, sizes of chunks, updates
-        beside copies, 3.6 B and DeepSpeed, where it is installed, a longer sequence
+        beside copies, 3.6 B, a longer sequence
 
 Each call takes less than ten minutes and begins with a probe of the machine; by default all three
 run, one after the other. Each part is a process of its own with a time limit. Those for which there
 is no time or memory are left out, and the record, which is written anew after each, says why.
 
 With --continue, what a record has is not repeated, but for tests, and the rest is added to it.
-Exit status 1 if a test or a part other than DeepSpeed's failed, 0 otherwise, and without a GPU.
+Exit status 1 if a test or a part failed, 0 otherwise, and without a GPU.
 """
 
 import argparse
 import datetime
 import importlib.metadata
-import importlib.util
 import json
 import re
 import signal
@@ -35,12 +34,11 @@ from typing import Any
 
 from benchmarks.gpu_machine import GpuMachine
 from benchmarks.gpu_parts import Outcome, Status, run_part
-from benchmarks.gpu_sizes import CALLS, DEEPSPEED, OFFLOAD, TRAININGS, Case, Training, case_of
+from benchmarks.gpu_sizes import CALLS, TRAININGS, Case, Training, case_of
 from benchmarks.gpu_step import COLUMNS as STEP_COLUMNS
 from benchmarks.gpu_step import row_of
 from benchmarks.gpu_tests import last_tests
-from offload.bench.contenders import INSTALL_BENCH
-from offload.bench.record import Kind, Record, this_machine
+from offload.bench.record import Record, this_machine
 from offload.bench.table import Column, number, print_record
 from offload.process.child import repository
 from offload.tiers import accelerator
@@ -56,7 +54,6 @@ _TESTS_WRAP_UP_S = 10.0  # for a part to say which of its processes hang
 
 
 _RECORDS = repository() / "benchmarks" / "records"
-_PROGRAMS = {True: "benchmarks.trained:DeepSpeedZero3", False: "benchmarks.gpu_step:QuickOffload"}
 _COLUMNS = (
     Column("ms", number("seconds", 1e-3)), Column("GB/s", number("bytes_per_s", 1e9, 1)),
     Column("tokens/s", number("tokens_per_s", digits=1)),
@@ -177,9 +174,6 @@ def _run_tests(check: Check) -> None:
 
 def _run_step(check: Check, machine: GpuMachine, training: Training, name: str) -> None:
     """Train what the machine can hold, as far as there is time."""
-    if training.peer and importlib.util.find_spec("deepspeed") is None:
-        check.leave_out(name, INSTALL_BENCH)
-        return
     case = case_of(training, machine)
     left_s = check.left_s()
     if isinstance(case, str):
@@ -189,8 +183,7 @@ def _run_step(check: Check, machine: GpuMachine, training: Training, name: str) 
     else:
         check.record.details["cases"][name] = asdict(case)
         options = {
-            "program": _PROGRAMS[training.peer], "steps": training.steps,
-            "settings": {"device": "cpu"} if training.peer else {},
+            "program": "benchmarks.gpu_step:QuickOffload", "steps": training.steps,
             "config": {**case.config, "nvme": {"paths": [str(check.folder)]}},
             "folder": str(check.folder),
         }  # fmt: skip
@@ -202,23 +195,17 @@ def _add_row(check: Check, case: Case, outcome: Outcome, machine: GpuMachine) ->
     training, result, record = case.training, outcome.result, check.record
     if outcome.status is Status.FAILED or not result.get("seconds"):
         return
-    if outcome.ok and case.numel > _LARGE_NUMEL and not training.peer:  # else it is imports
+    if outcome.ok and case.numel > _LARGE_NUMEL:  # else it is imports
         each_s = (outcome.seconds - sum(result["seconds"])) / case.numel
         check.build_s_per_parameter = max(check.build_s_per_parameter, each_s)
-    kind = Kind.PEER if training.peer else Kind.OFFLOAD
     record.rows = [row for row in record.rows if row.name != training.name]
-    record.rows.append(row_of(training.name, kind, case, result, machine))
-    record.ratios = []
-    record.compare(OFFLOAD.name, DEEPSPEED.name, "tokens_per_s")
+    record.rows.append(row_of(training.name, case, result, machine))
     check.write()
 
 
 def succeeded(outcomes: Iterable[Outcome]) -> bool:
-    """Whether all parts that were begun succeeded, tests included; DeepSpeed's may fail."""
-    return all(
-        outcome.status in (Status.DONE, Status.LEFT_OUT) or "DeepSpeed" in outcome.name
-        for outcome in outcomes
-    )
+    """Whether all parts that were begun succeeded, tests included."""
+    return all(outcome.status in (Status.DONE, Status.LEFT_OUT) for outcome in outcomes)
 
 
 # ---------------------------------------------------------------- the command

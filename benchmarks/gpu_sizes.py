@@ -37,9 +37,6 @@ _SPARE_NBYTES = 2 * GIB  # of RAM: what CUDA's libraries take of it is a round f
 _DISK_SHARE = 0.9  # of what is free
 _WORTH_A_LIMIT = 1.25
 _BUILD_S_PER_PARAMETER = 12e-9  # from start to end beside the steps, as measured beside an H100
-# DeepSpeed's RAM: by its formula 18; 22 were measured on a smaller model
-_DEEPSPEED_NBYTES_PER_PARAMETER = 22
-_COMPILE_S = 75.0  # its CPU Adam, on 16 cores
 
 
 def _llama(
@@ -74,7 +71,6 @@ class Training:
     sequence: int = SEQUENCE
     steps: int = 4  # one to warm up, then those that count
     card_nbytes: int | None = None  # of the GPU's memory: budget.gpu
-    peer: bool = False  # DeepSpeed trains it
 
     @property
     def name(self) -> str:
@@ -91,8 +87,6 @@ _HOMES: dict[int, dict[str, tuple[tuple[str, ...], int | None]]] = {  # by passe
     8: {"host, a tenth of records on the device": (_TENTH, None), **_AUTO},
 }
 _CLIPPING = {"": (), ", unclipped": ("clip_grad_norm=null", "optimizer.in_backward=true")}
-OFFLOAD = Training("3.6 B", "host")
-DEEPSPEED = Training("3.6 B", "DeepSpeed ZeRO-3, all on cpu", peer=True)
 _A = [
     Training("0.15 B", "host"),  # small enough for a GPU that computes nothing
     *(
@@ -117,7 +111,7 @@ _C = [
     ),
 ]  # fmt: skip
 _C_LAST = [
-    OFFLOAD, DEEPSPEED,
+    Training("3.6 B", "host"),
     Training("8 B", "128 k tokens, MLPs in tiles", ("placement.activations.tiled_mlp=16384",),
              batch=1, sequence=1 << 17, steps=2),
 ]  # fmt: skip
@@ -153,7 +147,7 @@ class Case:
         parameter takes, where that is not known (0)."""
         steps = self.training.steps + 1 / self.training.passes  # closing does the last one's update
         build_s = (build_s_per_parameter or _BUILD_S_PER_PARAMETER) * self.numel
-        return build_s + _COMPILE_S * self.training.peer + steps * self.predicted_s
+        return build_s + steps * self.predicted_s
 
     def nbytes_over(self, link: str) -> int:
         """The bytes that the plan moves over a link in a step."""
@@ -169,11 +163,7 @@ def case_of(training: Training, machine: GpuMachine) -> Case | str:
     if not best.fits:
         short = [each.message.split(";")[0] for each in best.shortfalls]
         return short[0] if short else "activations leave too little of the device"
-    case = _laid_out(training, best)
-    lacking = _DEEPSPEED_NBYTES_PER_PARAMETER * case.numel + _SPARE_NBYTES - machine.host_nbytes
-    if training.peer and lacking > 0:
-        return f"DeepSpeed needs {format_bytes(lacking)} more RAM than there is"
-    return case
+    return _laid_out(training, best)
 
 
 def _solved(training: Training, machine: GpuMachine) -> Candidate:

@@ -168,7 +168,7 @@ def bounds(case: Case, machine: GpuMachine) -> dict[str, float]:
     return seconds
 
 
-def row_of(label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine: GpuMachine) -> Row:
+def row_of(label: str, case: Case, step: Mapping[str, Any], machine: GpuMachine) -> Row:
     """A row with a measured step and its bounds."""
     seconds = statistics.median(step["seconds"])
     limits = bounds(case, machine)
@@ -178,7 +178,7 @@ def row_of(label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine:
         "share_of_roofline": max(limits["link"], limits["compute"]) / seconds,
         "share_of_all_bounds": max(limits.values()) / seconds,
         **{name: float(value) for name, value in step.items() if name.startswith("peak_")},
-        **({"predicted_s": case.predicted_s} if kind is Kind.OFFLOAD else {}),
+        "predicted_s": case.predicted_s,
         **{f"bound by {name}, s": value for name, value in sorted(limits.items())},
     }
     for link in (TO_DEVICE, TO_HOST):
@@ -194,7 +194,7 @@ def row_of(label: str, kind: Kind, case: Case, step: Mapping[str, Any], machine:
         waits = between(first["waits"], last["waits"])
         facts |= {f"waited for {n}, s": s / len(after_first) for n, s in waits.items()}
         facts |= {f"updates on trial, {n}": float(count) for n, count in last["trials"].items()}
-    return Row(label, kind, measures, facts)
+    return Row(label, Kind.OFFLOAD, measures, facts)
 
 
 def generate(_: Mapping[str, Any], parent: Parent) -> None:

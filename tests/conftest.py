@@ -36,7 +36,6 @@ LONG_FILES = (
     "ranks/test_rank_bytes.py", "ranks/test_rank_asks.py", "ranks/test_tensor_parallel.py",
     "ranks/test_rank_experts.py", "ranks/test_rank_programs.py",
     "ranks/test_rank_nonfinite.py",
-    "ranks/test_pipelines.py", "moe/test_expert_parallelism.py", "benchmarks/test_peers.py",
     "benchmarks/test_gpu_check.py", "benchmarks/test_gpu_check_parts.py",
     "benchmarks/test_gpu_check_sizes.py",
     "offload/test_activations.py", "offload/test_bench.py", "offload/test_memory.py",

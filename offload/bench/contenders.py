@@ -1,15 +1,13 @@
-"""Systems that train in turn, each in processes of its own, one per rank.
+"""Systems that train in turn, each in a process of its own.
 
-`train_in_turn` is the whole bench of `step` and `ranks`: it starts the systems, measures them in
-interleaved rounds, closes them, and adds their rows to the record.
+`train_in_turn` starts the systems, measures them in interleaved rounds, closes them, and adds their
+rows to the record.
 """
 
-import importlib.util
-import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from offload.process.child import Child, ChildFailed
 from offload.tiers.errors import ConfigError, PathError
 from offload.train.plain import DTYPES
 
-INSTALL_BENCH = "not installed: pip install 'offload[bench]'"
 LLAMA_151M: Mapping[str, Any] = {  # examples/llama-151m.yaml, wherever the package is installed
     "precision": "fp32",
     "budget": {"host": "512MiB", "nvme": "8GiB"},
@@ -49,8 +46,6 @@ class SystemSpec:
     program: str  # MODULE:CLASS, a `systems.System`
     overrides: tuple[str, ...] = ()
     batches: int = 1  # of the configuration's size per step
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what else the class is made with
-    requires: str = ""  # a module that may not be installed
 
 
 OFFLOAD = "offload.bench.systems:Offload"
@@ -63,42 +58,36 @@ def all_on(tier: str, **others: str) -> tuple[str, ...]:
     return tuple(f"placement.{name}={home}" for name, home in homes.items())
 
 
-_TIMES = ("seconds", "forward_backward_s")
-_BYTES = ("read_nbytes", "written_nbytes", "peak_rss_nbytes")
 _MEASURES = ("seconds", "forward_backward_s", "read_nbytes", "written_nbytes")
 
 
 class Contender:
-    """The processes of one system. A peer's failure is noted, one of offload ends the bench."""
+    """The process of one system. A peer's failure is noted, one of offload ends the bench."""
 
-    def __init__(self, spec: SystemSpec, base: OffloadConfig, folder: Path, ranks: int = 1) -> None:
-        """Blocks until the model is built on every rank."""
+    def __init__(self, spec: SystemSpec, base: OffloadConfig, folder: Path) -> None:
+        """Blocks until the model is built."""
         self.spec = spec
         self.reason = ""  # why it failed
         self.turns: list[Turn] = []  # the warm-up's, too
-        self.losses: list[tuple[float, ...]] = []  # by step, of each rank
-        self._children: list[Child] = []
-        if spec.requires and importlib.util.find_spec(spec.requires) is None:
-            self.reason = INSTALL_BENCH
-            return
         config = OffloadConfig.load(base, (*spec.overrides, f"nvme.paths=[{folder}]"))
+        here = folder / spec.name
+        here.mkdir()
         options = {
-            "program": spec.program, "settings": dict(spec.settings), "config": config.to_dict(),
-            "batches": max(spec.batches, config.gradient_accumulation_steps),
+            "program": spec.program, "config": config.to_dict(),
+            "batches": max(spec.batches, config.gradient_accumulation_steps), "folder": str(here),
         }  # fmt: skip
+        self._child = Child(spec.label, "offload.bench.systems:serve", options, here)
         with self._watched():
-            for rank, environment in enumerate(_environments(ranks)):
-                here = folder / f"{spec.name}-{rank}"
-                here.mkdir()
-                given = {**options, "folder": str(here)}
-                serve = "offload.bench.systems:serve"
-                self._children.append(Child(spec.label, serve, given, here, environment))
-            for child in self._children:
-                child.answer()
+            self._child.answer()
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of all steps."""
+        return [loss for turn in self.turns for loss in turn.losses]
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Kill the processes if one of them fails. Raises ChildFailed, unless it is a peer's."""
+        """Kill the process if it fails. Raises ChildFailed, unless it is a peer's."""
         try:
             yield
         except BaseException as error:
@@ -108,31 +97,22 @@ class Contender:
             self.reason = f"failed: {error.brief}"[:160]
 
     def turn(self) -> None:
-        """Train a turn: the slowest rank's times, all ranks' bytes. Nothing once it has failed."""
+        """Train a turn; nothing once it has failed."""
         if self.reason:
             return
         with self._watched():
-            for child in self._children:
-                child.send("turn")
-            turns: list[Turn] = [child.answer() for child in self._children]
-            self.losses += zip(*(turn.losses for turn in turns), strict=True)
-            slowest = {name: max(getattr(turn, name) for turn in turns) for name in _TIMES}
-            together = {name: sum(getattr(turn, name) for turn in turns) for name in _BYTES}
-            self.turns.append(Turn(turns[0].losses, **slowest, **together))
+            self._child.send("turn")
+            self.turns.append(self._child.answer())
 
     def close(self) -> None:
-        """Kill a peer's processes; let offload's end by themselves, with their own checks."""
+        """Kill a peer's process; let offload's end by itself, with its own checks."""
         if self.spec.kind is Kind.PEER:
             self.kill()
-            return
-        for child in self._children:  # ranks end together
-            child.hang_up()
-        for child in self._children:
-            child.close()
+        else:
+            self._child.close()
 
     def kill(self) -> None:
-        for child in self._children:
-            child.kill()
+        self._child.kill()
 
     def row(self, rounds: int) -> Row:
         """The measures of the last `rounds` turns, and the peak of all; or why there are none."""
@@ -144,36 +124,16 @@ class Contender:
         return Row(self.spec.label, self.spec.kind, measures, facts)
 
 
-def _environments(ranks: int) -> list[dict[str, str]]:
-    """The environment that a launcher would set for each rank; empty for a single one."""
-    if ranks == 1:
-        return [{}]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    threads = max(1, machine.cpu_count() // ranks)
-    return [
-        {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(threads),
-        }
-        for rank in range(ranks)
-    ]  # fmt: skip
-
-
 # ---------------------------------------------------------------- options, systems and the model
 @dataclass(frozen=True)
 class StepOptions:
-    """`config` None trains the 151 M shape; `systems` empty takes all of the usual ones; `ranks`
-    processes train together."""
+    """`config` None trains the 151 M shape; `systems` empty takes all of them."""
 
     config: Path | None = None
     overrides: tuple[str, ...] = ()
     folder: Path | None = None
     systems: tuple[str, ...] = ()
     rounds: int = 7
-    ranks: int = 1
 
 
 def base_config(config: Path | None, overrides: Sequence[str]) -> OffloadConfig:
@@ -227,7 +187,7 @@ def train_in_turn(
         systems = []
         for spec in wanted_specs:
             say(f"starting {spec.label}")
-            systems.append(Contender(spec, base, private, options.ranks))
+            systems.append(Contender(spec, base, private))
             stack.callback(systems[-1].kill)
         if all(system.reason for system in systems):
             reasons = "".join(f"\n  {s.spec.label}: {s.reason}" for s in systems)

@@ -76,7 +76,7 @@ def run_step(options: StepOptions, say: Say, peers: Sequence[SystemSpec] = ()) -
     record.compare(HOST.label, PLAIN.label, "seconds")
     record.compare(NVME.label, PLAIN.label, "seconds")
     record.compare(NVME.label, PLAIN.label, "peak_rss_nbytes")
-    record.details["losses"] = {s.spec.name: losses_of(s) for s in systems}
+    record.details["losses"] = {s.spec.name: s.losses for s in systems}
     record.details["parameters"] = numel
     record.notes += _notes(base, numel, bounds)
     return record
@@ -105,16 +105,11 @@ class _Bounds:
 
 
 # ---------------------------------------------------------------- losses
-def losses_of(system: Contender) -> list[float]:
-    """The losses by step, including those of the warm-up."""
-    return [loss for loss, *_ in system.losses]
-
-
 def _check_losses(systems: Sequence[Contender]) -> None:
     """Compare the losses of offload's placements, which train on the very same batches."""
     placements = [s for s in systems if s.spec in (HOST, NVME)]
     for other in placements[1:]:
-        pairs = zip(losses_of(placements[0]), losses_of(other), strict=True)
+        pairs = zip(placements[0].losses, other.losses, strict=True)
         for step, (a, b) in enumerate(pairs):
             if struct.pack("<d", a) != struct.pack("<d", b):  # bits: NaN is equal to NaN
                 raise IntegrityError(
@@ -127,11 +122,11 @@ def _check_losses(systems: Sequence[Contender]) -> None:
 # ---------------------------------------------------------------- rows
 def _add_differences(record: Record, systems: Sequence[Contender]) -> None:
     """Add the largest difference from plain PyTorch's losses to the other systems' rows."""
-    plain = next((losses_of(s) for s in systems if s.spec.name == PLAIN.name), None)
+    plain = next((s.losses for s in systems if s.spec.name == PLAIN.name), None)
     for system in systems:
         row = record.measured(system.spec.label)
         if row is not None and plain and system.spec.name != PLAIN.name:
-            pairs = zip(plain, losses_of(system), strict=False)
+            pairs = zip(plain, system.losses, strict=False)
             # `max` passes over a NaN
             row.facts["loss_difference"] = float(np.max([abs(a - b) for a, b in pairs]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -21,7 +20,7 @@ from offload.train.text import Batch
 
 
 class System:
-    """Trains one step at a time. Made with a configuration, a folder for files, and settings."""
+    """Trains one step at a time. Made with a configuration and a folder for files."""
 
     defers = False  # whether a part of the step's work is done during the next one
 
@@ -139,15 +138,13 @@ def made(options: Mapping[str, Any]) -> tuple[System, OffloadConfig]:
     """The system of a child's options, with its configuration."""
     config = OffloadConfig.load(options["config"])
     make = named(options["program"])
-    return make(config, Path(options["folder"]), **options["settings"]), config
+    return make(config, Path(options["folder"])), config
 
 
 def serve(options: Mapping[str, Any], parent: Parent) -> None:
     """Report that the system is ready, then train a turn per command."""
     system, config = made(options)
-    # of several ranks each has one batch of every `ranks`
-    rank, ranks = (int(os.environ.get(n, d)) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    batches = (batch_of(config, number) for number in count(rank, ranks))
+    batches = (batch_of(config, number) for number in count())
     parent.answer({"ready": True})
     for _ in parent.commands():
         parent.answer(train_a_turn(system, batches, options["batches"]))

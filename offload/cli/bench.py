@@ -1,12 +1,9 @@
-"""`offload bench`: the rates of the hardware beside the rates that offload reaches, in one run.
-
-`benchmarks/peers.py` has the same commands, with others in that run.
-"""
+"""`offload bench`: the rates of the hardware beside the rates that offload reaches, in one run."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,14 +14,8 @@ if TYPE_CHECKING:
     from offload.bench.record import Record
 
 
-class BenchGroup(GuardedGroup):
-    """The group of bench commands, and where the functions that they run are defined."""
-
-    functions = "offload.bench.{0}:run_{0}"
-
-
 bench_app = typer.Typer(
-    cls=BenchGroup,
+    cls=GuardedGroup,
     help="Measure the hardware's limit and offload, interleaved; print ratios.",
     no_args_is_help=True,
 )
@@ -132,26 +123,6 @@ def step(
     _run(context, options, json)
 
 
-@bench_app.command()
-def ranks(
-    context: typer.Context,
-    count: Annotated[
-        int, typer.Option("--ranks", min=2, metavar="N", help="Processes that train together.")
-    ] = 2,
-    config: Config = None,
-    option: Overrides = None,
-    systems: Systems = "",
-    path: Folder = None,
-    rounds: Rounds = 7,
-    json: Json = None,
-) -> None:
-    """Training steps of several ranks: the systems stage3, stage2 and stage3-nvme."""
-    from offload.bench.contenders import StepOptions
-
-    options = StepOptions(config, tuple(option or []), path, _names(systems), rounds, count)
-    _run(context, options, json)
-
-
 def _run(context: typer.Context, options: object, json: Path | None) -> None:
     """Measure, print the result, and write it to a file if one was given. A status line on stderr
     shows progress, on a terminal."""
@@ -163,9 +134,8 @@ def _run(context: typer.Context, options: object, json: Path | None) -> None:
 
     if json is not None:
         check_target(json, "--json", replace=True)
-    group: Any = context.parent and context.parent.command
     name = context.command.name
-    run, columns = named(group.functions.format(name)), named(f"offload.bench.{name}:COLUMNS")
+    run, columns = (named(f"offload.bench.{name}:{what}") for what in (f"run_{name}", "COLUMNS"))
     with Console(stderr=True).status("starting") as status:
         record: Record = run(options, status.update)
     print_record(record, columns)  # first: a full disk must not take it along

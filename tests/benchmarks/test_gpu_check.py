@@ -107,7 +107,7 @@ def run(
 
     def run_with(
         call: str | list[str] = "a", *, machine: GpuMachine = H200, seconds: float | None = None,
-        peer: bool = False, continued: Path | None = None, limit_s: float = LIMIT_S,
+        continued: Path | None = None, limit_s: float = LIMIT_S,
         ends: Mapping[str, Outcome] | None = None,
     ) -> tuple[Check, dict[str, Any], str]:  # fmt: skip
         clock = Clock()
@@ -131,11 +131,6 @@ def run(
 
         monkeypatch.setattr(gpu_check, "run_part", part)
         monkeypatch.setattr(gpu_check, "this_machine", lambda: dict(HARDWARE))
-        find_spec = gpu_check.importlib.util.find_spec
-        monkeypatch.setattr(
-            gpu_check.importlib.util, "find_spec",
-            lambda name: (object() if peer else None) if name == "deepspeed" else find_spec(name),
-        )  # fmt: skip
         check = gpu_check.begin(tmp_path / "record.json", tmp_path, continued, "abc", limit_s)
         check.clock = clock
         check.deadline = limit_s
@@ -162,7 +157,7 @@ ORDER = {
     "c": [
         "probe", "step:8 B, 64 k tokens", "step:8 B, auto on 24 GiB", "step:13 B, three tiers",
         *(f"step:1.6 B, host, chunks of {size} M" for size in (2, 16, 64)), "beside",
-        "step:3.6 B, host", "step:3.6 B, DeepSpeed ZeRO-3, all on cpu",
+        "step:3.6 B, host",
         "step:8 B, 128 k tokens, MLPs in tiles",
     ],
 }  # fmt: skip
@@ -175,7 +170,7 @@ ORDER = {
 def test_a_call_has_its_parts_in_order_ends_in_time_and_names_what_it_leaves_out(
     run: Any, call: str, gpu: str, seconds: float | None
 ) -> None:
-    check, record, printed = run(call, machine=MACHINES[gpu], seconds=seconds, peer=True)
+    check, record, printed = run(call, machine=MACHINES[gpu], seconds=seconds)
     ended = statuses(record)
     assert list(ended) == ORDER[call]
     assert check.limit_s == LIMIT_S <= 540
@@ -295,23 +290,3 @@ def test_a_record_of_another_gpu_or_version_is_refused(tmp_path: Path) -> None:
     h100 = REPOSITORY / "benchmarks" / "records" / "gpu-nvidia-h100-80gb-hbm3-2026-11-23.json"
     with pytest.raises(PathError, match="no record of this version"):
         gpu_check.begin(None, tmp_path, h100)
-
-
-# ---------------------------------------------------------------- a peer
-PEERS = ["step:3.6 B, host", "step:3.6 B, DeepSpeed ZeRO-3, all on cpu"]
-
-
-def test_a_peer_trains_the_case_that_offload_trains(run: Any) -> None:
-    check, record, _ = run(PEERS, peer=True, seconds=1.0)
-    (ratio,) = record["ratios"]
-    assert (ratio["measure"], ratio["median"]) == ("tokens_per_s", 1.0)
-    assert (ratio["of"], ratio["to"]) == ("3.6 B, host", "3.6 B, DeepSpeed ZeRO-3, all on cpu")
-    assert succeeded(check.outcomes.values())
-
-
-def test_a_peer_that_fails_does_not_fail_the_check(run: Any) -> None:
-    broken = Outcome(PEERS[1], Status.FAILED, 3.0, 60.0, "out of memory")
-    check, record, printed = run(PEERS, peer=True, seconds=1.0, ends={PEERS[1]: broken})
-    assert succeeded(check.outcomes.values())
-    assert record["ratios"] == []
-    assert "out of memory" in printed

@@ -164,8 +164,6 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
         (["step", "-o", "train.model.layer=3"], "train.model.layer"),
         (["step", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
         (["step", "-o", "precision=fp16"], "set precision: fp32 or bf16"),
-        (["ranks", "--ranks", "1"], "greater than or equal to 2"),
-        (["ranks", "--systems", "stage2,fancy"], "--systems: 'fancy' is unknown"),
         (["nonsense"], "No such command"),
     ],
 )
