@@ -4,6 +4,6 @@ knows the tensors of a weight, and computes the values that the library computes
     reading.py              which format a folder has; what of it is read, and what refused
     parts.py                the tensors of one weight, checked before any of them is read
     matrix.py               a quantized weight, read piece by piece
-    compressed_tensors.py, gptq_and_awq.py, bitsandbytes.py
+    compressed_tensors.py, gptq_and_awq.py, bitsandbytes.py, float8.py
     writing.py              a weight that is to be written, quantized before a format packs it
 """

@@ -1,4 +1,12 @@
-"""compressed-tensors, format `pack-quantized` (llm-compressor writes it, vLLM reads it).
+"""compressed-tensors (llm-compressor writes it, vLLM reads it).
+
+`float-quantized`, `int-quantized` and `naive-quantized`, of 8 bits:
+
+    M.weight             float8_e4m3fn or int8 [rows, columns]
+    M.weight_scale       of the whole weight, of rows, of groups in rows, or of blocks of both
+    M.weight_zero_point  int8, asymmetric: as the scales
+
+`pack-quantized`:
 
     M.weight_packed      int32 [rows, columns x bits / 32]: codes + 2^(bits-1), lowest bits first
     M.weight_scale       [rows, groups]; strategy channel: [rows, 1]
@@ -13,21 +21,32 @@ product is rounded once.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.quantized.matrix import Grouped, Matrix, packed, piece_rows, unpacked
-from offload.quantized.parts import FLOATS, Parts, damaged, groups_in, names, number
+from offload.quantized.matrix import Grouped, Matrix, Scaled, packed, unpacked
+from offload.quantized.parts import (
+    Parts,
+    damaged,
+    groups_in,
+    names,
+    number,
+    pair_of,
+    warn_of_activations,
+)
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored
 
 FORMAT = "pack-quantized"
 EXPERTS = r"re:.*\.experts\.\d+\..*"  # names in files of what transformers computes with packed
-_STRATEGIES = ("group", "channel")
+_PLAIN = ("float-quantized", "int-quantized", "naive-quantized")
+_STRATEGIES = ("group", "channel", "tensor", "block")
+_PLAIN_TYPES = {("int", 8): torch.int8, ("float", 8): torch.float8_e4m3fn}
 _UNPACK = (
     "load the folder once with transformers and compressed-tensors "
     "(CompressedTensorsConfig(dequantize=True)) and save_pretrained it"
@@ -41,57 +60,33 @@ class _Scheme:
     targets: tuple[str, ...]
     bits: int
     symmetric: bool
+    strategy: str
     group_size: int
-
-
-@dataclass(frozen=True)
-class _Packed(Matrix):
-    words: Stored
-    scale: Stored
-    zero: Stored | None
-    group: Tensor | None  # of each column, where they are not consecutive
-    bits: int
-
-    def fill(self, out: Tensor) -> None:
-        rows, columns = self.shape
-        scale, zero = self.scale.read(), self._zeros()
-        step = piece_rows(columns)
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            codes = unpacked(self.words.rows(start, stop), self.bits).flatten(1)[:, :columns]
-            values = codes.to(self.dtype) - float(1 << (self.bits - 1))
-            if zero is not None:
-                values -= self._of_columns(zero, start, stop).to(self.dtype)
-            values *= self._of_columns(scale, start, stop)
-            out[start:stop] = values
-
-    def _zeros(self) -> Tensor | None:
-        if self.zero is None:
-            return None
-        rows, groups = self.shape[0], self.scale.shape[-1]
-        codes = unpacked(self.zero.read().t(), self.bits).reshape(groups, -1)[:, :rows]
-        return (codes.to(torch.int16) - (1 << (self.bits - 1))).t().to(torch.int8)
-
-    def _of_columns(self, numbers: Tensor, start: int, stop: int) -> Tensor:
-        """Expand numbers of groups to the elements of some rows."""
-        here = numbers[start:stop]
-        if self.group is not None:
-            return here[:, self.group]
-        return here.repeat_interleave(self.shape[1] // here.shape[1], dim=1)
+    block: tuple[int, int] | None
+    codes: torch.dtype  # int32: packed
 
 
 def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
     schemes = _schemes(settings)
     ignored = names(settings, "ignore")
     weights: dict[str, Matrix] = {}
-    for module in parts.modules(".weight_packed"):
+    for module in dict.fromkeys(
+        [*parts.modules(".weight_packed"), *parts.modules(".weight_scale")]
+    ):
         if any(_matches(module, each) for each in ignored):
             raise CheckpointError(
                 f"{module} is quantized, and quantization_config in config.json ignores it; get "
                 "the folder again"
             )
-        weights[parts.weight_name(module)] = _matrix(module, _scheme_of(module, schemes), parts)
+        weights[f"{module}.weight"] = _matrix(module, _scheme_of(module, schemes), parts)
+    if any(_quantizes_activations(each) for each in settings["config_groups"].values()):
+        parts.drop(".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
+        warn_of_activations()
     return weights
+
+
+def _quantizes_activations(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("input_activations") or group.get("output_activations"))
 
 
 def _schemes(settings: Mapping[str, Any]) -> list[_Scheme]:
@@ -123,26 +118,28 @@ def _scheme(name: Any, group: Any, settings: Mapping[str, Any]) -> _Scheme:
     if not isinstance(weights, Mapping):
         raise UnsupportedError(f"{where} says nothing of weights that is read here; {_UNPACK}")
     stored = group.get("format") or settings.get("format")
-    if stored != FORMAT:
-        raise UnsupportedError(f"{where} has format {stored!r:.40}, read is {FORMAT}; {_UNPACK}")
-    if group.get("input_activations") or group.get("output_activations"):
+    if stored not in (FORMAT, *_PLAIN):
         raise UnsupportedError(
-            f"{where} quantizes activations, which is not done here: results would not be the "
-            "model's own"
+            f"{where} has format {stored!r:.40}, read are {', '.join((FORMAT, *_PLAIN))}; {_UNPACK}"
         )
     kind, bits = str(weights.get("type", "int")).lower(), weights.get("num_bits")
     size = weights.get("group_size")
     strategy = weights.get("strategy") or (
         "tensor" if size is None else "channel" if size == -1 else "group"
     )
-    if kind != "int" or bits not in (4, 8) or strategy not in _STRATEGIES:
+    types = {("int", 4): torch.int32, ("int", 8): torch.int32} if stored == FORMAT else _PLAIN_TYPES
+    codes = types.get((kind, bits)) if isinstance(bits, int) else None
+    if not isinstance(bits, int) or codes is None or strategy not in _STRATEGIES:
         raise UnsupportedError(
             f"{where} has weights of type {kind!s:.20}, {bits!s:.20} bits, strategy "
-            f"{strategy!s:.20}; read are int, 4 and 8, {', '.join(_STRATEGIES)}; {_UNPACK}"
+            f"{strategy!s:.20} in {stored}; read are int of 4 and 8 bits, float of 8, "
+            f"{', '.join(_STRATEGIES)}; {_UNPACK}"
         )
     return _Scheme(
-        tuple(names(group, "targets")), bits, weights.get("symmetric") is not False,
+        tuple(names(group, "targets")), bits, weights.get("symmetric") is not False, strategy,
         number(weights, "group_size") if strategy == "group" else -1,
+        pair_of(weights.get("block_structure"), "block_structure") if strategy == "block" else None,
+        codes,
     )  # fmt: skip
 
 
@@ -179,39 +176,62 @@ def _scheme_of(module: str, schemes: list[_Scheme]) -> _Scheme:
     )
 
 
-def _matrix(module: str, scheme: _Scheme, parts: Parts) -> _Packed:
+def _matrix(module: str, scheme: _Scheme, parts: Parts) -> Matrix:
     name = f"{module}.weight"
-    words = parts.take(f"{name}_packed", (torch.int32,), (None, None), name)
-    rows = words.shape[0]
-    described = parts.take(f"{name}_shape", (torch.int64, torch.int32), (2,), name)
-    shape = tuple(described.read().tolist())
-    columns = shape[1]
-    if shape[0] != rows or columns <= 0 or -(-columns * scheme.bits // 32) != words.shape[1]:
-        raise damaged(
-            described, f"says {shape}, which {words.shape} words of {scheme.bits} bits are not"
-        )
+    if scheme.codes != torch.int32:
+        codes = parts.take(name, (scheme.codes,), (None, None), name)
+        rows, columns = codes.shape
+        numbers: Callable[[Tensor], Tensor] = _as_they_are
+    else:
+        parts.weight_name(module)
+        codes, (rows, columns) = _packed_codes(name, scheme.bits, parts)
+        numbers = partial(_unpacked, bits=scheme.bits)
     groups = groups_in(columns, scheme.group_size, name)
-    scale = parts.take(f"{name}_scale", FLOATS, (rows, groups), name)
+    block = scheme.block or (rows if scheme.strategy == "tensor" else 1, columns // groups)
+    scale = parts.scales(f"{name}_scale", (rows, columns), block, name)
     group = parts.groups_of_columns(f"{name}_g_idx", columns, groups, name)
-    return _Packed(
-        scale.dtype, (rows, columns), words, scale, _zeros(scheme, scale, rows, parts, name),
-        group, scheme.bits,
-    )  # fmt: skip
-
-
-def _zeros(scheme: _Scheme, scale: Stored, rows: int, parts: Parts, of: str) -> Stored | None:
-    name = f"{of}_zero_point"
-    if scheme.symmetric:
-        zeros = parts.left.pop(name, None)  # older files have them
+    zero: Callable[[], Tensor] | None = None
+    if scheme.symmetric:  # older files have them
+        zeros = parts.left.pop(f"{name}_zero_point", None)
         if zeros is not None and not _are_zeros(zeros.read(), scheme.bits, rows):
             raise damaged(zeros, "is not zero, and the weights are said to be symmetric")
-        return None
-    words = -(-rows * scheme.bits // 32)
-    return parts.take(name, (torch.int32,), (words, scale.shape[-1]), of)
+    elif scheme.codes == torch.int32 and block[0] == 1:
+        words = (-(-rows * scheme.bits // 32), scale.shape[-1])
+        packed_zero = parts.take(f"{name}_zero_point", (torch.int32,), words, name)
+        zero = partial(_read_zeros, packed_zero, scheme.bits, rows)
+    else:
+        plain = parts.scales(f"{name}_zero_point", (rows, columns), block, name, (torch.int8,))
+        zero = plain.read
+    return Scaled(scale.dtype, (rows, columns), codes, numbers, block, scale.read, zero, group)
+
+
+def _packed_codes(name: str, bits: int, parts: Parts) -> tuple[Stored, tuple[int, int]]:
+    """Take out the words of a weight; return them and its shape."""
+    words = parts.take(f"{name}_packed", (torch.int32,), (None, None), name)
+    described = parts.take(f"{name}_shape", (torch.int64, torch.int32), (2,), name)
+    rows, columns = described.read().tolist()
+    if rows != words.shape[0] or columns <= 0 or -(-columns * bits // 32) != words.shape[1]:
+        raise damaged(
+            described, f"says {rows, columns}, which {words.shape} words of {bits} bits are not"
+        )
+    return words, (rows, columns)
+
+
+def _as_they_are(codes: Tensor) -> Tensor:
+    return codes
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    return unpacked(words, bits).flatten(1).to(torch.int16) - (1 << (bits - 1))
+
+
+def _read_zeros(zero: Stored, bits: int, rows: int) -> Tensor:
+    return _unpacked(zero.read().t(), bits)[:, :rows].t()
 
 
 def _are_zeros(points: Tensor, bits: int, rows: int) -> bool:
     """Whether the zero points, plain or packed, are all zero."""
+    points = points.float() if points.is_floating_point() else points
     if points.dtype == torch.int32 and points.ndim == 2 and bool(points.any()):
         points = unpacked(points.t(), bits).flatten(1)[:, :rows] != 1 << (bits - 1)
     return not bool(points.any())

@@ -1,10 +1,13 @@
 """A weight that its files hold quantized."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from offload.weights.tensor_file import Stored
 
 _PIECE_NUMEL = 1 << 20
 
@@ -27,6 +30,59 @@ class Matrix(ABC):
         out = torch.empty(self.shape, dtype=self.dtype)
         self.fill(out)
         return out
+
+
+@dataclass(frozen=True)
+class Scaled(Matrix):
+    """A weight whose blocks have a scale each: a value is (code - zero point) x scale, rounded to
+    the format of the scales and then to `dtype`."""
+
+    codes: Stored
+    numbers: Callable[[Tensor], Tensor]  # that rows of codes stand for, exactly
+    block: tuple[int, int]  # its rows and columns; those at the ends may have fewer
+    scale: Callable[[], Tensor]  # one number per block
+    zero: Callable[[], Tensor] | None = None
+    group: Tensor | None = None  # of each column, where blocks are not of consecutive ones
+
+    def fill(self, out: Tensor) -> None:
+        rows, columns = self.shape
+        scale = self.scale()
+        zero = None if self.zero is None else self.zero().to(scale.dtype)
+        step = piece_rows(columns)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            values = self.numbers(self.codes.rows(start, stop)).flatten(1)[:, :columns]
+            values = values.to(scale.dtype)
+            if zero is not None:
+                values -= self._of_elements(zero, start, stop)
+            out[start:stop] = values.mul_(self._of_elements(scale, start, stop))
+
+    def _of_elements(self, numbers: Tensor, start: int, stop: int) -> Tensor:
+        """Expand numbers of blocks to the elements of some rows."""
+        rows, columns = self.block[0], min(self.block[1], self.shape[1])
+        blocks = numbers.reshape(-(-self.shape[0] // rows), -1)
+        here = blocks[torch.arange(start, stop) // rows]
+        if self.group is not None:
+            return here[:, self.group]
+        return here.repeat_interleave(columns, dim=1)[:, : self.shape[1]]
+
+
+@dataclass(frozen=True)
+class Stack(Matrix):
+    """Weights of one shape, one for each row of the first dimension: experts that files pack."""
+
+    each: tuple[Matrix, ...]
+    transposed: bool = False  # in the model the last two dimensions are the other way round
+
+    @classmethod
+    def of(cls, each: list[Matrix], *, transposed: bool = False) -> "Stack":
+        """Create it; there is one weight at least."""
+        first = each[0]
+        return cls(first.dtype, (len(each), *first.shape), tuple(each), transposed)
+
+    def fill(self, out: Tensor) -> None:
+        for matrix, row in zip(self.each, out, strict=True):
+            matrix.fill(row)
 
 
 def piece_rows(columns: int, multiple: int = 1) -> int:

@@ -1,5 +1,7 @@
 """The tensors that together form a weight, as they are in a folder's files."""
 
+import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,7 +10,9 @@ import torch
 from offload.tiers.errors import CheckpointError
 from offload.weights.tensor_file import Stored
 
+_log = logging.getLogger("offload")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT8 = (torch.float8_e4m3fn,)
 _GET = "get the folder again"
 
 
@@ -45,6 +49,25 @@ class Parts:
             raise damaged(part, f"has shape {part.shape}, and ({sizes}) was expected")
         return part
 
+    def scales(
+        self, name: str, shape: tuple[int, ...], block: tuple[int, int], of: str,
+        dtypes: Iterable[torch.dtype] = FLOATS,
+    ) -> Stored:  # fmt: skip
+        """Take out the scales of the blocks of a weight (or of several, in the first dimension). A
+        scale of all of it may have any number of dimensions."""
+        *several, rows, columns = shape
+        wanted = (*several, -(-rows // block[0]), -(-columns // block[1]))
+        if math.prod(wanted) == 1 and name in self.left:
+            wanted = (1,) * len(self.left[name].shape)
+        return self.take(name, dtypes, wanted, of)
+
+    def drop(self, *endings: str) -> bool:
+        """Leave out tensors by the ends of their names; return whether there were any."""
+        dropped = [name for name in self.left if name.endswith(endings)]
+        for name in dropped:
+            del self.left[name]
+        return bool(dropped)
+
     def groups_of_columns(
         self, name: str, columns: int, groups: int, of: str
     ) -> torch.Tensor | None:
@@ -75,6 +98,27 @@ def damaged(part: Stored, why: str) -> CheckpointError:
         f"{part.name} {why}: {part.path.name} and quantization_config in config.json are of "
         f"different models, or damaged; {_GET}"
     )
+
+
+def warn_of_activations() -> None:
+    """Say that what multiplies the weights is not rounded as their library would round it."""
+    _log.warning(
+        "config.json says that activations are quantized, too, which is not done here: results "
+        "are those of the dequantized weights"
+    )
+
+
+def pair_of(value: Any, key: str) -> tuple[int, int]:
+    """Return the sizes of a block, as a list or `128x128`. Raise CheckpointError for others."""
+    if isinstance(value, str):
+        value = [int(each) if each.isdecimal() else each for each in value[:40].split("x")]
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or any(type(each) is not int or not 0 < each < 1 << 32 for each in value):
+        raise CheckpointError(
+            f"quantization_config in config.json has {key}: {value!s:.40}, which is no pair of "
+            f"sizes; {_GET}"
+        )
+    return value[0], value[1]
 
 
 def number(settings: Mapping[str, Any], key: str, default: int | None = None) -> int:

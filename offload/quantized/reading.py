@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from offload.checkpoint.foreign.model_files import CONFIG, read_json
-from offload.quantized import bitsandbytes, compressed_tensors, gptq_and_awq
+from offload.quantized import bitsandbytes, compressed_tensors, float8, gptq_and_awq
 from offload.quantized.matrix import Matrix
 from offload.quantized.parts import Parts
 from offload.tiers.errors import CheckpointError, UnsupportedError
@@ -18,6 +18,8 @@ _READ: dict[str, Callable[[Mapping[str, Any], Parts], dict[str, Matrix]]] = {
     "awq": gptq_and_awq.awq,
     "bitsandbytes": bitsandbytes.matrices,
     "compressed-tensors": compressed_tensors.matrices,
+    "fbgemm_fp8": float8.fbgemm,
+    "fp8": float8.fp8,
     "gptq": gptq_and_awq.gptq,
 }
 # Ends of names that only parts of quantized weights have.
@@ -25,7 +27,7 @@ _ENDS = (
     ".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_scale", ".weight_zero_point",
     ".weight_shape", ".weight_g_idx", ".weight.absmax", ".weight.quant_map",
     ".weight.nested_absmax", ".weight.nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4",
-    ".SCB", ".weight_format",
+    ".SCB", ".weight_format", ".weight_scale_inv",
 )  # fmt: skip
 _GET = "get the whole folder again"
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from offload.checkpoint.format.reader import CheckpointReader
-from offload.quantized.matrix import Matrix
+from offload.quantized.matrix import Matrix, Stack
 from offload.quantized.reading import matrices_of
 from offload.tiers.errors import CheckpointError, UnsupportedError
 from offload.weights.tensor_file import Stored, check_range, check_shape, stored_tensors
@@ -87,10 +87,9 @@ def _row(source: Source, number: int) -> Source:
     made of, if the operations on the whole can be applied to the row."""
     number %= source.shape[0]
     if isinstance(source, Stored):
-        stored = source.tensor
-        info = replace(stored.info, shape=stored.info.shape[1:])
-        at = stored.offset_bytes + number * info.nbytes
-        return replace(source, tensor=replace(stored, info=info, offset_bytes=at))
+        return source.row(number)
+    if isinstance(source, Stack):
+        return source.each[number]
     row = _row_of_moved(source, number) if isinstance(source, _Moved) else None
     if row is None:
         shape = source.shape[1:]
@@ -396,6 +395,7 @@ def lazy_tensors(
     matrices = matrices_of(stored, quantization)  # taken out of `stored`
     sources: dict[str, Source] = {**stored, **matrices}
     tensors = {name: LazyTensor(source) for name, source in sources.items()}
-    for name in matrices.keys() & transposed:
-        tensors[name] = tensors[name].t().contiguous()  # type: ignore[assignment]
+    for name, matrix in matrices.items():
+        if name in transposed or (isinstance(matrix, Stack) and matrix.transposed):
+            tensors[name] = tensors[name].mT.contiguous()  # type: ignore[assignment]
     return tensors

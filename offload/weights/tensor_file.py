@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +50,12 @@ class Stored:
         step = self.nbytes // self.shape[0]
         flat = self.raw(start * step, (stop - start) * step).view(self.dtype)
         return flat.reshape(stop - start, *self.shape[1:])
+
+    def row(self, number: int) -> "Stored":
+        """Return row `number` of the first dimension."""
+        info = replace(self.tensor.info, shape=self.shape[1:])
+        at = self.tensor.offset_bytes + number * info.nbytes
+        return replace(self, tensor=replace(self.tensor, info=info, offset_bytes=at))
 
     def pieces(self, numel: int) -> Iterator[torch.Tensor]:
         """Yield all elements in order, 1D, `numel` at a time."""

@@ -95,6 +95,64 @@ def compressed(
     return Format(settings, make)
 
 
+def plain_codes(
+    kind: str = "float", strategy: str = "channel", *, symmetric: bool = True,
+    size: tuple[int, int] = (1, 64), dtype: torch.dtype = torch.bfloat16,
+) -> Format:  # fmt: skip
+    """Codes of 8 bits, each in a byte, with a scale for each block of `size`."""
+    weights: dict[str, Any] = {
+        "num_bits": 8, "type": kind, "symmetric": symmetric, "strategy": strategy,
+        "group_size": size[1] if strategy == "group" else None,
+        "block_structure": list(size) if strategy == "block" else None,
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights}
+    settings = {
+        "quant_method": "compressed-tensors", "format": f"{kind}-quantized", "ignore": ["lm_head"],
+        "config_groups": {"g": group | {"input_activations": {"num_bits": 8, "dynamic": True}}},
+    }  # fmt: skip
+
+    def make(rows: int, columns: int, random: Random) -> Weight:
+        block = (rows, columns) if strategy == "tensor" else size
+        codes, scale, of = blocks((rows, columns), block, dtype, random)
+        zero = torch.zeros(scale.shape)
+        if kind == "int":
+            codes = (randint(256, (rows, columns), random) - 128).to(torch.int8)
+        parts = {"weight": codes, "weight_scale": scale.flatten() if scale.numel() == 1 else scale}
+        if not symmetric:
+            zero = randint(256, tuple(scale.shape), random) - 128
+            parts["weight_zero_point"] = zero.to(torch.int8)
+        return Weight(parts, product(codes, zero[of], scale[of]))
+
+    return Format(settings, make)
+
+
+def blocks(
+    shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype, random: Random
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """e4m3 codes of every kind but NaN, scales of blocks, and the block of each element."""
+    codes = randint(256, shape, random)
+    codes = torch.where(codes & 127 == 127, 0, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+    rows, columns = (torch.arange(n) // size for n, size in zip(shape, block, strict=True))
+    scale = positive((int(rows[-1]) + 1, int(columns[-1]) + 1), dtype, random)
+    return codes, scale, (rows[:, None], columns[None])
+
+
+def fp8(method: str = "fp8", block: tuple[int, int] | None = (16, 48)) -> Format:
+    settings = {
+        "quant_method": method, "activation_scheme": "dynamic",
+        "weight_block_size": block and list(block),
+    }  # fmt: skip
+
+    def make(rows: int, columns: int, random: Random) -> Weight:
+        size = block or (rows, columns)
+        codes, scale, of = blocks((rows, columns), size, torch.float32, random)
+        stored = scale.reshape(()) if block is None else scale
+        end = "weight_scale_inv" if method == "fp8" else "weight_scale"
+        return Weight({"weight": codes, end: stored}, codes.float() * scale[of])
+
+    return Format(settings, make)
+
+
 # -------------------------------------------------------------------------------- GPTQ and AWQ
 def gptq(
     bits: int = 4, *, version: int = 1, group_size: int = 16, desc_act: bool = False,
@@ -196,6 +254,15 @@ FORMATS: dict[str, Format] = {
     "ct int4, channels": compressed(strategy="channel"),
     "ct int8, channels, asymmetric": compressed(8, strategy="channel", symmetric=False),
     "ct int4, groups in any order": compressed(symmetric=False, order=True),
+    "ct fp8": plain_codes(),
+    "ct fp8, one scale, fp32": plain_codes(strategy="tensor", dtype=torch.float32),
+    "ct fp8, blocks": plain_codes(strategy="block", size=(16, 48)),
+    "ct fp8, groups": plain_codes(strategy="group", size=(1, 16)),
+    "ct int8, bytes": plain_codes("int"),
+    "ct int8, bytes, asymmetric, fp16": plain_codes("int", symmetric=False, dtype=torch.float16),
+    "fp8": fp8(),
+    "fp8, one scale": fp8(block=None),
+    "fbgemm": fp8("fbgemm_fp8", (1, 1 << 20)),
     "gptq": gptq(),
     "gptq without g_idx": gptq(g_idx=False),
     "gptq in one group": gptq(group_size=-1),

@@ -26,6 +26,7 @@ from tests.offload.engine_states import bits
 from tests.offload.quantized_cases import FORMATS, Weight, compressed, four_bits, gptq
 
 ROWS, COLUMNS = 24, 64
+MANY = ["ct int4, asymmetric", "gptq desc_act", "awq", "nf4 nested", "ct fp8, blocks", "fp8"]
 
 
 def generator() -> torch.Generator:
@@ -63,6 +64,22 @@ def test_values_are_those_of_the_format(
     monkeypatch.setattr(matrix, "_PIECE_NUMEL", 5 * COLUMNS)
     assert bits(lazy.value()) == bits(made.value)  # in pieces, the last one shorter
     assert all(bits(tensors[name].value()) == bits(tensor) for name, tensor in plain.items())
+
+
+def test_packed_experts_in_fp8_are_read_one_by_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = [FORMATS["fp8"].make(ROWS, COLUMNS, generator()) for _ in range(3)]
+    tensors = {
+        f"up{end}": torch.stack([each.parts[f"weight{end}"] for each in made])
+        for end in ("", "_scale_inv")
+    }
+    tensors["up_activation_scale"] = torch.ones(3)
+    folder = write(tmp_path, FORMATS["fp8"].settings, tensors)
+    (lazy,) = opened(folder).values()
+    assert "activations are quantized, too" in caplog.text
+    assert bits(lazy.value()) == bits(torch.stack([each.value for each in made]))
+    assert bits(lazy.row(1).value()) == bits(made[1].value)
 
 
 def test_a_zero_point_of_gptq_v1_that_carries_changes_the_next_as_in_gptqmodel(
@@ -135,8 +152,7 @@ def with_group(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "fp8"}, "quantized by fp8, which is not read here"),
-        ({"quant_method": "mxfp4"}, "by mxfp4"),
+        ({"quant_method": "mxfp4"}, "quantized by mxfp4, which is not read here"),
         ({"quant_method": "aqlm"}, "by aqlm"),
         ({"quant_method": "hqq"}, "by hqq"),
         ({"quant_method": "torchao"}, "by torchao"),
@@ -147,10 +163,9 @@ def with_group(**keys: Any) -> dict[str, Any]:
         (changed(compressed().settings, transform_config={"a": 1}), "transform_config"),
         (changed(compressed().settings, sparsity_config={"format": "sparse-24"}), "sparse-24"),
         (changed(compressed().settings, config_groups={"W4A16": ["Linear"]}), "W4A16"),
-        (with_group(input_activations={"num_bits": 8}), "quantizes activations"),
         (with_weights(num_bits=3), "3 bits"),
         (with_weights(type="float"), "type float"),
-        (with_weights(strategy="block"), "strategy block"),
+        (with_weights(strategy="token"), "strategy token"),
         (changed(gptq().settings, bits=3), "3 bits"),
         (changed(gptq().settings, checkpoint_format="marlin"), "marlin"),
         (changed(gptq().settings, dynamic={"+:.*up": {"bits": 8}}), r"\+:.\*up"),
@@ -194,7 +209,7 @@ HUGE = [1 << 39, 1 << 39]
 DAMAGES: list[tuple[str, Change, str]] = [
     ("ct int4", without("weight_scale"), "weight_scale is not there"),
     ("ct int4", without("weight_shape"), "weight_shape is not there"),
-    ("ct int4", without("weight_packed"), "belongs to no weight|none is"),
+    ("ct int4", without("weight_packed"), "weight_packed is not there"),
     ("ct int4", put("weight_scale", lambda t: t[:, :2]), "has shape"),
     ("ct int4", put("weight_scale", lambda t: t.int()), "is torch.int32"),
     ("ct int4", put("weight_packed", lambda t: t.half()), "is torch.float16"),
@@ -208,6 +223,17 @@ DAMAGES: list[tuple[str, Change, str]] = [
     ("ct int4, asymmetric", put("weight_zero_point", lambda t: t[:1]), "has shape"),
     ("ct int4, groups in any order", put("weight_g_idx", lambda t: t + 1), "names groups"),
     ("ct int4, groups in any order", put("weight_g_idx", lambda t: t - 1), "names groups"),
+    ("ct fp8", without("weight_scale"), "none is"),
+    ("ct fp8", put("weight_scale", lambda t: t[:-1]), "has shape"),
+    ("ct fp8", put("weight", lambda t: t.float()), "is torch.float32"),
+    ("ct fp8, blocks", put("weight_scale", lambda t: t[:, :1]), "has shape"),
+    ("ct int8, bytes, asymmetric, fp16", without("weight_zero_point"), "zero_point is not there"),
+    ("fp8", without("weight_scale_inv"), "none is"),
+    ("fp8", without("weight"), "belongs to no weight"),
+    ("fp8", put("weight_scale_inv", lambda t: t[:1]), "has shape"),
+    ("fp8", put("weight_scale_inv", lambda t: t.long()), "is torch.int64"),
+    ("fp8", put("weight", lambda t: t.flatten()), "has 1 dimensions"),
+    ("fp8, one scale", put("weight_scale_inv", lambda t: torch.ones(2, 2)), "has shape"),
     ("gptq", without("scales"), "scales is not there"),
     ("gptq", without("qzeros"), "qzeros is not there"),
     ("gptq", without("qweight"), "belongs to no weight"),
@@ -270,6 +296,9 @@ def test_what_does_not_fit_together_is_named(
         ("gptq", {"group_size": 24}), ("gptq", {"group_size": 0}), ("gptq", {"group_size": "8"}),
         ("gptq", {"group_size": True}), ("gptq", {"bits": 8}), ("awq", {"group_size": 48}),
         ("nf4", {"bnb_4bit_quant_type": "fp4"}), ("nf4", {"load_in_8bit": True}),
+        ("fp8", {"weight_block_size": [16, 16]}), ("fp8", {"weight_block_size": [0, 16]}),
+        ("fp8", {"weight_block_size": None}), ("fp8", {"quant_method": "fbgemm_fp8"}),
+        ("ct fp8", {"format": "pack-quantized"}), ("ct int8, bytes", {"format": "marlin-24"}),
         ("nf4", {"quant_method": "gptq", "bits": 4}), ("gptq", {"quant_method": "awq"}),
         ("ct int4", {"ignore": ["re:lin.*"]}), ("ct int4", {"ignore": ["re:("]}),
         ("ct int4", {"config_groups": {}}), ("ct int4", with_weights(num_bits=8)),
@@ -319,7 +348,7 @@ def test_a_mark_without_quantized_tensors_is_refused(tmp_path: Path) -> None:
         opened(folder)
 
 
-@pytest.mark.parametrize("name", ["ct int4, asymmetric", "gptq desc_act", "awq", "nf4 nested"])
+@pytest.mark.parametrize("name", MANY)
 def test_files_with_any_byte_changed_are_values_or_typed_errors(
     name: str, tmp_path: Path, long: bool
 ) -> None:
@@ -359,7 +388,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from leaves(inner, (*path, key))
 
 
-@pytest.mark.parametrize("name", ["ct int4, asymmetric", "gptq desc_act", "awq", "nf4 nested"])
+@pytest.mark.parametrize("name", MANY)
 def test_any_value_of_the_configuration_is_read_or_refused(name: str, tmp_path: Path) -> None:
     settings = FORMATS[name].settings | {
         key: [] for key in ("dynamic", "sparsity_config", "format", "version")

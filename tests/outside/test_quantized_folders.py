@@ -12,7 +12,7 @@ from torch import Tensor
 
 import offload
 from tests.offload.engine_cases import HOST, bits, config
-from tests.offload.quantized_cases import FORMATS, Format
+from tests.offload.quantized_cases import FORMATS, Format, fp8, plain_codes
 from tests.outside.pretrained_cases import FILE, saved
 from tests.outside.zoo import transformers
 
@@ -55,7 +55,7 @@ def llama(folder: Path) -> Path:
 
 
 # --------------------------------------------------------------------------------- the model
-@pytest.mark.parametrize("name", ["ct int4", "gptq desc_act", "awq", "nf4 nested"])
+@pytest.mark.parametrize("name", ["ct int4", "gptq desc_act", "awq", "nf4 nested", "fp8"])
 def test_the_model_is_one_with_ordinary_weights(name: str, tmp_path: Path) -> None:
     folder = llama(tmp_path / "model")
     before = load_file(folder / FILE)
@@ -72,7 +72,7 @@ def test_the_model_is_one_with_ordinary_weights(name: str, tmp_path: Path) -> No
     }
 
 
-@pytest.mark.parametrize("name", ["ct int4", "gptq", "awq"])
+@pytest.mark.parametrize("name", ["ct int4", "gptq", "awq", "ct fp8, blocks"])
 def test_experts_are_packed_as_transformers_packs_them(name: str, tmp_path: Path) -> None:
     """Per expert in the files, one tensor in the model; a row of it reads one expert."""
     folder = saved(tmp_path / "model", "mixtral", hidden_size=32, intermediate_size=32)
@@ -126,6 +126,82 @@ def test_compressed_tensors_gives_the_same_values(
     }  # fmt: skip
     save_file({f"a.{n}": t.contiguous() for n, t in stored.items()}, tmp_path / FILE)
     assert bits(read(tmp_path, settings)["a.weight"]) == bits(expected)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"type": "float", "strategy": "tensor"}, {"type": "float", "strategy": "channel"},
+        {"type": "float", "strategy": "group", "group_size": 16},
+        {"type": "float", "strategy": "block", "block_structure": [16, 48]},
+        {"type": "int", "strategy": "channel"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_compressed_tensors_gives_the_same_values_of_bytes(
+    weights: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import NaiveQuantizationCompressor as Naive
+    from compressed_tensors.quantization import QuantizationScheme
+
+    size = weights.get("block_structure") or [1, weights.get("group_size", 64)]
+    kind = plain_codes(weights["type"], weights["strategy"], size=tuple(size), dtype=dtype)
+    weights = {"num_bits": 8, "symmetric": True, **weights}
+    made = kind.make(24, 64, torch.Generator().manual_seed(1))
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    expected = Naive.decompress(dict(made.parts), scheme)["weight"]
+    save_file({f"a.{n}": t.contiguous() for n, t in made.parts.items()}, tmp_path / FILE)
+    assert bits(read(tmp_path, kind.settings)["a.weight"]) == bits(expected)
+
+
+@pytest.mark.parametrize("block", [(16, 32), None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_fp8_is_the_model_that_transformers_dequantizes_in_every_use(
+    block: tuple[int, int] | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Opened, dispatched on two tiers, and written again; in fp32 also a frozen base's step."""
+    folder = llama(tmp_path / "model")
+    quantize(folder, fp8(block=block))
+    plain = transformers.LlamaForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+    )
+    wanted = {n: bits(p.detach()) for n, p in plain.named_parameters()}
+    model: Any = offload.open_pretrained(folder, dtype=dtype)
+    model.save_pretrained(tmp_path / "ordinary")
+    ordinary = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ordinary", dtype=dtype)
+    assert {n: bits(p.detach()) for n, p in ordinary.named_parameters()} == wanted
+    tokens = torch.arange(8)[None]
+    precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    budget = {"host": "64MiB", "nvme": "64MiB"}
+    for tier in ("host", "nvme"):
+        model = offload.open_pretrained(folder, dtype=dtype)
+        keys = {"precision": precision, "budget": budget, "placement": {"parameters": tier}}
+        offload.dispatch(model, {**keys, "nvme": {"paths": [str(tmp_path / tier)]}})
+        with torch.no_grad():
+            assert bits(model(tokens).logits) == bits(plain(tokens).logits)
+        offload.dispatched(model).close()
+    if dtype == torch.float32:
+        model = offload.open_pretrained(folder, dtype=dtype)
+        for each in (model, plain):
+            for name, param in each.named_parameters():
+                param.requires_grad_("norm" in name)
+        keys = config(
+            tmp_path, HOST, budget={"host": "64MiB"}, optimizer={"type": "sgd", "lr": 0.1}
+        )
+        with offload.initialize(model, keys) as engine:
+            engine.backward(model(tokens, labels=tokens).loss)
+            engine.optimizer.step()
+            plain(tokens, labels=tokens).loss.backward()
+            trained = [param for param in plain.parameters() if param.requires_grad]
+            torch.optim.SGD(trained, lr=0.1).step()
+            with engine.gathered():
+                for (name, param), other in zip(
+                    model.named_parameters(), plain.parameters(), strict=True
+                ):
+                    torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6, msg=name)
+                    assert param.requires_grad or bits(param) == wanted[name]
 
 
 def read(folder: Path, settings: Any) -> dict[str, Tensor]:
