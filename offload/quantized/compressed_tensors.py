@@ -6,6 +6,14 @@
     M.weight_scale       of the whole weight, of rows, of groups in rows, or of blocks of both
     M.weight_zero_point  int8, asymmetric: as the scales
 
+`nvfp4-pack-quantized` and `mxfp4-pack-quantized`, FP4 (e2m1):
+
+    M.weight_packed        uint8 [rows, columns / 2]: the low bits first
+    M.weight_scale         of groups in rows: float8_e4m3fn, or in mxfp4 exponents, less 127
+    M.weight_global_scale  float32 [1], not in mxfp4: the scales are divided by it
+
+The values of these are rounded to bf16.
+
 `pack-quantized`:
 
     M.weight_packed      int32 [rows, columns x bits / 32]: codes + 2^(bits-1), lowest bits first
@@ -29,8 +37,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.quantized.matrix import Grouped, Matrix, Scaled, packed, unpacked
+from offload.quantized.matrix import Grouped, Matrix, Scaled, e2m1, packed, unpacked
 from offload.quantized.parts import (
+    FLOAT8,
     Parts,
     damaged,
     groups_in,
@@ -46,7 +55,13 @@ FORMAT = "pack-quantized"
 EXPERTS = r"re:.*\.experts\.\d+\..*"  # names in files of what transformers computes with packed
 _PLAIN = ("float-quantized", "int-quantized", "naive-quantized")
 _STRATEGIES = ("group", "channel", "tensor", "block")
-_PLAIN_TYPES = {("int", 8): torch.int8, ("float", 8): torch.float8_e4m3fn}
+_NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+# the formats, and how each has the codes of numbers of a type and a number of bits
+_FORMATS: dict[str, dict[tuple[str, int], torch.dtype]] = {
+    FORMAT: {("int", 4): torch.int32, ("int", 8): torch.int32},
+    **{key: {("int", 8): torch.int8, ("float", 8): torch.float8_e4m3fn} for key in _PLAIN},
+    **{key: {("float", 4): torch.uint8} for key in (_NVFP4, _MXFP4)},
+}
 _UNPACK = (
     "load the folder once with transformers and compressed-tensors "
     "(CompressedTensorsConfig(dequantize=True)) and save_pretrained it"
@@ -63,7 +78,8 @@ class _Scheme:
     strategy: str
     group_size: int
     block: tuple[int, int] | None
-    codes: torch.dtype  # int32: packed
+    codes: torch.dtype  # int32 and uint8: packed
+    has_global_scale: bool
 
 
 def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
@@ -80,7 +96,13 @@ def matrices(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
             )
         weights[f"{module}.weight"] = _matrix(module, _scheme_of(module, schemes), parts)
     if any(_quantizes_activations(each) for each in settings["config_groups"].values()):
-        parts.drop(".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
+        parts.drop(
+            ".input_global_scale",
+            ".input_scale",
+            ".input_zero_point",
+            ".output_scale",
+            ".output_zero_point",
+        )
         warn_of_activations()
     return weights
 
@@ -118,28 +140,28 @@ def _scheme(name: Any, group: Any, settings: Mapping[str, Any]) -> _Scheme:
     if not isinstance(weights, Mapping):
         raise UnsupportedError(f"{where} says nothing of weights that is read here; {_UNPACK}")
     stored = group.get("format") or settings.get("format")
-    if stored not in (FORMAT, *_PLAIN):
+    if not isinstance(stored, str) or stored not in _FORMATS:
         raise UnsupportedError(
-            f"{where} has format {stored!r:.40}, read are {', '.join((FORMAT, *_PLAIN))}; {_UNPACK}"
+            f"{where} has format {stored!r:.40}, read are {', '.join(_FORMATS)}; {_UNPACK}"
         )
     kind, bits = str(weights.get("type", "int")).lower(), weights.get("num_bits")
     size = weights.get("group_size")
     strategy = weights.get("strategy") or (
         "tensor" if size is None else "channel" if size == -1 else "group"
     )
-    types = {("int", 4): torch.int32, ("int", 8): torch.int32} if stored == FORMAT else _PLAIN_TYPES
-    codes = types.get((kind, bits)) if isinstance(bits, int) else None
-    if not isinstance(bits, int) or codes is None or strategy not in _STRATEGIES:
+    codes = _FORMATS[stored].get((kind, bits)) if isinstance(bits, int) else None
+    strategies = ("group", "tensor_group") if codes == torch.uint8 else _STRATEGIES
+    if not isinstance(bits, int) or codes is None or strategy not in strategies:
         raise UnsupportedError(
             f"{where} has weights of type {kind!s:.20}, {bits!s:.20} bits, strategy "
-            f"{strategy!s:.20} in {stored}; read are int of 4 and 8 bits, float of 8, "
-            f"{', '.join(_STRATEGIES)}; {_UNPACK}"
+            f"{strategy!s:.20} in {stored}; read are int of 4 and 8 bits, float of 8 and in FP4's "
+            f"formats of 4, {', '.join(_STRATEGIES)}; {_UNPACK}"
         )
     return _Scheme(
         tuple(names(group, "targets")), bits, weights.get("symmetric") is not False, strategy,
-        number(weights, "group_size") if strategy == "group" else -1,
+        number(weights, "group_size") if "group" in strategy else -1,
         pair_of(weights.get("block_structure"), "block_structure") if strategy == "block" else None,
-        codes,
+        codes, stored == _NVFP4,
     )  # fmt: skip
 
 
@@ -178,6 +200,8 @@ def _scheme_of(module: str, schemes: list[_Scheme]) -> _Scheme:
 
 def _matrix(module: str, scheme: _Scheme, parts: Parts) -> Matrix:
     name = f"{module}.weight"
+    if scheme.codes == torch.uint8:
+        return _four_bits(parts.weight_name(module), scheme, parts)
     if scheme.codes != torch.int32:
         codes = parts.take(name, (scheme.codes,), (None, None), name)
         rows, columns = codes.shape
@@ -203,6 +227,25 @@ def _matrix(module: str, scheme: _Scheme, parts: Parts) -> Matrix:
         plain = parts.scales(f"{name}_zero_point", (rows, columns), block, name, (torch.int8,))
         zero = plain.read
     return Scaled(scale.dtype, (rows, columns), codes, numbers, block, scale.read, zero, group)
+
+
+def _four_bits(name: str, scheme: _Scheme, parts: Parts) -> Matrix:
+    codes = parts.take(f"{name}_packed", (torch.uint8,), (None, None), name)
+    rows, columns = codes.shape[0], codes.shape[1] * 2
+    block = (1, columns // groups_in(columns, scheme.group_size, name))
+    kinds = FLOAT8 if scheme.has_global_scale else (torch.uint8,)
+    scale = parts.scales(f"{name}_scale", (rows, columns), block, name, kinds)
+    over = None
+    if scheme.has_global_scale:
+        over = parts.take(f"{name}_global_scale", (torch.float32,), (1,), name)
+    read = partial(_read_scales, scale, over)
+    return Scaled(torch.bfloat16, (rows, columns), codes, e2m1, block, read)
+
+
+def _read_scales(scale: Stored, over: Stored | None) -> Tensor:
+    if over is not None:
+        return scale.read().bfloat16() / over.read()  # in fp32
+    return torch.pow(2.0, (scale.read().int() - 127).bfloat16())
 
 
 def _packed_codes(name: str, bits: int, parts: Parts) -> tuple[Stored, tuple[int, int]]:

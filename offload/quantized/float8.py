@@ -8,6 +8,13 @@
 
 The last blocks may have fewer rows and columns. Packed experts have one dimension more, and their
 scales are E_scale_inv. Scales of one byte are exponents. A value is code x scale in fp32.
+
+`mxfp4` (gpt-oss) are packed experts in FP4, e2m1, a scale for each 32:
+
+    E_blocks  uint8 [experts, rows, groups, 16]: two codes, the low bits first
+    E_scales  uint8 [experts, rows, groups]: exponents, less 127
+
+A value is rounded to bf16; the model has the columns first.
 """
 
 from collections.abc import Mapping
@@ -17,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.quantized.matrix import Matrix, Scaled, Stack
+from offload.quantized.matrix import Matrix, Scaled, Stack, e2m1
 from offload.quantized.parts import FLOAT8, FLOATS, Parts, damaged, pair_of, warn_of_activations
 from offload.weights.tensor_file import Stored
 
@@ -62,3 +69,26 @@ def _scaled(codes: Stored, scale: Stored, block: tuple[int, int]) -> Matrix:
 def _read_scale(scale: Stored) -> Tensor:
     values = scale.read()
     return (values.float() - 127).exp2() if values.dtype == torch.uint8 else values.float()
+
+
+def mxfp4(settings: Mapping[str, Any], parts: Parts) -> dict[str, Matrix]:
+    return {name: _experts(name, parts) for name in parts.modules("_blocks")}
+
+
+def _experts(name: str, parts: Parts) -> Matrix:
+    if name in parts.left:
+        raise damaged(parts.left[name], "is there quantized as well")
+    codes = parts.take(f"{name}_blocks", (torch.uint8,), (None, None, None, 16), name)
+    experts, rows, groups, _ = codes.shape
+    scale = parts.take(f"{name}_scales", (torch.uint8,), (experts, rows, groups), name)
+    each: list[Matrix] = [
+        Scaled(
+            torch.bfloat16, (rows, groups * 32), codes.row(i), e2m1, (1, 32),
+            partial(_powers, scale.row(i)),
+        ) for i in range(experts)
+    ]  # fmt: skip
+    return Stack.of(each, transposed=True)
+
+
+def _powers(scale: Stored) -> Tensor:
+    return torch.pow(2.0, scale.read().int() - 127)

@@ -10,6 +10,7 @@ from torch import Tensor
 from offload.weights.tensor_file import Stored
 
 _PIECE_NUMEL = 1 << 20
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,12 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return octets
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
+
+
+def e2m1(octets: Tensor) -> Tensor:
+    """Return the numbers [..., 2 W] of FP4 codes, two in each byte [..., W]: the low bits first."""
+    table = torch.tensor([*_E2M1, *(-each for each in _E2M1)])
+    return table[torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2).int()]
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:

@@ -21,6 +21,7 @@ _READ: dict[str, Callable[[Mapping[str, Any], Parts], dict[str, Matrix]]] = {
     "fbgemm_fp8": float8.fbgemm,
     "fp8": float8.fp8,
     "gptq": gptq_and_awq.gptq,
+    "mxfp4": float8.mxfp4,
 }
 # Ends of names that only parts of quantized weights have.
 _ENDS = (
@@ -28,6 +29,7 @@ _ENDS = (
     ".weight_shape", ".weight_g_idx", ".weight.absmax", ".weight.quant_map",
     ".weight.nested_absmax", ".weight.nested_quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4",
     ".SCB", ".weight_format", ".weight_scale_inv",
+    ".weight_global_scale", "_proj_blocks", "_proj_scales",
 )  # fmt: skip
 _GET = "get the whole folder again"
 

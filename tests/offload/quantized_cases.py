@@ -126,6 +126,44 @@ def plain_codes(
     return Format(settings, make)
 
 
+def four_bit_floats(size: int, *, symmetric: bool = True) -> Format:
+    """FP4, in groups of 16 with another scale for all (nvfp4), or of 32 (mxfp4)."""
+    strategy = "tensor_group" if size == 16 else "group"
+    weights = {
+        "num_bits": 4, "type": "float", "symmetric": symmetric, "strategy": strategy,
+        "group_size": size,
+    }  # fmt: skip
+    settings = {
+        "quant_method": "compressed-tensors", "ignore": ["lm_head"],
+        "format": f"{'nv' if size == 16 else 'mx'}fp4-pack-quantized",
+        "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
+    }  # fmt: skip
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def make(rows: int, columns: int, random: Random) -> Weight:
+        codes = randint(16, (rows, columns), random)
+        octets = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+        numbers = table[codes % 8] * (1 - 2 * (codes // 8))
+        numbers[codes == 8] = -0.0
+        if size == 16:
+            small = (positive((rows, columns // 16), torch.float32, random) * 99).to(
+                torch.float8_e4m3fn
+            )
+            over = torch.tensor([37.7])
+            parts, scale = (
+                {"weight_scale": small, "weight_global_scale": over},
+                small.float() / over,
+            )
+        else:
+            exponents = randint(40, (rows, columns // 32), random) + 100
+            scale = 2.0 ** (exponents.float() - 127)
+            parts = {"weight_scale": exponents.to(torch.uint8)}
+        values = (numbers * scale.repeat_interleave(size, 1)).bfloat16()
+        return Weight({"weight_packed": octets, **parts}, values)
+
+    return Format(settings, make)
+
+
 def blocks(
     shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype, random: Random
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -260,6 +298,8 @@ FORMATS: dict[str, Format] = {
     "ct fp8, groups": plain_codes(strategy="group", size=(1, 16)),
     "ct int8, bytes": plain_codes("int"),
     "ct int8, bytes, asymmetric, fp16": plain_codes("int", symmetric=False, dtype=torch.float16),
+    "ct nvfp4": four_bit_floats(16),
+    "ct mxfp4": four_bit_floats(32),
     "fp8": fp8(),
     "fp8, one scale": fp8(block=None),
     "fbgemm": fp8("fbgemm_fp8", (1, 1 << 20)),

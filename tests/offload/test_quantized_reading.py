@@ -26,7 +26,15 @@ from tests.offload.engine_states import bits
 from tests.offload.quantized_cases import FORMATS, Weight, compressed, four_bits, gptq
 
 ROWS, COLUMNS = 24, 64
-MANY = ["ct int4, asymmetric", "gptq desc_act", "awq", "nf4 nested", "ct fp8, blocks", "fp8"]
+MANY = [
+    "ct int4, asymmetric",
+    "gptq desc_act",
+    "awq",
+    "nf4 nested",
+    "ct fp8, blocks",
+    "fp8",
+    "ct nvfp4",
+]
 
 
 def generator() -> torch.Generator:
@@ -152,13 +160,13 @@ def with_group(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "mxfp4"}, "quantized by mxfp4, which is not read here"),
+        ({"quant_method": "quark"}, "quantized by quark, which is not read here"),
         ({"quant_method": "aqlm"}, "by aqlm"),
         ({"quant_method": "hqq"}, "by hqq"),
         ({"quant_method": "torchao"}, "by torchao"),
         ({}, "by None"),
         ("gptq", "by gptq"),
-        (changed(compressed().settings, format="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
+        (changed(compressed().settings, format="mxfp6-pack-quantized"), "mxfp6-pack-quantized"),
         (changed(compressed().settings, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (changed(compressed().settings, transform_config={"a": 1}), "transform_config"),
         (changed(compressed().settings, sparsity_config={"format": "sparse-24"}), "sparse-24"),
@@ -228,6 +236,11 @@ DAMAGES: list[tuple[str, Change, str]] = [
     ("ct fp8", put("weight", lambda t: t.float()), "is torch.float32"),
     ("ct fp8, blocks", put("weight_scale", lambda t: t[:, :1]), "has shape"),
     ("ct int8, bytes, asymmetric, fp16", without("weight_zero_point"), "zero_point is not there"),
+    ("ct nvfp4", without("weight_global_scale"), "weight_global_scale is not there"),
+    ("ct nvfp4", put("weight_scale", lambda t: t[:, 1:]), "has shape"),
+    ("ct nvfp4", put("weight_scale", lambda t: t.float()), "is torch.float32"),
+    ("ct mxfp4", without("weight_packed"), "weight_packed is not there"),
+    ("ct mxfp4", put("weight_packed", lambda t: t[:, 1:]), "do not divide"),
     ("fp8", without("weight_scale_inv"), "none is"),
     ("fp8", without("weight"), "belongs to no weight"),
     ("fp8", put("weight_scale_inv", lambda t: t[:1]), "has shape"),

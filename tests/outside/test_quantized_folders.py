@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import offload
+from offload.weights.lazy_tensors import lazy_tensors
 from tests.offload.engine_cases import HOST, bits, config
-from tests.offload.quantized_cases import FORMATS, Format, fp8, plain_codes
+from tests.offload.quantized_cases import FORMATS, Format, four_bit_floats, fp8, plain_codes
 from tests.outside.pretrained_cases import FILE, saved
 from tests.outside.zoo import transformers
 
@@ -156,6 +157,37 @@ def test_compressed_tensors_gives_the_same_values_of_bytes(
     assert bits(read(tmp_path, kind.settings)["a.weight"]) == bits(expected)
 
 
+@pytest.mark.parametrize("size", [16, 32])
+def test_compressed_tensors_gives_the_same_values_in_fp4(size: int, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import MXFP4PackedCompressor, NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    kind = four_bit_floats(size)
+    made = kind.make(24, 64, torch.Generator().manual_seed(1))
+    library = NVFP4PackedCompressor if size == 16 else MXFP4PackedCompressor
+    scheme = QuantizationScheme(**kind.settings["config_groups"]["g"])
+    expected = library.decompress(dict(made.parts), scheme)["weight"]
+    save_file({f"a.{n}": t for n, t in made.parts.items()}, tmp_path / FILE)
+    assert bits(read(tmp_path, kind.settings)["a.weight"]) == bits(expected)
+
+
+def test_experts_in_mxfp4_have_the_values_of_transformers(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    random = torch.Generator().manual_seed(2)
+    blocks = torch.randint(256, (3, 64, 2, 16), generator=random).to(torch.uint8)
+    scales = torch.randint(255, (3, 64, 2), generator=random).to(torch.uint8)
+    save_file({"down_proj_blocks": blocks, "down_proj_scales": scales}, tmp_path / FILE)
+    (lazy,) = lazy_tensors([tmp_path / FILE], {"quant_method": "mxfp4"}).values()
+    expected = convert_moe_packed_tensors(blocks, scales)
+    assert bits(lazy.value()) == bits(expected)
+    assert bits(lazy.row(2).value()) == bits(expected[2])
+    save_file({"down_proj_blocks": blocks, "down_proj_scales": scales[1:]}, tmp_path / FILE)
+    with pytest.raises(offload.errors.CheckpointError, match="has shape"):
+        lazy_tensors([tmp_path / FILE], {"quant_method": "mxfp4"})
+
+
 @pytest.mark.parametrize("block", [(16, 32), None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fp8_is_the_model_that_transformers_dequantizes_in_every_use(
@@ -205,8 +237,6 @@ def test_fp8_is_the_model_that_transformers_dequantizes_in_every_use(
 
 
 def read(folder: Path, settings: Any) -> dict[str, Tensor]:
-    from offload.weights.lazy_tensors import lazy_tensors
-
     tensors = lazy_tensors([folder / FILE], settings)
     return {name: lazy.value() for name, lazy in tensors.items()}
 
