@@ -33,9 +33,9 @@ help:
 	@echo "make test-libraries  TRL, PEFT, diffusers, Lightning and others, which it installs"
 	@echo "make torture    1,000 kills of runs, 10,000 faults of disks, crafted files, 10,000 steps: hours"
 	@echo "make docs       docs/ as a site, in build/site; a broken link is an error"
-	@echo "make bench      offload beside limits: adam, io, copy, step; JSON in $(BENCH_DIR)"
+	@echo "make bench      offload beside limits: io, step; JSON in $(BENCH_DIR)"
 	@echo "make null-gpu   the engine's calls of CUDA, without a GPU; NULL_GPU_PYTHON=... has torch for CUDA"
-	@echo "make gpu-check  tests, kernels, copies and steps on a GPU; PYTHON=... is used as it is"
+	@echo "make gpu-check  tests, inference and steps on a GPU; PYTHON=... is used as it is"
 	@echo "make gpu-wheels what a machine with PyTorch alone lacks for gpu-check, in $(WHEELS)"
 	@echo "make lint       ruff"
 	@echo "make typecheck  mypy"
@@ -108,9 +108,7 @@ typecheck: $(STAMP)
 
 bench: $(STAMP)
 	mkdir -p $(BENCH_DIR)
-	$(BIN)/offload bench adam --json $(BENCH_DIR)/adam.json
 	$(BIN)/offload bench io --json $(BENCH_DIR)/io.json
-	$(BIN)/offload bench copy --json $(BENCH_DIR)/copy.json
 	$(BIN)/offload bench step --json $(BENCH_DIR)/step.json
 
 null-gpu: $(if $(filter $(BIN)/python,$(NULL_GPU_PYTHON)),$(STAMP))

@@ -1,12 +1,12 @@
-"""`make gpu-check`: tests, kernels, copies and training steps on the GPU that is there; one record.
+"""`make gpu-check`: tests, inference and training steps on the GPU that is there; one record.
 
     python -m benchmarks.gpu_check [CALL or PART ...] [--continue RECORD] [--out FILE or FOLDER]
 
     a   a first look at a small model, then 8 B: all on host, and where the planner puts it; with
         one and eight passes per step, clipped and not
-    b   tests, kernels, copies, inference
-    c   a long sequence, 24 GiB of a larger GPU, 13 B on three tiers, sizes of chunks, updates
-        beside copies, 3.6 B, a longer sequence
+    b   tests, inference
+    c   a long sequence, 24 GiB of a larger GPU, 13 B on three tiers, sizes of chunks,
+        3.6 B, a longer sequence
 
 Each call takes less than ten minutes and begins with a probe of the machine; by default all three
 run, one after the other. Each part is a process of its own with a time limit. Those for which there
@@ -45,8 +45,7 @@ from offload.tiers import accelerator
 from offload.tiers.errors import OffloadError, PathError
 
 LIMIT_S = 535.0  # one call; with what is between its parts, nine minutes
-LIMITS_S = {"probe": 60.0, "tests": 280.0, "kernels": 60.0, "copies": 40.0, "inference": 100.0,
-            "beside": 40.0}  # fmt: skip
+LIMITS_S = {"probe": 60.0, "tests": 280.0, "inference": 100.0}
 _PARTS = [part for parts in CALLS.values() for part in parts]
 MIN_PART_S = 20.0  # a part that has less is not begun
 _LARGE_NUMEL = 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,16 +92,3 @@ def clocks() -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(_CLOCKS, shown.stdout.partition("\n")[0].split(", "), strict=False))
-
-
-def timed_on_device(work: Callable[[], object], repeats: int) -> float:
-    """Seconds per call, between two events in the current stream."""
-    device = accelerator.default_device()
-    kind = accelerator.of(device)
-    start, end = (kind.event(device, timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e-3 / repeats

@@ -109,18 +109,16 @@ _C = [
                  (*all_on("host"), f"optimizer.chunk={size << 20}"))
         for size in (2, 16, 64)
     ),
-]  # fmt: skip
-_C_LAST = [
     Training("3.6 B", "host"),
     Training("8 B", "128 k tokens, MLPs in tiles", ("placement.activations.tiled_mlp=16384",),
              batch=1, sequence=1 << 17, steps=2),
 ]  # fmt: skip
-TRAININGS = {f"step:{training.name}": training for training in (*_A, *_C, *_C_LAST)}
+TRAININGS = {f"step:{training.name}": training for training in (*_A, *_C)}
 _NAMES = list(TRAININGS)
 CALLS: Mapping[str, Sequence[str]] = {  # the parts of each call in their order
     "a": _NAMES[: len(_A)],
-    "b": ("tests", "kernels", "copies", "inference"),
-    "c": (*_NAMES[len(_A) : -len(_C_LAST)], "beside", *_NAMES[-len(_C_LAST) :]),
+    "b": ("tests", "inference"),
+    "c": _NAMES[len(_A) :],
 }
 
 

@@ -4,11 +4,8 @@
     rounds      the order in which systems are measured
     table       a record on a terminal
     stream      the memory bus: a loop with given traffic and no arithmetic
-    adam        optimizer steps on flat arrays
     io          files                                    io_raw
-    copy        host and device memory
-    step        whole training steps, of one rank        contenders, systems
-    ranks       ... and of several
+    step        whole training steps                     contenders, systems
 
-A checkout's `benchmarks/` measures other systems in the same run, over the same harness.
+A checkout's `benchmarks/` measures other things over the same harness.
 """

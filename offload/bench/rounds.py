@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import torch
-
 from offload.bench.record import Kind, Record, Row
-from offload.swap.threads.worker import ParallelRunner
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -72,11 +68,6 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def timed(work: Callable[[], object]) -> Callable[[], dict[str, float]]:
-    """A pass that makes one call of `work` and returns its seconds."""
-    return lambda: {"seconds": seconds_of(work)}
-
-
 def moving(name: str, kind: Kind, nbytes: int, work: Callable[[], object], note: str = "") -> Timed:
     """A system of this process; a pass also returns all threads' user and system time."""
 
@@ -87,16 +78,3 @@ def moving(name: str, kind: Kind, nbytes: int, work: Callable[[], object], note:
         return {"seconds": seconds, "cpu_s_per_gb": used_s / nbytes * 1e9}
 
     return Timed(name, kind, run, {"bytes_per_s": float(nbytes)}, note)
-
-
-@contextmanager
-def sharing(threads: int) -> Iterator[ParallelRunner]:
-    """A runner of `threads` threads for offload's kernels, and as many for PyTorch inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    runner = ParallelRunner(threads, min_share=1)
-    try:
-        yield runner
-    finally:
-        torch.set_num_threads(before)
-        runner.close()

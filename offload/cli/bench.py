@@ -26,9 +26,6 @@ Rounds = Annotated[
 Json = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write every measurement there, too.")
 ]
-Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, metavar="N", help="Threads. Default: all cores.")
-]
 Folder = Annotated[
     Path | None,
     typer.Option("--path", metavar="DIR", help="Folder for files. Default: the temporary folder."),
@@ -62,25 +59,6 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 @bench_app.command()
-def adam(
-    context: typer.Context,
-    numel: Annotated[
-        int | None,
-        typer.Option(
-            "--numel", min=1 << 16, metavar="N", help="Parameters. Default: 100 M if they fit."
-        ),
-    ] = None,
-    rounds: Rounds = 7,
-    threads: Threads = None,
-    json: Json = None,
-) -> None:
-    """The optimizer's step against a loop that moves the same bytes."""
-    from offload.bench.adam import AdamOptions
-
-    _run(context, AdamOptions(numel, rounds, threads), json)
-
-
-@bench_app.command()
 def io(
     context: typer.Context,
     path: Folder = None,
@@ -96,14 +74,6 @@ def io(
     from offload.swap.io.backends import resolve_backend
 
     _run(context, IoOptions(path, _nbytes(size), resolve_backend(backend), rounds), json)
-
-
-@bench_app.command()
-def copy(context: typer.Context, size: Size = None, rounds: Rounds = 7, json: Json = None) -> None:
-    """Copies between host and GPU: offload's streams against a raw copy."""
-    from offload.bench.copy import CopyOptions
-
-    _run(context, CopyOptions(_nbytes(size), rounds), json)
 
 
 @bench_app.command()

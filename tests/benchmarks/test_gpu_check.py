@@ -87,7 +87,7 @@ STEP = {
 }  # fmt: skip
 GOOD = {
     "probe": {"hardware": HARDWARE}, "tests": TESTS,
-    "step": STEP, **{name: part(name) for name in ("kernels", "copies", "inference", "beside")},
+    "step": STEP, "inference": part("inference"),
 }  # fmt: skip
 
 
@@ -153,10 +153,10 @@ EIGHT_B = [
 ]
 ORDER = {
     "a": ["probe", "step:0.15 B, host", *EIGHT_B, "step:8 B, host, every step clips"],
-    "b": ["probe", "tests", "kernels", "copies", "inference"],
+    "b": ["probe", "tests", "inference"],
     "c": [
         "probe", "step:8 B, 64 k tokens", "step:8 B, auto on 24 GiB", "step:13 B, three tiers",
-        *(f"step:1.6 B, host, chunks of {size} M" for size in (2, 16, 64)), "beside",
+        *(f"step:1.6 B, host, chunks of {size} M" for size in (2, 16, 64)),
         "step:3.6 B, host",
         "step:8 B, 128 k tokens, MLPs in tiles",
     ],
@@ -202,7 +202,7 @@ def test_a_record_says_what_was_trained_and_on_what(run: Any) -> None:
 @pytest.mark.parametrize("status", [Status.FAILED, Status.TIMED_OUT])
 @pytest.mark.parametrize(
     ("call", "name"),
-    [("b", "probe"), ("a", "probe"), ("b", "tests"), ("b", "kernels"), ("a", "step:8 B, host")],
+    [("b", "probe"), ("a", "probe"), ("b", "tests"), ("b", "inference"), ("a", "step:8 B, host")],
 )
 def test_one_part_that_fails_is_a_line_and_not_the_end(
     run: Any, call: str, name: str, status: Any
@@ -224,8 +224,8 @@ def test_a_plan_that_fails_is_a_line_and_not_the_end(
         raise ZeroDivisionError(training.name)
 
     monkeypatch.setattr(gpu_check, "case_of", fails)
-    _, record, printed = run(["step:8 B, host", "copies"], seconds=1.0)
-    assert statuses(record) == {"probe": "done", "step:8 B, host": "failed", "copies": "done"}
+    _, record, printed = run(["step:8 B, host", "inference"], seconds=1.0)
+    assert statuses(record) == {"probe": "done", "step:8 B, host": "failed", "inference": "done"}
     assert "ZeroDivisionError: 8 B, host" in printed
 
 
@@ -243,17 +243,18 @@ def test_failed_tests_fail_the_check(run: Any) -> None:
 
 # ---------------------------------------------------------------- records that go on
 def test_a_check_that_goes_on_keeps_the_probe_and_what_was_done(run: Any, tmp_path: Path) -> None:
-    broken = Outcome("kernels", Status.FAILED, 3.0, 60.0, "CUDA error 999")
-    first, _, _ = run("b", ends={"kernels": broken}, seconds=1.0)
-    second, record, printed = run("b", continued=first.out, seconds=1.0)
-    assert second.ran == ["tests", "kernels"]
-    assert "copies: the record has it" in printed
+    small = "step:0.15 B, host"
+    broken = Outcome("inference", Status.FAILED, 3.0, 60.0, "CUDA error 999")
+    first, _, _ = run([*CALLS["b"], small], ends={"inference": broken}, seconds=1.0)
+    second, record, printed = run([*CALLS["b"], small], continued=first.out, seconds=1.0)
+    assert second.ran == ["tests", "inference"]
+    assert f"{small}: the record has it" in printed
     third, record, _ = run("a", continued=second.out)
-    assert third.ran == ORDER["a"][1:]
+    assert third.ran == [name for name in ORDER["a"][1:] if name != small]
     assert first.out == second.out == third.out
     assert set(statuses(record)) == {*ORDER["a"], *ORDER["b"]}
     calls = {part["name"]: part["call"] for part in record["details"]["parts"]}
-    assert [calls[name] for name in ("probe", "copies", "kernels", "step:8 B, host")] == [
+    assert [calls[name] for name in ("probe", small, "inference", "step:8 B, host")] == [
         1,
         1,
         2,

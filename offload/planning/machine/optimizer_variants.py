@@ -90,7 +90,7 @@ def _fill(array: Array, name: str) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to keep weights and moments. A new variant only has to be added to VARIANTS."""
+    """One way to keep weights and moments."""
 
     name: str
     number: Float  # of gradients and weights
@@ -121,7 +121,6 @@ PLAIN = Variant("offload, fp32", Float.FP32, RecordFormat(Master.NONE))
 SPLIT = _split("offload, split", StateFormat.FP32)
 SPLIT_BF16 = _split("offload, split, bf16 moments", StateFormat.BF16)
 SPLIT_INT8 = _split("offload, split, int8 moments", StateFormat.INT8)
-VARIANTS = (PLAIN, SPLIT, SPLIT_BF16, SPLIT_INT8)
 
 
 def stepper(
