@@ -11,7 +11,6 @@ from offload.cli.config import File, Overrides, config_app, migrate_file
 from offload.cli.errors import GuardedGroup, command_line, run
 from offload.display.plain_text import echo
 
-_MAX_RANKS = 1 << 16  # ranks on a machine, or machines
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
 
 app = command_line("offload", GuardedGroup, _HELP)
@@ -35,26 +34,6 @@ def train(
     from offload.train.loop import run_training
 
     run_training(file, option or [], run_dir, resume)
-
-
-@app.command()
-def plan(
-    file: File,
-    option: Overrides = None,
-    ranks: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=1, max=_MAX_RANKS, help="Processes per machine, as under torchrun."
-        ),
-    ] = 1,
-    nodes: Annotated[
-        int, typer.Option(metavar="M", min=1, max=_MAX_RANKS, help="Machines like this one.")
-    ] = 1,
-) -> None:
-    """Print the placement of the built-in model's states, and their bytes, without training."""
-    from offload.cli.plan import print_plan
-
-    print_plan(file, option or [], ranks, nodes)
 
 
 @app.command()

@@ -287,7 +287,7 @@ class WrittenFor(Section):
             )
 
     def refuse(self) -> None:
-        """Raise ConfigError: `offload train` and `offload plan` cannot build this model."""
+        """Raise ConfigError: `offload train` cannot build this model."""
         raise ConfigError(
             f"written_for: this file was written for {self}, and `offload train` and `offload "
             "plan` know only the built-in model; `memest FILE` plans this one, and "
@@ -314,7 +314,7 @@ class OffloadConfig(Section):
     """Swap files: where they are, and how they are read and written."""
     placement: PlacementConfig = section(PlacementConfig)
     """The home of each class of state. auto, or a class that is absent: the fastest placement
-    within the budgets, by predicted time (`offload plan` shows it)."""
+    within the budgets, by predicted time (memest shows it)."""
     kv: KVConfig = section(KVConfig, per_rank=True)
     """Keys and values of KV caches in tiers."""
     optimizer: OptimizerConfig = section(OptimizerConfig)

@@ -14,8 +14,6 @@ import pytest
 
 from offload import __version__
 from offload.cli.app import main
-from offload.tiers.accelerator import Accelerator
-from offload.tiers.units import parse_bytes
 from offload.tools.memest.cli import main as memest
 
 REPOSITORY = Path(__file__).parents[2]
@@ -38,7 +36,7 @@ def test_help_and_version(capsys: Any) -> None:
     assert run("--help") == 0
     output = capsys.readouterr().out
     commands = re.findall(r"^\W*(\w+)  ", output.partition("Commands")[2], re.MULTILINE)
-    assert commands[:4] == ["train", "plan", "generate", "doctor"]
+    assert commands[:3] == ["train", "generate", "doctor"]
     assert {"config", "checkpoint", "bench"} < set(commands)
     assert run("--version") == 0
     assert capsys.readouterr().out == f"offload {__version__}\n"
@@ -64,7 +62,7 @@ def test_a_mistake_in_the_file_is_one_screen_and_exit_code_2(
         (["train", "FILE", "--resume"], "add --run-dir DIR"),
         (["train", "FILE", "--resume", "--run-dir", "none"], "none holds no run"),
         (["config", "show", "FILE", "-o", "seed"], "expected key=value"),
-        (["plan", "FILE", "-o", "precision=fp8"], "fp32, bf16, fp16"),
+        (["train", "FILE", "-o", "precision=fp8"], "fp32, bf16, fp16"),
         (["train"], "FILE"),
         (["nonsense"], "nonsense"),
     ],
@@ -81,7 +79,7 @@ def test_bad_input_ends_with_2(
 
 # Commands that take a file or a folder, NAMED; and what is wrong about it.
 TAKES_A_FILE = (
-    "train NAMED", "plan NAMED", "config show NAMED", "migrate NAMED", "memest NAMED",
+    "train NAMED", "config show NAMED", "migrate NAMED", "memest NAMED",
     "memest compare NAMED", "memest --params 1e6 --config NAMED", "bench step --config NAMED",
 )  # fmt: skip
 TAKES_A_FOLDER = (
@@ -109,7 +107,7 @@ OPTIONS = ("-o seed", "-o seed=x", "-o nope=1", "--nope")
     [
         *(c.replace("NAMED", name) for name, commands in WRONG.values() for c in commands),
         *(f"{command} good.yaml {option}" for option in OPTIONS
-          for command in ("train", "plan", "config show", "memest", "bench step --config")),
+          for command in ("train", "config show", "memest", "bench step --config")),
     ],
 )  # fmt: skip
 def test_the_same_mistake_has_the_same_exit_code_in_every_command(
@@ -183,19 +181,7 @@ def test_show_prints_a_file_that_reads_back(config_file: Path, capsys: Any, tmp_
     assert (config.seed, config.optimizer.master) == (1, "split")
 
 
-def test_a_plan_for_a_gpu_that_is_not_here_names_the_command_of_memest(
-    config_file: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Accelerator, "is_available", lambda kind: False)
-    config_file.write_text("precision: bf16\ndevice: cuda\n")
-    assert run("plan", str(config_file), "-o", "seed=3") == 2
-    said = capsys.readouterr().err
-    assert "error: device: cuda, but this PyTorch sees no" in said
-    assert f"memest {config_file} -o seed=3 --gpu 24GiB --ram 64GiB" in said
-
-
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("command", ["plan", "train"])
 @pytest.mark.parametrize(
     ("line", "fragment"),
     [
@@ -207,68 +193,14 @@ def test_a_plan_for_a_gpu_that_is_not_here_names_the_command_of_memest(
     ],
 )
 def test_what_this_machine_cannot_do_names_the_key(
-    command: str, line: str, fragment: str, config_file: Path, tmp_path: Path, capsys: Any
+    line: str, fragment: str, config_file: Path, tmp_path: Path, capsys: Any
 ) -> None:
     line = line.replace("FOLDER_NAME", tmp_path.name).replace("FOLDER", str(tmp_path))
     config_file.write_text(
         f"train: {{text: {config_file}, sequence: 8, batch: 1}}\n{line}\n" + "#" * 999
     )
-    folder = ["--run-dir", str(tmp_path / "run")] if command == "train" else []
-    assert run(command, str(config_file), *folder) == 2
+    assert run("train", str(config_file), "--run-dir", str(tmp_path / "run")) == 2
     captured = capsys.readouterr()
     assert fragment in captured.err
     assert "Traceback" not in captured.err
     assert not (tmp_path / "run").exists()
-
-
-# ---------------------------------------------------------------- plan --ranks N --nodes M
-def planned(capsys: Any, *arguments: str) -> tuple[int, str, str]:
-    code = run("plan", *arguments)
-    said = capsys.readouterr()
-    return code, said.out, said.err
-
-
-@pytest.fixture
-def yaml(tmp_path: Path) -> str:
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "device: cpu\nprecision: fp32\n"
-        "budget: {host: 32MiB, nvme: 64MiB}\n"
-        f"nvme: {{paths: [{tmp_path}]}}\n"
-        "placement: {parameters: host, gradients: host, optimizer: host}\n"
-        "train:\n  model: {layers: 2, hidden: 64, heads: 2, max_sequence: 32}\n"
-        "  batch: 2\n  sequence: 32\n"
-    )
-    return str(path)
-
-
-def row(text: str, name: str) -> list[int]:
-    """Bytes of a row of the table, by tier."""
-    line = next(line for line in text.splitlines() if line.strip(" │").startswith(name))
-    cells = [cell.strip() for cell in re.split("[│┃]", line)[2:-1]]
-    return [parse_bytes(cell) if cell != "-" else 0 for cell in cells]
-
-
-def test_one_rank_of_several_holds_its_shards(yaml: str, capsys: Any) -> None:
-    code, alone, _ = planned(capsys, yaml)
-    assert code == 0
-    assert "ZeRO stage" not in alone
-    code, several, _ = planned(capsys, yaml, "--ranks", "2", "--nodes", "2")
-    assert code == 0
-    text = " ".join(several.split())
-    assert "1 of 4, 2 on each machine; ZeRO stage 3: shards for 4 ranks" in text
-    assert "no step time: nothing is known of the network" in text
-    for name in ("parameters", "optimizer"):
-        assert (
-            row(several.partition("Bytes")[2], name)[1]
-            < row(alone.partition("Bytes")[2], name)[1] / 3
-        )
-    needed = row(several, "needed at least")[1]
-    assert row(several, "all 2 ranks")[1] == pytest.approx(2 * needed, rel=0.01)
-
-
-def test_ranks_that_cannot_be_grouped_are_one_line_and_2(yaml: str, capsys: Any) -> None:
-    arguments = ("--ranks", "4", "-o", "zero.shard_group=3")
-    code, _, error = planned(capsys, yaml, *arguments)
-    assert code == 2
-    assert "zero.shard_group: 3 does not divide the 4" in " ".join(error.split())

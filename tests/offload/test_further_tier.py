@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 import offload
-from offload.cli.app import main as offload_main
 from offload.config import OffloadConfig
 from offload.errors import BudgetError, ConfigError
 from offload.planning.choice.solver import solve
@@ -165,14 +163,6 @@ def answer(capsys: pytest.CaptureFixture[str], main: Any, *arguments: str) -> st
     said = capsys.readouterr()
     assert not ended.value.code, said.err
     return said.out
-
-
-def test_plans_show_it(tmp_path: Path, slow: Tier, capsys: pytest.CaptureFixture[str]) -> None:
-    file = written(tmp_path, {**SLOW, "optimizer": SPLIT}, **SMALL)
-    said = answer(capsys, offload_main, "plan", str(file))
-    assert "host 30% + slow 30% + nvme 40%" in said
-    heads = next(line for line in said.splitlines() if "device" in line and "nvme" in line)
-    assert re.findall(r"\w+", heads) == ["device", "host", "slow", "nvme"]
 
 
 @pytest.mark.parametrize("activations", ["device", "slow"])

@@ -3,8 +3,8 @@
 A run whose work is known gets the first of the solver's candidates that the machine physically
 holds (`plan_run`). The solver counts the least memory that a plan needs. Heap holes, and copies
 that fill a budget, come on top, and a slower candidate may keep fewer activations. Therefore the
-peaks of the candidates are predicted in the solver's order (`step/memory`). `offload train`,
-`offload plan` and memest all choose this way.
+peaks of the candidates are predicted in the solver's order (`step/memory`). `initialize`,
+`offload train` and memest all choose this way.
 """
 
 from __future__ import annotations
