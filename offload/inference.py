@@ -184,6 +184,13 @@ class Dispatched(TieredModel):
                         hook = param.register_post_accumulate_grad_hook(refuse)
                         self._hooks[id(param)] = hook
 
+    def keep_cache(self, cache: Any) -> None:
+        """Let a transformers cache live where `placement.kv` says, before the model is called."""
+        if self._kv is not None:
+            from offload.kv.paged_cache import keep_in_tiers  # imports transformers
+
+            keep_in_tiers(cache, self._kv)
+
     def report(self) -> TierTraffic:
         """Return bytes per tier, bytes moved, and seconds waited so far. It waits for nothing:
         numbers of operations in progress may change while they are read."""

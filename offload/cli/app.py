@@ -10,6 +10,7 @@ from offload.cli.checkpoint import checkpoint_app
 from offload.cli.config import File, Overrides, config_app, migrate_file
 from offload.cli.errors import GuardedGroup, command_line, run
 from offload.display.plain_text import echo
+from offload.tiers.errors import UnsupportedError
 
 _HELP = "Train models whose states are larger than the GPU, or larger than RAM."
 
@@ -70,6 +71,41 @@ def generate(
     seeded = [] if seed is None else [f"seed={seed}"]
     loaded = OffloadConfig.load(config or {}, [*(option or []), *seeded])
     run_generation(folder, prompt, loaded, max_new_tokens, greedy=greedy, lookup=prompt_lookup)
+
+
+@app.command()
+def serve(
+    folder: Annotated[
+        Path, typer.Argument(metavar="MODEL_FOLDER", help="A model in transformers' format.")
+    ],
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="The YAML configuration.")
+    ] = None,
+    option: Overrides = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="0: any free one.")
+    ] = 8000,
+    batch: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Most sequences that a pass computes.")
+    ] = 32,
+    queue: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Most requests that wait; more get a 503.")
+    ] = 128,
+) -> None:
+    """Serve a model whose weights are in the tiers by OpenAI's chat and completions endpoints."""
+    try:
+        from offload.integrations.transformers.openai_server import serve as serve_model
+    except ModuleNotFoundError as missing:
+        raise UnsupportedError(
+            f"{missing.name} is not installed, which serving needs: pip install 'offload[serve]'"
+        ) from None
+    from offload.config import OffloadConfig
+
+    loaded = OffloadConfig.load(config or {}, option or [])
+    serve_model(folder, loaded, host=host, port=port, size=batch, waiting=queue)
 
 
 @app.command()

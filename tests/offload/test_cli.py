@@ -36,7 +36,7 @@ def test_help_and_version(capsys: Any) -> None:
     assert run("--help") == 0
     output = capsys.readouterr().out
     commands = re.findall(r"^\W*(\w+)  ", output.partition("Commands")[2], re.MULTILINE)
-    assert commands[:3] == ["train", "generate", "doctor"]
+    assert commands[:4] == ["train", "generate", "serve", "doctor"]
     assert {"config", "checkpoint", "bench"} < set(commands)
     assert run("--version") == 0
     assert capsys.readouterr().out == f"offload {__version__}\n"
