@@ -114,11 +114,10 @@ bench: $(STAMP)
 null-gpu: $(if $(filter $(BIN)/python,$(NULL_GPU_PYTHON)),$(STAMP))
 	$(NULL_GPU_PYTHON) -m pytest tests/null_gpu $(PYTEST_ARGS)
 
-# CALL: a, b or c; CONTINUE: a record; OUT: a folder or a file
+# CALL: a, b, c or parts; OUT: a folder or a file
 gpu-check: export COLUMNS := 240
-gpu-check: CONTINUED = $(if $(CONTINUE),--continue $(CONTINUE))
 gpu-check: $(if $(filter file,$(origin PYTHON)),$(STAMP))
-	$(GPU_PYTHON) -m benchmarks.gpu_check $(CALL) $(CONTINUED) $(if $(OUT),--out $(OUT)) $(GPU_CHECK_ARGS)
+	$(GPU_PYTHON) -m benchmarks.gpu_check $(CALL) $(if $(OUT),--out $(OUT)) $(GPU_CHECK_ARGS)
 
 gpu-wheels: $(STAMP)
 	$(BIN)/python -m pip download --no-deps --only-binary=:all: -c constraints.txt -d $(WHEELS) \

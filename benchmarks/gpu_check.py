@@ -1,6 +1,6 @@
 """`make gpu-check`: tests, inference and training steps on the GPU that is there; one record.
 
-    python -m benchmarks.gpu_check [CALL or PART ...] [--continue RECORD] [--out FILE or FOLDER]
+    python -m benchmarks.gpu_check [CALL or PART ...] [--out FILE or FOLDER]
 
     a   a first look at a small model, then 8 B: all on host, and where the planner puts it; with
         one and eight passes per step, clipped and not
@@ -12,14 +12,12 @@ Each call takes less than ten minutes and begins with a probe of the machine; by
 run, one after the other. Each part is a process of its own with a time limit. Those for which there
 is no time or memory are left out, and the record, which is written anew after each, says why.
 
-With --continue, what a record has is not repeated, but for tests, and the rest is added to it.
 Exit status 1 if a test or a part failed, 0 otherwise, and without a GPU.
 """
 
 import argparse
 import datetime
 import importlib.metadata
-import json
 import re
 import signal
 import subprocess
@@ -37,7 +35,6 @@ from benchmarks.gpu_parts import Outcome, Status, run_part
 from benchmarks.gpu_sizes import CALLS, TRAININGS, Case, Training, case_of
 from benchmarks.gpu_step import COLUMNS as STEP_COLUMNS
 from benchmarks.gpu_step import row_of
-from benchmarks.gpu_tests import last_tests
 from offload.bench.record import Record, this_machine
 from offload.bench.table import Column, number, print_record
 from offload.process.child import repository
@@ -69,7 +66,6 @@ class Check:
     limit_s: float = LIMIT_S
     clock: Callable[[], float] = time.monotonic
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    ran: list[str] = field(default_factory=list)  # now, not before in the record
     build_s_per_parameter: float = 0.0  # the most of the steps so far
 
     def __post_init__(self) -> None:
@@ -90,12 +86,10 @@ class Check:
         return self.add(Outcome(name, Status.LEFT_OUT, note=why))
 
     def add(self, outcome: Outcome) -> Outcome:
-        """Keep how a part ended; one that was left out does not replace an earlier result."""
+        """Keep how a part ended."""
         note = f": {outcome.note}" if outcome.note else ""
         say(f"{outcome.name}: {outcome.status}, {outcome.seconds:.0f} s{note}")
-        self.ran.append(outcome.name)
-        if outcome.status is not Status.LEFT_OUT or outcome.name not in self.outcomes:
-            self.outcomes[outcome.name] = replace(outcome, call=len(self.record.details["calls"]))
+        self.outcomes[outcome.name] = outcome
         self.record.details["parts"] = [asdict(each) for each in self.outcomes.values()]
         self.write()
         return outcome
@@ -116,16 +110,12 @@ def run_all(check: Check, parts: Iterable[str]) -> None:
     """Run the parts that the record does not have yet, after the probe."""
     machine = _probed(check)
     for name in parts:
-        before = check.outcomes.get(name, Outcome(name, Status.LEFT_OUT))
-        if before.ok and name != "tests":
-            say(f"{name}: the record has it")
-            continue
         try:
             _run(check, machine, name)
         except PathError:  # of the record
             raise
         except Exception as error:  # noqa: BLE001 - it is a line, and not the end
-            ended = check.outcomes.get(name, before)
+            ended = check.outcomes.get(name, Outcome(name, Status.LEFT_OUT))
             why = "".join(traceback.format_exception(error))
             check.add(replace(ended, status=Status.FAILED, note=why))
 
@@ -144,10 +134,8 @@ def _run(check: Check, machine: GpuMachine | None, name: str) -> None:
 
 
 def _probed(check: Check) -> GpuMachine | None:
-    """The machine, measured now or when the record began; None if that failed."""
-    probed = check.outcomes.get("probe")
-    if probed is None or not probed.ok:
-        probed = check.run("probe", {"folder": str(check.folder)}, LIMITS_S["probe"])
+    """The machine, measured; None if that failed."""
+    probed = check.run("probe", {"folder": str(check.folder)}, LIMITS_S["probe"])
     if not probed.ok:
         return None
     check.record.machine = probed.result["hardware"]
@@ -157,12 +145,7 @@ def _probed(check: Check) -> GpuMachine | None:
 
 def _run_tests(check: Check) -> None:
     limit_s = min(LIMITS_S["tests"], check.left_s())
-    own = check.outcomes.get("tests")
-    before = own.result if own is not None else last_tests(_RECORDS)
-    within = {
-        "folder": str(check.folder), "limit_s": limit_s - _TESTS_WRAP_UP_S, "before": before,
-        "goes_on": own is not None,
-    }  # fmt: skip
+    within = {"folder": str(check.folder), "limit_s": limit_s - _TESTS_WRAP_UP_S}
     tests = check.run("tests", within, limit_s)
     if tests.ok and not tests.result["ok"]:  # it ran to its end, with failures in it
         lines = [tests.result["counts"], *tests.result["failed"], *tests.result["said"]]
@@ -215,23 +198,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"no GPU check: PyTorch {importlib.metadata.version('torch')} sees no GPU here")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a part that runs is ended, too
-    ended = []
+    ended: list[Outcome] = []
     try:
         if options.folder is not None and not options.folder.is_dir():
             raise PathError(f"--folder: {options.folder} is not a folder; name one on the disk")
-        continued, out = options.continued, options.out
         for parts in _calls(options.names):
             with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=options.folder) as private:
-                check = begin(out, Path(private), continued, options.commit, options.limit_s)
+                check = begin(options.out, Path(private), options.commit, options.limit_s)
                 run_all(check, parts)
-            ended += [check.outcomes[name] for name in check.ran]
-            continued, out = check.out, check.out
+            ended += check.outcomes.values()
+            if check.record.rows:
+                print_record(check.record, STEP_COLUMNS)
+            say(f"record: {check.out}")
     except OffloadError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
-    if check.record.rows:
-        print_record(check.record, STEP_COLUMNS)
-    say(f"record: {check.out}")
     return 0 if succeeded(ended) else 1
 
 
@@ -243,46 +224,21 @@ def _calls(names: Sequence[str]) -> list[Sequence[str]]:
 
 
 def begin(
-    out: Path | None, folder: Path, continued: Path | None = None, commit: str | None = None,
-    limit_s: float = LIMIT_S,
-) -> Check:  # fmt: skip
-    """Write an empty record, or one that goes on with `continued`. PathError where the one cannot
-    be written, or the other cannot be used here."""
+    out: Path | None, folder: Path, commit: str | None = None, limit_s: float = LIMIT_S
+) -> Check:
+    """Write an empty record. PathError where it cannot be written."""
     machine, now = this_machine(), datetime.datetime.now(datetime.UTC)
     gpu = machine.setdefault("gpu", "none")
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    name = f"gpu-{slug}-{now:%Y-%m-%d}.json" if continued is None else continued.name
-    details: dict[str, Any] = {"machine": {}, "parts": [], "cases": {}, "calls": []}
-    begun: tuple[Record, dict[str, Outcome]] = Record("gpu", {}, details=details), {}
-    record, outcomes = begun if continued is None else _read(continued, gpu)
-    record.machine = record.machine | machine
-    date = record.details["date"] = f"{now:%Y-%m-%d %H:%M UTC}"
-    record.details["calls"].append({"date": date, "commit": commit or _commit()})
-    path = out or continued or _RECORDS
-    path = path / name if path.is_dir() else path
-    path = path if path == continued else _new(path)
-    check = Check(folder, record, path, limit_s, outcomes=outcomes)
+    details = {
+        "machine": {}, "parts": [], "cases": {}, "date": f"{now:%Y-%m-%d %H:%M UTC}",
+        "commit": commit or _commit(),
+    }  # fmt: skip
+    path = out or _RECORDS
+    path = path / f"gpu-{slug}-{now:%Y-%m-%d}.json" if path.is_dir() else path
+    check = Check(folder, Record("gpu", {}, machine=machine, details=details), _new(path), limit_s)
     check.write()
     return check
-
-
-def _read(path: Path, gpu: str) -> tuple[Record, dict[str, Outcome]]:
-    """The record of a check, and its parts. PathError if it is not one of this version and GPU."""
-    try:
-        record = Record.from_dict(json.loads(path.read_text()))
-        details, before = record.details, record.machine["gpu"]
-        outcomes = {part["name"]: Outcome.from_dict(part) for part in details["parts"]}
-        if details["machine"]:
-            GpuMachine.from_dict(details["machine"])
-        details["calls"], details["cases"] = [*details["calls"]], {**details["cases"]}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise PathError(
-            f"--continue: {path} is no record of this version ({why}); begin a new one"
-        ) from error
-    if before != gpu:
-        raise PathError(f"--continue: {path} is of {before}, this is {gpu}; begin a new one")
-    return record, outcomes
 
 
 def _new(path: Path) -> Path:
@@ -310,7 +266,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu-check", description="Check the GPU that is there.")
     add, said = parser.add_argument, f"calls, or kinds of parts: {', '.join(known)} (default: all)"
     add("names", nargs="*", choices=known, default="all", metavar="NAME", help=said)
-    add("--continue", dest="continued", type=Path, metavar="RECORD", help="add parts to a record")
     add("--out", type=Path, metavar="PATH", help="record or its folder (default: records/)")
     add("--limit-s", type=float, default=LIMIT_S, metavar="SECONDS", help="of one call")
     add("--commit", metavar="NAME", help="of the code, where it is not a checkout")

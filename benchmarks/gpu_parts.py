@@ -40,16 +40,10 @@ class Outcome:
     note: str = ""
     result: dict[str, Any] = field(default_factory=dict)
     log: str = ""  # the end of its output, if it did not end well
-    call: int = 0  # of the record's calls, from 1
 
     @property
     def ok(self) -> bool:
         return self.status is Status.DONE
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Outcome:
-        """ValueError or TypeError for values of another version's."""
-        return cls(**{**values, "status": Status(values["status"])})
 
 
 def run_part(name: str, options: Mapping[str, Any], limit_s: float, folder: Path) -> Outcome:

@@ -1,10 +1,9 @@
 """The tests that need a GPU, in one run of pytest, and what became of them.
 
-First those that failed or were not reached the last time, then the others: runs that are too short
-for all of them take turns. GPU tests wait for compilers most of the time, so pytest-xdist, where it
+GPU tests wait for compilers most of the time, so pytest-xdist, where it
 is installed, runs several processes side by side.
 
-pytest loads this module as a plugin, too, which orders tests and keeps the outcome of each.
+pytest loads this module as a plugin, too, which keeps the outcome of each test.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MAX_PROCESSES = 8
 _DEVICE_NBYTES = 3 << 30  # per process: a context, and tests that take a gigabyte
 _SHOWN_CHARACTERS = 400
 _SHOWN_LINES = 20
-_FOLDER = "OFFLOAD_GPU_TESTS"  # of the plugin's files: which tests are first, all, outcomes
+_FOLDER = "OFFLOAD_GPU_TESTS"  # of the plugin's files: all tests, outcomes
 _ENVIRONMENT = {
     "OFFLOAD_TEST_DEVICE": "cuda",  # of the engines in tests that run on either
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else two runs of one product may differ
@@ -50,17 +49,6 @@ def gpu_test_files(root: Path) -> list[Path]:
     return [path for path in modules if any(mark in path.read_text() for mark in marks)]
 
 
-def last_tests(folder: Path) -> dict[str, Any]:
-    """What the newest record of a GPU check in `folder` has of tests; empty if there is none."""
-    found: list[tuple[str, dict[str, Any]]] = []
-    for path in folder.glob("gpu-*.json"):
-        with suppress(ValueError, KeyError):  # it is cut off, or of an earlier version
-            details = json.loads(path.read_text())["details"]
-            results = [part["result"] for part in details["parts"] if part["name"] == "tests"]
-            found += [(details["date"], each) for each in results if "unreached" in each]
-    return max(found, key=lambda each: each[0], default=("", {}))[1]
-
-
 def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
     """Run the tests as a child's program. PathError where no tests are beside the package."""
     root = repository()
@@ -72,18 +60,14 @@ def run_tests(options: Mapping[str, Any], parent: Parent) -> None:
     if importlib.util.find_spec("xdist") is None:
         processes = 1
     limit_s, folder = options["limit_s"], Path(options["folder"])
-    result = run_files(
-        root, files, processes, limit_s, folder, options["before"], goes_on=options["goes_on"]
-    )
+    result = run_files(root, files, processes, limit_s, folder)
     parent.answer(result | {"processes": processes})
 
 
 def run_files(
-    root: Path, files: Sequence[Path], processes: int, limit_s: float, folder: Path,
-    before: Mapping[str, Any], *, goes_on: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Run the GPU tests of `files` that are not slow, after those that were not good `before`: in
-    an earlier check, or in this one, which then `goes_on`, and the result is of both runs.
+    root: Path, files: Sequence[Path], processes: int, limit_s: float, folder: Path
+) -> dict[str, Any]:
+    """Run the GPU tests of `files` that are not slow.
 
     Returns whether none failed and at least one passed (`ok`), their `counts`, a line for each that
     `failed`, reasons of skips, and the tests that were not reached or not ended in time; in `said`
@@ -91,9 +75,6 @@ def run_files(
     """
     log, own = folder / "tests.log", folder / "outcomes"
     own.mkdir()
-    names = ("failed", "not_ended", "unreached")
-    first = [test for name in names for test in before.get(name, ())]
-    (own / "first").write_text(json.dumps(first))
     command = [
         sys.executable, "-m", "pytest", "-v", "-m", "gpu and not slow", "-p", "no:cacheprovider",
         "-p", "no:benchmark",  # it would warn beside xdist, and a warning is a failure
@@ -113,7 +94,7 @@ def run_files(
             command, cwd=root, env=environ, stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, timeout=limit_s, check=False,
         ).returncode  # fmt: skip
-    result = _outcomes(own, before if goes_on else {})
+    result = _outcomes(own)
     result["ok"] = not result["failed"] and "passed" in result["counts"]
     if code not in (None, 0, 1):  # None: the time was up; 1: some failed
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -123,8 +104,8 @@ def run_files(
     return result
 
 
-def _outcomes(folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
-    """What the plugin wrote, with what a run `before` leaves."""
+def _outcomes(folder: Path) -> dict[str, Any]:
+    """What the plugin wrote."""
     ended: dict[str, tuple[str, str]] = {}
     begun: dict[str, None] = {}
     reports, listed = folder / "reports", folder / "all"
@@ -137,10 +118,6 @@ def _outcomes(folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
     tests = json.loads(listed.read_text()) if listed.is_file() else []
     failed = {test: why for test, (outcome, why) in ended.items() if outcome == "failed"}
     left = [test for test in tests if test not in {*ended, *begun}]
-    if before:
-        earlier = {*before["unreached"], *before["not_ended"]}
-        failed = {t: why for t, why in before["failed"].items() if t not in ended} | failed
-        left = [test for test in left if test in earlier or _file_of(test) in earlier]
     counts = Counter(outcome for outcome, _ in ended.values())
     return {
         "counts": ", ".join(f"{number} {outcome}" for outcome, number in counts.items()),
@@ -164,15 +141,8 @@ def _file_of(test: str) -> str:
 # ---------------------------------------------------------------- as a plugin of pytest
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests first that are to be first, and list all."""
+    """List all tests."""
     folder = Path(os.environ[_FOLDER])
-    places = {test: place for place, test in enumerate(json.loads((folder / "first").read_text()))}
-
-    def place(item: pytest.Item) -> int:
-        own = places.get(item.nodeid, len(places))
-        return min(own, places.get(_file_of(item.nodeid), len(places)))
-
-    items.sort(key=place)
     new = folder / f"all-{os.getpid()}"  # of several processes, each with the same list
     new.write_text(json.dumps([item.nodeid for item in items]))
     new.replace(folder / "all")

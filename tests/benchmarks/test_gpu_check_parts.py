@@ -101,7 +101,7 @@ def test_what_was_measured_before_it_hung_is_kept(ended: Any, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fails only where there is no GPU")
 def test_a_part_without_its_gpu_is_a_line(tmp_path: Path) -> None:
-    outcome = run_part("kernels", {}, 120, tmp_path)
+    outcome = run_part("inference", {}, 120, tmp_path)
     assert outcome.status is Status.FAILED
     assert outcome.note.strip()
 
@@ -123,7 +123,7 @@ def test_skipped(): pass
 def test_every_test_is_counted_once_and_a_failure_is_named(processes: int, tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(GPU_TESTS)
-    tests = run_files(tmp_path, [file], processes, 60, tmp_path, {})
+    tests = run_files(tmp_path, [file], processes, 60, tmp_path)
     assert sorted(tests["counts"].split(", ")) == ["1 failed", "1 skipped", "3 passed"]
     ((failed, why),) = tests["failed"].items()
     assert failed == "test_some.py::test_bad"
@@ -133,50 +133,17 @@ def test_every_test_is_counted_once_and_a_failure_is_named(processes: int, tmp_p
     assert not tests["ok"]
 
 
-ORDERED = """
-import pathlib, time, pytest
-pytestmark = pytest.mark.gpu
-@pytest.mark.parametrize("number", range(4))
-def test_noted(number):
-    with pathlib.Path("order").open("a") as file: print(number, file=file)
-    if number == 2 and pathlib.Path("hang").exists(): time.sleep(600)
-    assert number != 3 or pathlib.Path("good").exists()
-"""
-
-
-@pytest.mark.slow
-def test_what_failed_or_was_not_reached_is_first_the_next_time(tmp_path: Path) -> None:
-    file, other = tmp_path / "test_some.py", tmp_path / "test_other.py"
-    file.write_text(ORDERED)
-    other.write_text(ORDERED.replace("test_noted", "test_too"))
-    (tmp_path / "hang").touch()
-    folders = [tmp_path / name for name in ("first", "second", "third")]
-    for folder in folders:
-        folder.mkdir()
-    before = {"failed": {"test_some.py::test_noted[3]": "no"}, "unreached": ["test_some.py"]}
-    found = run_files(tmp_path, [file, other], 1, 20, folders[0], before)
-    assert (tmp_path / "order").read_text().split() == ["3", "0", "1", "2"]
-    assert found["not_ended"] == ["test_some.py::test_noted[2]"]
-    assert found["unreached"] == ["test_other.py"]
-    assert list(found["failed"]) == ["test_some.py::test_noted[3]"]
-    for gone in ("hang", "order"):
-        (tmp_path / gone).unlink()
-    (tmp_path / "good").touch()
-    now = run_files(tmp_path, [file, other], 1, 60, folders[1], found, goes_on=True)
-    assert (tmp_path / "order").read_text().split() == [*"32", *"0123", *"01"]
-    assert (now["ok"], now["unreached"], now["failed"]) == (True, [], {})
-    other.write_text("import a_library_that_nobody_has\n")
-    now = run_files(tmp_path, [file, other], 1, 60, folders[2], found, goes_on=True)
-    assert list(now["failed"]) == ["test_other.py"]  # the others ran all the same
-    assert now["counts"].endswith("4 passed")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "limit_s", "fragment"),
     [
         ("import a_library_that_nobody_has\n", 60.0, "a_library_that_nobody_has"),
         ("import os\nos._exit(7)\n", 60.0, "pytest ended with status 7"),
+        (
+            f"{GPU_TESTS}def test_hung(): time.sleep(600)\n",
+            20.0,
+            '"not_ended": ["test_some.py::test_hung"]',
+        ),
     ],
 )
 def test_tests_that_do_not_get_to_their_end_are_named(
@@ -184,6 +151,6 @@ def test_tests_that_do_not_get_to_their_end_are_named(
 ) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(text)
-    tests = run_files(tmp_path, [file], 1, limit_s, tmp_path, {})
+    tests = run_files(tmp_path, [file], 1, limit_s, tmp_path)
     assert not tests["ok"]
     assert fragment in json.dumps(tests)
