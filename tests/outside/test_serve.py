@@ -32,7 +32,7 @@ pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 
 from offload.integrations.transformers.batched_generation import Batch, End, Sequence  # noqa: E402
-from offload.integrations.transformers.openai_server import serve, token_choice  # noqa: E402
+from offload.integrations.transformers.openai_server import _Text, serve, token_choice  # noqa: E402
 
 CONTEXT = 12000
 GREEDY = token_choice(0, None)
@@ -189,6 +189,7 @@ def test_what_is_wrong_or_would_be_ignored_is_refused_by_name(served: Served) ->
     for status, said, body in (
         (404, "'tiny' is", {"model": "other", "prompt": "a"}),
         (400, "n: 2", {"prompt": "a", "n": 2}),
+        (400, "logprobs: 0", {"prompt": "a", "logprobs": 0}),
         (400, "logit_bias", {"prompt": "a", "logit_bias": {"1": 2}}),
         (400, "tools", {"prompt": "a", "tools": [{}]}),
         (400, "unheard", {"prompt": "a", "unheard": 1}),
@@ -215,6 +216,24 @@ def test_what_is_wrong_or_would_be_ignored_is_refused_by_name(served: Served) ->
     assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["id"] == "tiny"
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{served.url}/nothing").json()["error"]["message"].startswith("Not Found")
+
+
+def test_characters_that_some_tokenizers_have_as_bytes_come_whole() -> None:
+    """They decode a run of bytes as a whole, and strip a space from what comes first."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = ["<unk>", "</s>", "\u2581be", *(f"<0x{octet:02X}>" for octet in range(256))]
+    model = models.BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True)
+    own = Tokenizer(model)
+    steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()
+    own.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    own.add_special_tokens(["</s>"])
+    asked = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>")
+    for said in ("日本 be日本", " be😀🌍日", "é be be"):
+        octets = said.replace(" be", "\1\2").encode()  # a special token before each word
+        text = _Text(asked, ["never" * 100_000])
+        pieces = [text.add(octet if octet in (1, 2) else octet + 3) for octet in octets]
+        assert ("".join(pieces) + text.rest()).strip() == said.strip()
 
 
 # ---------------------------------------------------------------- clients and servers that leave

@@ -134,6 +134,7 @@ class _Text:
         self.stopped = False
         self._tokenizer, self._stops = tokenizer, stops
         self._begin = self._given = 0  # tokens from there are decoded; their characters given out
+        self._whole = 0  # tokens that ended with a whole character
         self._held = ""  # may be the beginning of a stop
 
     def _decoded(self) -> str:
@@ -145,14 +146,15 @@ class _Text:
     def add(self, token: int) -> str:
         """Return what is certain with this token."""
         self.tokens.append(token)
-        text = whole = self._decoded()
-        for _ in range(3):  # bytes of a character whose last one is to come
-            whole = whole.removesuffix("\ufffd")
-        if len(self.tokens) - self._begin > _WINDOW:  # no text at all
+        text = self._decoded()
+        # A character's last byte is to come; until then some tokenizers show all bytes so.
+        whole = text.rstrip("\ufffd")
+        long = len(self.tokens) - self._begin > _WINDOW  # no text at all
+        if long:
             whole = text
         fresh, self._given = whole[self._given :], max(self._given, len(whole))
-        if whole == text:  # the next token is decoded behind this one
-            self._begin = len(self.tokens) - 1
+        if whole == text and (fresh or long):  # what comes is decoded behind these tokens
+            self._begin, self._whole = self._whole, len(self.tokens)
             self._given = len(self._decoded())
         return self._before_stop(fresh)
 
@@ -166,7 +168,10 @@ class _Text:
         self.stopped, self._held = bool(found), ""
         if found:
             return text[: min(found)]
-        ends = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        ends = [
+            n for stop in self._stops for n in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:n])
+        ]  # fmt: skip
         cut = len(text) - max(ends, default=0)
         self._held = text[cut:]
         return text[:cut]
@@ -373,7 +378,9 @@ def _read(kind: type[Any], given: dict[str, Any]) -> Any:
     kept = {}
     for name, value in given.items():
         if name in _NEUTRAL:
-            if value is not None and value not in _NEUTRAL[name]:
+            # 0 is False, and a completion's logprobs: 0 asks for something
+            alike = [each for each in _NEUTRAL[name] if (each is False) == (value is False)]
+            if value is not None and value not in alike:
                 raise HTTPException(400, f"{name}: {json.dumps(value)[:80]} is not supported here")
         elif name not in _NO_MATTER:
             kept[name] = value
