@@ -270,8 +270,8 @@ def configured(**keys: Any) -> Callable[[Path], None]:
             "holds an adapter .*PeftModel.from_pretrained",
         ),
         (
-            configured(quantization_config={"quant_method": "fp8"}), UnsupportedError,
-            "weights quantized by fp8, which is not read here",
+            configured(quantization_config={"quant_method": "hqq"}), UnsupportedError,
+            "weights quantized by hqq, which is not read here",
         ),
         (configured(architectures=["FooForCausalLM"]), ConfigError, "FooForCausalLM"),
         (configured(architectures=None), ConfigError, "names no class"),
