@@ -201,6 +201,7 @@ def test_what_is_wrong_or_would_be_ignored_is_refused_by_name(served: Served) ->
         (400, "token 320", {"prompt": [320]}),
         (400, f"{CONTEXT:,}", {"prompt": "a", "max_tokens": CONTEXT}),
         (400, f"{CONTEXT:,}", {"prompt": "e " * CONTEXT}),
+        (500, "not finite", {"prompt": "a", "temperature": 1e-40}),
         (413, "the request has more", {"prompt": "a" * (2 << 20)}),
     ):
         got = served.post(**body)
@@ -223,8 +224,7 @@ def test_characters_that_some_tokenizers_have_as_bytes_come_whole() -> None:
     from tokenizers import Tokenizer, decoders, models
 
     words = ["<unk>", "</s>", "\u2581be", *(f"<0x{octet:02X}>" for octet in range(256))]
-    model = models.BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True)
-    own = Tokenizer(model)
+    own = Tokenizer(models.BPE({w: at for at, w in enumerate(words)}, [], byte_fallback=True))
     steps = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()
     own.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     own.add_special_tokens(["</s>"])

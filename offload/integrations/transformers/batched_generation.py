@@ -79,6 +79,8 @@ class Sequence:
         config = self.chosen_by["generation_config"]
         if config.do_sample:
             odds = torch.softmax(scores, dim=-1)
+            if not bool(odds.isfinite().all()):  # multinomial on a GPU would end all work
+                raise OffloadError("the odds of tokens are not finite: raise a low temperature")
             token = torch.multinomial(odds, num_samples=1, generator=self.generator)
         else:
             token = scores.argmax(dim=-1, keepdim=True)
