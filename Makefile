@@ -33,7 +33,7 @@ help:
 	@echo "make test-libraries  TRL, PEFT, diffusers, Lightning and others, which it installs"
 	@echo "make torture    1,000 kills of runs, 10,000 faults of disks, crafted files, 10,000 steps: hours"
 	@echo "make docs       docs/ as a site, in build/site; a broken link is an error"
-	@echo "make bench      offload beside limits: io, step; JSON in $(BENCH_DIR)"
+	@echo "make bench      training steps beside limits; JSON in $(BENCH_DIR)"
 	@echo "make null-gpu   the engine's calls of CUDA, without a GPU; NULL_GPU_PYTHON=... has torch for CUDA"
 	@echo "make gpu-check  tests, inference and steps on a GPU; PYTHON=... is used as it is"
 	@echo "make gpu-wheels what a machine with PyTorch alone lacks for gpu-check, in $(WHEELS)"
@@ -108,7 +108,6 @@ typecheck: $(STAMP)
 
 bench: $(STAMP)
 	mkdir -p $(BENCH_DIR)
-	$(BIN)/offload bench io --json $(BENCH_DIR)/io.json
 	$(BIN)/offload bench step --json $(BENCH_DIR)/step.json
 
 null-gpu: $(if $(filter $(BIN)/python,$(NULL_GPU_PYTHON)),$(STAMP))

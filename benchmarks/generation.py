@@ -27,8 +27,7 @@ import torch
 from torch import nn
 
 from offload.bench.io_raw import raw_loop
-from offload.bench.record import Kind, Record, Row
-from offload.bench.rounds import interleaved, seconds_of
+from offload.bench.record import Kind, Record, Row, interleaved, seconds_of
 from offload.bench.table import Column, number, print_record
 from offload.process.child import Child, Parent
 

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.bench.record import Kind, Record, Row
-from offload.bench.rounds import Say, interleaved
+from offload.bench.record import Kind, Record, Row, Say, interleaved
 from offload.bench.systems import Turn
 from offload.config import OffloadConfig
 from offload.process import machine

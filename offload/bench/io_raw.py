@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.bench.rounds import Say, seconds_of
+from offload.bench.record import Say, seconds_of
 from offload.swap.io.swap_file import SwapFile
 from offload.tiers.anonymous_memory import AnonymousMemory
 from offload.tiers.errors import StorageError

@@ -1,7 +1,8 @@
 """A bench's results: rows of measurements per round, and ratios taken within each round.
 
 A machine's speed drifts, and all systems drift with it. So a ratio is never one of two medians: it
-is the median of the ratios of the rounds, in each of which both systems ran.
+is the median of the ratios of the rounds, in each of which both systems ran: every system once,
+each round beginning with another one.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import enum
 import math
 import platform
 import statistics
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 from pydantic_core import to_json
@@ -24,6 +27,8 @@ from offload.process import machine
 from offload.tiers import accelerator
 
 FORMAT = 2  # of the JSON; raised when a key changes its meaning: 1 had "ours" for "offload"
+T = TypeVar("T")
+Say = Callable[[str], None]
 MIN_ROUNDS = 7  # fewer are a look, not a measurement
 
 
@@ -148,3 +153,32 @@ def this_machine() -> dict[str, Any]:
     if accelerator.is_accelerator(device):
         described["gpu"] = accelerator.of(device).facts(device).name
     return described
+
+
+def interleaved(
+    systems: Mapping[str, Callable[[], T]], rounds: int, say: Say
+) -> dict[str, list[T]]:  # fmt: skip
+    """Each system's results per round, without those of a first one that warms up.
+
+        round 1   a b c        round 2   b c a        round 3   c a b        ...
+
+    So no system always runs after the same one, whose heat, caches and dirty pages it inherits.
+    """
+    names = deque(systems)
+    results: dict[str, list[T]] = {name: [] for name in systems}
+    names.rotate(1)
+    for number in range(rounds + 1):
+        for name in names:
+            say(f"{f'round {number} of {rounds}' if number else 'warming up'}: {name}")
+            value = systems[name]()
+            if number:
+                results[name].append(value)
+        names.rotate(-1)
+    return results
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

@@ -31,8 +31,7 @@ from offload.bench.contenders import (
     train_in_turn,
 )
 from offload.bench.io_raw import DiskSpeed, raw_loop
-from offload.bench.record import Kind, Record, Row
-from offload.bench.rounds import Say
+from offload.bench.record import Kind, Record, Row, Say
 from offload.bench.stream import optimizer_loop
 from offload.bench.table import Column, number
 from offload.config import OffloadConfig

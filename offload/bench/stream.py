@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offload.bench.rounds import seconds_of
+from offload.bench.record import seconds_of
 from offload.planning.machine.optimizer_variants import PLAIN, SPLIT, Array, Arrays, Stream
 from offload.swap.threads.worker import ParallelRunner
 from offload.tiers.errors import UnsupportedError

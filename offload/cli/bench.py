@@ -34,46 +34,14 @@ Config = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="The training's YAML. Default: a 151 M Llama."),
 ]
-Size = Annotated[
-    str | None,
-    typer.Option("--size", metavar="SIZE", help="Bytes per pass. Default: 1GiB if it fits."),
-]
 Systems = Annotated[
     str,
     typer.Option("--systems", metavar="NAMES", help="Names, separated by commas. Default: all."),
 ]
 
 
-def _nbytes(size: str | None) -> int | None:
-    from offload.tiers.errors import ConfigError
-    from offload.tiers.units import parse_bytes
-
-    try:
-        return None if size is None else parse_bytes(size)
-    except ValueError as error:
-        raise ConfigError(f"--size: {error}") from error
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-@bench_app.command()
-def io(
-    context: typer.Context,
-    path: Folder = None,
-    size: Size = None,
-    backend: Annotated[
-        str, typer.Option("--backend", metavar="NAME", help="I/O backend: a value of nvme.backend.")
-    ] = "auto",
-    rounds: Rounds = 7,
-    json: Json = None,
-) -> None:
-    """Swap files: offload's block store against a raw loop of O_DIRECT calls."""
-    from offload.bench.io import IoOptions
-    from offload.swap.io.backends import resolve_backend
-
-    _run(context, IoOptions(path, _nbytes(size), resolve_backend(backend), rounds), json)
 
 
 @bench_app.command()

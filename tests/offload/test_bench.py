@@ -20,7 +20,6 @@ TINY_MODEL = [
     "-o", "train.model.mlp=128", "-o", "train.model.vocab=256", "-o", "train.batch=1",
     "-o", "train.sequence=16", "-o", "budget.host=80MiB", "-o", "budget.nvme=256MiB",
 ]  # fmt: skip
-IO = ["io", "--size", "16MiB"]
 STEP = ["step", *TINY_MODEL]
 
 
@@ -64,17 +63,6 @@ def _values(row: dict[str, Any], measure: str) -> list[float]:
     return values
 
 
-def test_io_compares_reads_with_reads_and_writes_with_writes(recorded: Any, tmp_path: Path) -> None:
-    record, printed = recorded(*IO, "--path", str(tmp_path))
-    rows = check(record, "io")
-    for name in ("raw read", "raw write", "offload read", "offload write"):
-        assert len(rows[name]["measures"]["cpu_s_per_gb"]) == 2
-    for ratio in record["ratios"]:
-        assert ratio["of"].split()[-1] == ratio["to"].split()[-1]
-    assert max(map(len, printed.splitlines())) <= 100
-    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
-
-
 @pytest.mark.slow
 def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
     recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,14 +97,10 @@ def test_step_finds_equal_losses_and_a_roofline_of_the_same_rounds(
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["io", "--numbers", "3"], "No such option"),
-        (["io", "--rounds", "0"], "--rounds"),
-        (["io", "--json", "missing/file.json"], "--json missing/file.json: there is no folder"),
-        (["io", "--size", "3 parsecs"], "--size: 'parsecs' is not a unit of bytes"),
-        (["io", "--backend", "thread"], "choose one of auto, threads, libaio"),
-        (["io", "--path", "nowhere"], "--path: nowhere is not a folder"),
-        (["io", "--size", "0"], "--size: 0 bytes cannot be timed"),
-        (["io", "--size", "-4KiB"], "--size: '-4KiB' is not a size"),
+        (["step", "--numbers", "3"], "No such option"),
+        (["step", "--rounds", "0"], "--rounds"),
+        (["step", "--json", "missing/file.json"], "--json missing/file.json: there is no folder"),
+        (["step", "--path", "nowhere"], "--path: nowhere is not a folder"),
         (["step", "--systems", "plain,fancy"], "--systems: 'fancy' is unknown"),
         (["step", "-o", "train.model.layer=3"], "train.model.layer"),
         (["step", "-o", "optimizer.type=lion"], "set optimizer.type: adamw"),
@@ -132,13 +116,6 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
     error = capsys.readouterr().err
     assert fragment in re.sub(r"\x1b\[[0-9;]*m", "", error)
     assert "Traceback" not in error
-
-
-def test_a_full_disk_does_not_take_the_table_along(capsys: Any) -> None:
-    assert run("bench", *IO, "--rounds", "1", "--json", "/dev/full") == 2
-    printed = capsys.readouterr()
-    assert "offload bench io" in printed.out
-    assert "--json /dev/full: cannot be written: No space left on device" in printed.err
 
 
 @pytest.mark.slow
