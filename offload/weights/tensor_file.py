@@ -77,10 +77,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
     or if two share a name."""
     stored: dict[str, Stored] = {}
     for path in files:
-        try:
-            file = OpenFile(path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
+        file = open_weights(path)
         tensors = parse_header(
             lambda offset, buffer, file=file: file.read_all(buffer, offset),  # type: ignore[misc]
             file.status().st_size, path.name, str(path),
@@ -88,11 +85,19 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, Stored]:
         for name, tensor in tensors.items():
             if name in stored:
                 raise CheckpointError(f"{name} is in {stored[name].path} and in {path}; remove one")
-            stored[name] = Stored(path, partial(_read_into, file), tensor)
+            stored[name] = Stored(path, partial(read_into, file), tensor)
     return stored
 
 
-def _read_into(file: OpenFile, tensor: StoredTensor, start_bytes: int, buffer: memoryview) -> None:
+def open_weights(path: Path) -> OpenFile:
+    """Raises CheckpointError if it cannot be opened."""
+    try:
+        return OpenFile(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"cannot open {path}: {error.strerror}") from None
+
+
+def read_into(file: OpenFile, tensor: StoredTensor, start_bytes: int, buffer: memoryview) -> None:
     file.read_all(buffer, tensor.offset_bytes + start_bytes)
 
 

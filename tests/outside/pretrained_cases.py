@@ -92,3 +92,42 @@ def assert_same_files(actual: Path, expected: Path) -> None:
             assert [t.dtype for t in loaded[0].values()] == [t.dtype for t in loaded[1].values()]
         else:
             assert (actual / name).read_text() == (expected / name).read_text()
+
+
+def assert_all_uses_equal(
+    plain: Any, source: Path, folder: Path, dtype: torch.dtype, **kwargs: Any
+) -> None:
+    """Opened, written again, and dispatched on two tiers; in fp32 also a frozen base's step."""
+    wanted = {n: bits(p.detach()) for n, p in plain.named_parameters()}
+    model: Any = offload.open_pretrained(source, dtype=dtype, **kwargs)
+    model.save_pretrained(folder / "ordinary")
+    ordinary = type(plain).from_pretrained(folder / "ordinary", dtype=dtype)
+    assert {n: bits(p.detach()) for n, p in ordinary.named_parameters()} == wanted
+    tokens = torch.arange(8)[None]
+    precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    budget = {"host": "64MiB", "nvme": "64MiB"}
+    for tier in ("host", "nvme"):
+        model = offload.open_pretrained(source, dtype=dtype, **kwargs)
+        keys = {"precision": precision, "budget": budget, "placement": {"parameters": tier}}
+        offload.dispatch(model, {**keys, "nvme": {"paths": [str(folder / tier)]}})
+        with torch.no_grad():
+            assert bits(model(tokens).logits) == bits(plain(tokens).logits)
+        offload.dispatched(model).close()
+    if dtype == torch.float32:
+        model = offload.open_pretrained(source, dtype=dtype, **kwargs)
+        for each in (model, plain):
+            for name, param in each.named_parameters():
+                param.requires_grad_("norm" in name)
+        keys = config(folder, HOST, budget={"host": "64MiB"}, optimizer={"type": "sgd", "lr": 0.1})
+        with offload.initialize(model, keys) as engine:
+            engine.backward(model(tokens, labels=tokens).loss)
+            engine.optimizer.step()
+            plain(tokens, labels=tokens).loss.backward()
+            trained = [param for param in plain.parameters() if param.requires_grad]
+            torch.optim.SGD(trained, lr=0.1).step()
+            with engine.gathered():
+                for (name, param), other in zip(
+                    model.named_parameters(), plain.parameters(), strict=True
+                ):
+                    torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6, msg=name)
+                    assert param.requires_grad or bits(param) == wanted[name]

@@ -14,7 +14,7 @@ import offload
 from offload.weights.lazy_tensors import lazy_tensors
 from tests.offload.engine_cases import HOST, bits, config
 from tests.offload.quantized_cases import FORMATS, Format, four_bit_floats, fp8, plain_codes
-from tests.outside.pretrained_cases import FILE, saved
+from tests.outside.pretrained_cases import FILE, assert_all_uses_equal, saved
 from tests.outside.zoo import transformers
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -199,41 +199,7 @@ def test_fp8_is_the_model_that_transformers_dequantizes_in_every_use(
     plain = transformers.LlamaForCausalLM.from_pretrained(
         folder, dtype=dtype, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
     )
-    wanted = {n: bits(p.detach()) for n, p in plain.named_parameters()}
-    model: Any = offload.open_pretrained(folder, dtype=dtype)
-    model.save_pretrained(tmp_path / "ordinary")
-    ordinary = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ordinary", dtype=dtype)
-    assert {n: bits(p.detach()) for n, p in ordinary.named_parameters()} == wanted
-    tokens = torch.arange(8)[None]
-    precision = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    budget = {"host": "64MiB", "nvme": "64MiB"}
-    for tier in ("host", "nvme"):
-        model = offload.open_pretrained(folder, dtype=dtype)
-        keys = {"precision": precision, "budget": budget, "placement": {"parameters": tier}}
-        offload.dispatch(model, {**keys, "nvme": {"paths": [str(tmp_path / tier)]}})
-        with torch.no_grad():
-            assert bits(model(tokens).logits) == bits(plain(tokens).logits)
-        offload.dispatched(model).close()
-    if dtype == torch.float32:
-        model = offload.open_pretrained(folder, dtype=dtype)
-        for each in (model, plain):
-            for name, param in each.named_parameters():
-                param.requires_grad_("norm" in name)
-        keys = config(
-            tmp_path, HOST, budget={"host": "64MiB"}, optimizer={"type": "sgd", "lr": 0.1}
-        )
-        with offload.initialize(model, keys) as engine:
-            engine.backward(model(tokens, labels=tokens).loss)
-            engine.optimizer.step()
-            plain(tokens, labels=tokens).loss.backward()
-            trained = [param for param in plain.parameters() if param.requires_grad]
-            torch.optim.SGD(trained, lr=0.1).step()
-            with engine.gathered():
-                for (name, param), other in zip(
-                    model.named_parameters(), plain.parameters(), strict=True
-                ):
-                    torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-6, msg=name)
-                    assert param.requires_grad or bits(param) == wanted[name]
+    assert_all_uses_equal(plain, folder, tmp_path, dtype)
 
 
 def read(folder: Path, settings: Any) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from offload.display.words import some_of
 from offload.engine import Engine, ParamGroups, initialize
 from offload.integrations.loaded_weights import missing_in, overwrite
 from offload.integrations.transformers.hub_names import not_local
+from offload.quantized.gguf_file import Header, read_header
 from offload.quantized.reading import settings_of, transposed_weights
 from offload.tiered_model import DTYPES
 from offload.tiers.errors import CheckpointError, ConfigError, OffloadError, UnsupportedError
@@ -59,8 +60,7 @@ _REFUSED = {
     "device_map": _STATES, "max_memory": _STATES, "offload_folder": _STATES,
     "offload_buffers": _STATES, "low_cpu_mem_usage": "it never takes more memory than needed",
     "quantization_config": _QUANTIZED, "load_in_8bit": _QUANTIZED, "load_in_4bit": _QUANTIZED,
-    "gguf_file": "convert it to safetensors once: from_pretrained(..., gguf_file=...) of "
-    "transformers, and save_pretrained",
+    "gguf_file": "name the file itself: FOLDER/NAME.gguf",
     "torch_dtype": "its name is dtype",
     "trust_remote_code": "import the folder's class "
     "(transformers.dynamic_module_utils.get_class_from_dynamic_module) and pass it as model_class=",
@@ -84,7 +84,7 @@ def from_pretrained(
     **kwargs: Any,
 ) -> Engine:
     """Return an engine whose `module` is the transformers model in `folder`: config.json and
-    safetensors files. The model is never whole in RAM.
+    safetensors files, or the GGUF file of that name. The model is never whole in RAM.
 
     `config`, `parameters` and `mesh` are those of `offload.initialize`, all else is
     that of `open_pretrained`. Call these two where the model is to be changed before it trains:
@@ -115,7 +115,9 @@ def open_pretrained(
     files until `offload.initialize(model, ...)` spreads them over the tiers.
 
     `model_class` is a model's class or one of the AutoModel classes; by default the class that
-    config.json names. `dtype` is that of new weights and buffers; "auto": as config.json says.
+    config.json names, and of a GGUF file, which may be in the place of the folder, the language
+    model. `dtype` is that of new weights and buffers; "auto": as config.json says (of a GGUF file:
+    fp32).
     `kwargs` are those of transformers' `from_pretrained` (`num_labels`, `attn_implementation`,
     `key_mapping`, `ignore_mismatched_sizes`, ...).
 
@@ -130,22 +132,27 @@ def open_pretrained(
     import transformers
 
     folder = path_of(folder, "folder")
-    _check_folder(folder)
     for name in kwargs.keys() & _REFUSED.keys():
         raise ConfigError(f"{name}=: {_REFUSED[name]}")
-    variant = kwargs.pop("variant", None)
-    text = read_json(folder / CONFIG)
-    quantized = settings_of(text, folder)  # unsupported formats, before a class is looked for
-    files = _files(folder, variant, text.get("transformers_weights"))
-    _check_counts(text, _max_tensors(files), folder / CONFIG)
+    header = read_header(folder) if folder.is_file() and folder.suffix == ".gguf" else None
+    where = folder if header else folder / CONFIG
+    if header is None:
+        _check_folder(folder)
+        variant = kwargs.pop("variant", None)
+        text = read_json(where)
+        quantized = settings_of(text, folder)  # unsupported formats, before a class is looked for
+        files = _files(folder, variant, text.get("transformers_weights"))
+        _check_counts(text, _max_tensors(files), where)
     try:
-        settings, kind, kwargs = _settings(transformers, folder, text, model_class, kwargs)
+        if header:
+            return _opened_gguf(transformers, header, model_class, dtype, kwargs)
+        settings, kind, kwargs = _settings(transformers, where, text, model_class, kwargs)
         return _opened(folder, files, kind, settings, text, quantized, dtype=dtype, **kwargs)
     except OffloadError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{folder / CONFIG}: transformers makes no model of it ({type(error).__name__}: "
+            f"{where}: transformers makes no model of it ({type(error).__name__}: "
             f"{plain(' '.join(str(error)[:4000].split()), 1000)})"
         ) from error
 
@@ -193,7 +200,30 @@ def _opened(
         generation = GenerationConfig.from_pretrained(str(folder))
     else:  # config.json may hold what is for `generate`, which `settings` leaves out
         generation = GenerationConfig.from_model_config(text)
-    model: Any = built(kind, settings, tensors, folder, generation_config=generation, **kwargs)
+    return _made(folder, tensors, kind, settings, generation_config=generation, **kwargs)
+
+
+def _opened_gguf(
+    transformers: Any, header: Header, model_class: Any, dtype: torch.dtype | str,
+    kwargs: dict[str, Any],
+) -> nn.Module:  # fmt: skip
+    from offload.integrations.transformers.gguf_models import config_of, gguf_tensors
+
+    text, path = config_of(header), header.path
+    _check_counts(text, len(header.tensors), path)
+    if model_class is None and "architectures" not in text:  # an encoder names its class
+        head = "Seq2SeqLM" if "t5" in header.architecture else "CausalLM"
+        model_class = getattr(transformers, f"AutoModelFor{head}")
+    settings, kind, kwargs = _settings(transformers, path, text, model_class, kwargs)
+    tensors = gguf_tensors(header, text, kind, settings)
+    generation = transformers.GenerationConfig.from_model_config(settings)
+    return _made(path, tensors, kind, settings, generation_config=generation, dtype=dtype, **kwargs)
+
+
+def _made(
+    folder: Path, tensors: Mapping[str, LazyTensor], kind: Any, settings: Any, **kwargs: Any
+) -> nn.Module:
+    model: Any = built(kind, settings, tensors, folder, **kwargs)
     model.name_or_path = model.config.name_or_path = str(folder)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -256,12 +286,9 @@ def _converted(model: Any, folder: Path, saved: Mapping[str, LazyTensor]) -> dic
 
 
 def _settings(
-    transformers: Any,
-    folder: Path,
-    text: Mapping[str, Any],
-    model_class: Any,
+    transformers: Any, where: Path, text: Mapping[str, Any], model_class: Any,
     kwargs: dict[str, Any],
-) -> tuple[Any, Any, dict[str, Any]]:
+) -> tuple[Any, Any, dict[str, Any]]:  # fmt: skip
     """Return the model's configuration, its class, and the `kwargs` that are for the class."""
     if model_class is None:
         named = text.get("architectures")
@@ -270,21 +297,24 @@ def _settings(
         is_class = isinstance(model_class, type)  # the object of that name may be anything
         if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
             raise ConfigError(
-                f"{folder / 'config.json'} names {f'the class {name}' if name else 'no class'}, "
+                f"{where} names {f'the class {name}' if name else 'no class'}, "
                 f"and transformers {transformers.__version__} has none of that name; pass "
                 "model_class= (AutoModelForCausalLM, or a class of your own)"
             )
     config_class = getattr(model_class, "config_class", None)
     if config_class is None:
         config_class, kwargs = transformers.AutoConfig, {**kwargs, "trust_remote_code": False}
+    if where.name != CONFIG:
+        kwargs = {**kwargs, "gguf_file": where.name}
     try:
         settings, left = config_class.from_pretrained(
-            str(folder), return_unused_kwargs=True, local_files_only=True, **kwargs
+            str(where.parent), return_unused_kwargs=True, local_files_only=True, **kwargs
         )
     except ValueError as error:
         wants_code = "trust_remote_code" in str(error)
         why = f"it needs code of its own; {_REFUSED['trust_remote_code']}" if wants_code else error
-        raise ConfigError(f"{folder / 'config.json'}: {why}") from error
+        raise ConfigError(f"{where}: {why}") from error
+    left.pop("gguf_file", None)
     if config_class is transformers.AutoConfig:
         left.pop("trust_remote_code", None)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -309,7 +339,7 @@ def _check_folder(folder: Path) -> None:
     if not (folder / CONFIG).is_file():
         raise ConfigError(
             f"{folder} has no config.json; name a folder that model.save_pretrained or "
-            "`offload checkpoint export` wrote"
+            "`offload checkpoint export` wrote, or a GGUF file itself"
         )
     if (folder / _ADAPTER).is_file():
         raise UnsupportedError(
