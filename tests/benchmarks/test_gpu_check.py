@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,30 +36,6 @@ def test_without_a_gpu_it_says_so_in_one_line_and_succeeds(
     (line,) = capsys.readouterr().out.splitlines()
     assert "sees no GPU" in line
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_make_uses_a_named_interpreter_as_it_is() -> None:
-    inherited = {name: os.environ[name] for name in os.environ if not name.startswith("MAKE")}
-    environment = {**inherited, "CUDA_VISIBLE_DEVICES": ""}
-    command = ["make", "--no-print-directory", "gpu-check", f"PYTHON={sys.executable}"]
-    shown = subprocess.run(
-        [*command, "--dry-run"], cwd=REPOSITORY, env=environment, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    (only,) = shown.stdout.splitlines()
-    assert only.startswith(f"{sys.executable} -m benchmarks.gpu_check")
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
-    )
-    assert "sees no GPU" in done.stdout.splitlines()[-1]
-
-
-def test_a_part_that_is_not_known_is_refused(capsys: Any) -> None:
-    with pytest.raises(SystemExit) as caught:
-        gpu_check.main(["tests", "lunch"])
-    assert caught.value.code == 2
-    assert "invalid choice: 'lunch'" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the whole, and its record

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_sizes import GIB, TRAININGS, case_of
-from benchmarks.gpu_step import bounds, row_of
+from benchmarks.gpu_step import bounds
 from offload.config import OffloadConfig
 from offload.gpt import build_meta_model
 from offload.planning.choice.planner import make_plan
@@ -20,7 +20,6 @@ from tests.benchmarks.gpu_check_cases import H200, MACHINES, planned, solved_onc
 __all__ = ["solved_once"]
 
 
-# ---------------------------------------------------------------- sizes
 def test_what_a_machine_cannot_hold_is_left_out_with_the_planners_reason() -> None:
     old = dataclasses.replace(MACHINES["a laptop"], device_nbytes=1 * GIB)
     for machine, name, fragment in (
@@ -51,34 +50,6 @@ def test_the_planner_accepts_what_is_chosen(gpu: str, tmp_path: Path) -> None:
         if training.card_nbytes is not None:
             assert plan.budgets[Tier.DEVICE] < training.card_nbytes == plan.gpu_budget_nbytes
     assert chosen >= len(TRAININGS) - 4
-
-
-# ---------------------------------------------------------------- bounds
-STEP = {
-    "seconds": [9.0, 10.0, 30.0], "peak_rss_nbytes": 1, "peak_device_nbytes": 1, "moved_nbytes": [],
-    "counted": [
-        {"forward_s": 1.0, "backward_s": 2.0, "waits": {"update": 2.0 * n}, "trials": {"kept": n}}
-        for n in range(4)
-    ],
-}  # fmt: skip
-
-
-def test_a_step_is_judged_by_the_least_bytes_and_the_operations() -> None:
-    case = planned(H200, "8 B, host")
-    weights = 2 * case.numel
-    assert weights < case.config["budget"]["device"]  # so each goes to the device once
-    seconds = bounds(case, H200)
-    assert seconds["link"] == pytest.approx(weights / 40e9)
-    assert seconds["bus"] == pytest.approx(26 * case.numel / 150e9)
-    assert "disk" not in seconds
-    moved = [{"host to device": 3 * weights, "device to host": weights}] * 3
-    facts = row_of("offload", case, {**STEP, "moved_nbytes": moved}, H200).facts
-    assert facts["tokens_per_s"] == pytest.approx(case.tokens / 10)
-    longest = max(seconds["link"], seconds["compute"])
-    assert facts["share_of_roofline"] == pytest.approx(longest / 10)
-    assert facts["share_of_all_bounds"] == pytest.approx(max(seconds.values()) / 10)
-    assert facts["host to device, moved per planned"] == pytest.approx(3)
-    assert (facts["waited for update, s"], facts["updates on trial, kept"]) == (2.0, 3.0)
 
 
 @pytest.mark.slow
